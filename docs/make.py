@@ -133,7 +133,7 @@ def config_page() -> str:
 
 def actions_page() -> str:
     """Return the page of all actions and their fields."""
-    shared = set(HookBase.model_fields)
+    shared = HookBase.model_fields
     parts = [
         f"{NOTICE}\n# Actions and their fields",
         "A hook spec selects modules, names a hook kind, and names an action: `record`, `print`, `call`, `clip`, `scale` or `modify`. "
@@ -143,7 +143,11 @@ def actions_page() -> str:
     ]
     for name, (model, example) in HOOKS.items():
         title = name if name in ("record", "print", "call", "clip", "scale") else f"modify, fn: {name}"
-        fields = [field for field in model.model_fields if field not in shared and field != "action"]
+        fields = [
+            field
+            for field, own in model.model_fields.items()
+            if field != "action" and (field not in shared or own.description != shared[field].description)
+        ]
         if issubclass(model, ModifySpec):
             fields = [field for field in fields if field != "fn" or model is FunctionSpec]
         table = _fields(model, fields)

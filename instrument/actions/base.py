@@ -17,6 +17,7 @@ from ..stats.device_numbers import DeviceNumbers
 from ..stats.distribution import Distribution
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
+from .tensor_selection import TensorSelection
 
 UNKNOWN_CALL = -1
 """The `call` of a recomputed forward pass if the index of the call is unknown."""
@@ -61,6 +62,8 @@ class Context:
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
         rank: The rank of the process, from 0.
+        selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
+            its method `of` returns the same part of another tensor. None for a complete tensor.
     """
 
     hook: str
@@ -78,6 +81,7 @@ class Context:
     seed: int = 0
     scope: str = "global"
     rank: int = 0
+    selection: TensorSelection | None = None
 
     @property
     def step(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..nested import to_device
+from .tensor_selection import TensorSelection
 
 QUANTIZED_MAX = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
@@ -110,30 +111,25 @@ def add_penalty(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, 
     return loss
 
 
-def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) -> Tensor:
-    """Replace a part of a tensor, or all of it, by a recorded tensor. No gradient flows through the replaced part.
+def patch(tensor: Tensor, recorded: Tensor, selection: TensorSelection | None = None) -> Tensor:
+    """Replace a tensor by a recorded one. No gradient flows through it.
 
     Args:
-        tensor: The tensor.
-        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the part.
-        part: The index of the part; None for the complete tensor.
+        tensor: The tensor: complete, or the selected part.
+        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the complete tensor.
+        selection: The part of the complete tensor; None if the tensor is complete.
 
     Raises:
         ValueError: The recorded tensor has neither of these shapes.
     """
-    where = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-    index = (...,) if part is None else tuple(part)
-    where[index] = True
-    if recorded.shape not in (tensor.shape, where[index].shape):
+    new = to_device(recorded, tensor.device).to(tensor.dtype)
+    if selection is not None and new.shape == selection.shape:
+        new = selection.of(new)
+    if new.shape != tensor.shape:
         raise ValueError(
             f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
         )
-    new = to_device(recorded, tensor.device).to(tensor.dtype)
-    if new.shape != tensor.shape:
-        full = torch.zeros_like(tensor)
-        full[index] = new
-        new = full
-    return torch.where(where, new, tensor)
+    return torch.where(torch.ones((), dtype=torch.bool, device=tensor.device), new, tensor)
 
 
 def straight_through(old: Tensor, new: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from functools import partial
 
 from torch import Tensor
 
-from ..spec.base import parse_slice
 from ..spec.modify import (
     DropoutSpec,
     FunctionSpec,
@@ -117,11 +116,10 @@ _BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
 
 
 def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
-    part = None if spec.slice is None else parse_slice(spec.slice)
     archive.open(spec.run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
         found = archive.find(spec.run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
-        return builtin_functions.patch(tensor, found, part)
+        return builtin_functions.patch(tensor, found, context.selection)
 
     return replace

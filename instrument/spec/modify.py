@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .base import InterventionSpec, SliceText
+from .base import SELECTION, InterventionSpec
 from .field_types import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
 
 Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
@@ -114,7 +114,7 @@ class PenaltySpec(ModifySpec):
 
 
 class RecordedSpec(ModifySpec):
-    """Insert a tensor recorded in another run, from the same layer, path, call and batch: the full tensor (replace) or a slice (patch)."""
+    """Insert a tensor that another run recorded at the same layer, path, call and batch: all of it, or the selected part (patch)."""
 
     fn: Literal["replace", "patch"]
     run: str = Field(min_length=1, description="The folder of the other run.")
@@ -122,14 +122,13 @@ class RecordedSpec(ModifySpec):
         None, description="The record hook of the other run. Required if several hooks recorded the tensor."
     )
     step: Index | None = Field(None, description="The step in the other run. Default: the current step.")
-    slice: SliceText | None = Field(None, description="For patch: the slice to replace, in NumPy notation: ':, 0:4'.")
 
     @model_validator(mode="after")
-    def _validate_slice(self) -> RecordedSpec:
-        if (self.fn == "patch") != (self.slice is not None):
-            raise ValueError(
-                "patch requires 'slice', the slice to replace" if self.fn == "patch" else "'slice' requires fn patch"
-            )
+    def _validate_patch(self) -> RecordedSpec:
+        if self.fn == "patch" and not self.selection:
+            raise ValueError(f"patch requires the elements to replace: one of {', '.join(SELECTION)}")
+        if self.fn == "replace" and self.selection:
+            raise ValueError(f"{self.selection[0]!r} requires fn patch")
         return self
 
 

@@ -23,6 +23,7 @@ from instrument import nested
 from instrument.actions.base import Context
 from instrument.actions.builtin_functions import patch
 from instrument.actions.modify import _BUILTIN
+from instrument.actions.tensor_selection import TensorSelection
 from instrument.capture import device_copy
 from instrument.spec.statistics import DEFAULT
 from instrument.stats import device_numbers, distribution
@@ -137,8 +138,9 @@ def test_jagged_tensor_on_a_device_is_read_without_its_lengths() -> None:
 
 
 def patched(recorded: Tensor) -> Tensor:
-    part = None if recorded.shape == (3, 4) else (slice(None), slice(1, 3))
-    return patch(torch.empty(3, 4, device="cuda", dtype=torch.bfloat16), recorded, part)
+    part = TensorSelection((3, 4), (slice(None), slice(1, 3)))
+    tensor = torch.empty(3, 4, device="cuda", dtype=torch.bfloat16)
+    return part.into(tensor, patch(part.of(tensor), recorded, part))
 
 
 def batch_on_device(batch: Tensor) -> Tensor:

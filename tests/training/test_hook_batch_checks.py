@@ -69,9 +69,9 @@ def outputs(sink: MemorySink) -> dict[tuple[str, int, int], Tensor]:
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
-@pytest.mark.parametrize("fn", ["replace", "patch"])
-def test_each_batch_gets_its_recorded_tensor(clean: str, phase: str, fn: str) -> None:
-    part = {"slice": ":, 0:3"} if fn == "patch" else {}
+@pytest.mark.parametrize("part", [{}, {"slice": ":, 0:3"}, {"units": [2, 0, 1]}], ids=["replace", "slice", "units"])
+def test_each_batch_gets_its_recorded_tensor(clean: str, phase: str, part: dict[str, Any]) -> None:
+    fn = "patch" if part else "replace"
     put = {**REPLACE, "fn": fn, "run": clean, "hook": phase, "phase": phase, **part}
     after = {**RECORD, "layers": "layers.1", "phase": phase}
     source, here = outputs(trained({"after": after})), outputs(trained({"put": put, "after": after}, seed=1))
@@ -172,6 +172,11 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
         ),
         ({"fn": "patch", "slice": ":, :, 0"}, {}, r"put.slice: the slice has 3 dimensions"),
         (
+            {"fn": "patch", "samples": [3], "step": 0},
+            {},
+            r"put.samples: 3 is out of range for dimension 0 of 'layers.1', .* \[2, 10\]",
+        ),
+        (
             {"layers": "layers.0"},
             {"model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 12, 10]}},
             r"put.run: 'layers.0' was recorded with shape \[16, 16\], but has shape \[16, 12\] in this run",
@@ -194,6 +199,7 @@ def prepare_only(hooks: dict[str, Any], **overrides: Any) -> None:
 
 
 PART = {**RECORD, "layers": "layers.0", "slice": "10"}
+SAMPLES = {"layers": "layers.0", "kind": "forward", "action": "modify", "fn": "zero"}
 FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0, "factor": [1.0] * 16}
 
 
@@ -211,6 +217,9 @@ FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0,
         ({**PART, "layers": "layers.1", "kind": "full_backward"}, {}, r"s.slice: 10 is out of range"),
         ({**PART, "phase": "eval"}, {}, r"s.slice: 10 is out of range .* which has shape \[10, 16\]"),
         ({**PART, "phase": "eval", "slice": "9"}, {}, None),
+        ({**SAMPLES, "samples": [0, 5]}, {}, r"s.samples: 5 is out of range for dimension 0 of .* in the smallest batch, of 2 samples"),
+        ({**SAMPLES, "samples": [-1, 0]}, {}, None),
+        ({**SAMPLES, "slice": "3"}, {}, r"s.slice: 3 is out of range"),
         (FACTORS, {}, r"s.factor: 16 factors do not fit dimension 0 of the output of 'layers.0', which has shape \[2, 16\] in "),
         ({**FACTORS, "stop": 1}, {}, None),
         ({**FACTORS, "dim": 1}, {}, None),
