@@ -64,6 +64,7 @@ class Context:
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
             its method `of` returns the same part of another tensor. None for a complete tensor.
+        complete: The complete tensor, if the hook selects a part of it. Otherwise None.
     """
 
     hook: str
@@ -82,6 +83,7 @@ class Context:
     scope: str = "global"
     rank: int = 0
     selection: TensorSelection | None = None
+    complete: Tensor | None = None
 
     @property
     def step(self) -> int:

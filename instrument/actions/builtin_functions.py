@@ -19,6 +19,31 @@ def zero(tensor: Tensor) -> Tensor:
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0)
 
 
+def add(tensor: Tensor, value: Tensor | float) -> Tensor:
+    """Add a number, or a tensor that broadcasts to the shape. The gradient passes through."""
+    return tensor + value
+
+
+def swap(tensor: Tensor) -> Tensor:
+    """Exchange the first half of the samples (dimension 0) with the second one. Gradients follow their values.
+
+    Raises:
+        ValueError: The number of samples is odd.
+    """
+    if tensor.dim() == 0 or len(tensor) % 2:
+        raise ValueError(f"swap requires an even number of samples, not shape {list(tensor.shape)}")
+    return tensor.roll(len(tensor) // 2, 0)
+
+
+def repeat_sample(tensor: Tensor, index: int) -> Tensor:
+    """Return the values of one sample (dimension 0) in place of each sample, as a view. Gradients flow to that sample.
+
+    Raises:
+        IndexError: There is no such sample.
+    """
+    return tensor[range(len(tensor))[index]].expand_as(tensor)
+
+
 def noise(tensor: Tensor, std: float, mean: float, generator: torch.Generator) -> Tensor:
     """Add independent Gaussian noise. The gradient passes through."""
     drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype)

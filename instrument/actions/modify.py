@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from ..spec.modify import (
+    AddSpec,
     DropoutSpec,
     FunctionSpec,
     MeanSpec,
@@ -20,6 +21,7 @@ from ..spec.modify import (
     ResampleSpec,
     ShuffleSpec,
     SignSpec,
+    SwapSpec,
     ZeroSpec,
 )
 from . import builtin_functions
@@ -59,6 +61,14 @@ class Modify:
 
 def _zero(spec: ZeroSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
     return builtin_functions.zero(tensor)
+
+
+def _add(spec: AddSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return builtin_functions.add(tensor, spec.value)
+
+
+def _swap(spec: SwapSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return builtin_functions.swap(tensor)
 
 
 def _noise(spec: NoiseSpec, tensor: Tensor, context: Context) -> Tensor:
@@ -103,6 +113,8 @@ def _penalty(spec: PenaltySpec, tensor: Tensor, context: Context) -> Tensor:
 
 _BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
     ZeroSpec: _zero,
+    AddSpec: _add,
+    SwapSpec: _swap,
     NoiseSpec: _noise,
     MeanSpec: _mean,
     ResampleSpec: _resample,
@@ -116,10 +128,20 @@ _BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
 
 
 def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
-    archive.open(spec.run, spec.hook, f"hooks.{spec.name}")
+    if spec.run is None:
+        return partial(_from_sample, spec)
+    run = spec.run
+    archive.open(run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
-        found = archive.find(spec.run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
+        found = archive.find(run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
         return builtin_functions.patch(tensor, found, context.selection)
 
     return replace
+
+
+def _from_sample(spec: RecordedSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    assert spec.from_sample is not None, "checked by the spec"
+    assert context.selection is not None, "patch requires a selection"
+    assert context.complete is not None, "it is given with the selection"
+    return context.selection.of(builtin_functions.repeat_sample(context.complete, spec.from_sample)).clone()

@@ -82,7 +82,7 @@ class Selector:
         value = context.value
         if value is not None and value.shape == complete.shape:
             value = selection.of(value.detach())
-        new = action(part, replace(context, selection=selection, value=value))
+        new = action(part, replace(context, selection=selection, complete=complete, value=value))
         return None if new is None or new is part else selection.into(tensor, new)
 
     def _selection(self, shape: torch.Size) -> TensorSelection:

@@ -13,7 +13,7 @@ from ..spec.base import parse_slice
 from ..spec.clip_and_scale import ScaleSpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.modify import MeanSpec, RecordedSpec
+from ..spec.modify import MeanSpec, RecordedSpec, SwapSpec
 from ..spec.record import RecordSpec
 from ..spec.selection import SelectionError, selected_shape
 from ..stats.unit_statistics import unit_dim
@@ -68,8 +68,9 @@ def misfits_in_smaller_batches(
     problems: dict[str, Problem] = {}
     for spec in plan.specs.values():
         is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
-        is_selection = not isinstance(spec, RecordedSpec) and {*spec.selection} & {"samples", "slice"}
-        if spec.definition.family != "module" or not (is_list or is_selection):
+        from_run = isinstance(spec, RecordedSpec) and spec.run is not None  # compared with the recorded batches
+        is_selection = isinstance(spec, SwapSpec | RecordedSpec) or {*spec.selection} & {"samples", "slice"}
+        if spec.definition.family != "module" or from_run or not (is_list or is_selection):
             continue
         size, full_size = smallest(spec), samples[spec.phase]
         other = next((phase for phase in samples if samples[phase] != full_size), spec.phase)
@@ -165,6 +166,13 @@ def _problems(site: Site, info: TensorInfo, *, may_exceed: bool) -> Iterator[tup
         case MeanSpec() if spec.dim is not None:
             dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
             yield from _dimension_problems("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
+        case SwapSpec() if not shape or shape[0] % 2:
+            yield "fn", "swap requires an even number of samples in", "two or more samples in 'samples'"
+        case RecordedSpec() if spec.from_sample is not None:
+            size = info.shape[0]
+            if not -size <= spec.from_sample < size:
+                allowed = f"{-size} to {size - 1}"
+                yield "from_sample", f"{spec.from_sample} is out of range for dimension 0 of", allowed
 
 
 def selected_shape_at(site: Site, shape: Sequence[int]) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .base import HookBase
 from .clip_and_scale import ClipSpec, ScaleSpec
 from .modify import (
+    AddSpec,
     DropoutSpec,
     FunctionSpec,
     MeanSpec,
@@ -17,6 +18,7 @@ from .modify import (
     ResampleSpec,
     ShuffleSpec,
     SignSpec,
+    SwapSpec,
     ZeroSpec,
 )
 from .print_and_call import CallSpec, PrintSpec
@@ -29,6 +31,8 @@ HookSpec = (
     | ClipSpec
     | ScaleSpec
     | ZeroSpec
+    | AddSpec
+    | SwapSpec
     | NoiseSpec
     | MeanSpec
     | ResampleSpec

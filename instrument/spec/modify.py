@@ -36,6 +36,27 @@ class ZeroSpec(ModifySpec):
     fn: Literal["zero"]
 
 
+class AddSpec(ModifySpec):
+    """Add a number."""
+
+    fn: Literal["add"]
+    value: Number = Field(description="The number to add to each element.")
+
+
+class SwapSpec(ModifySpec):
+    """Exchange the first half of the samples with the second one; with `samples: [0, 1]`, exchange these two."""
+
+    fn: Literal["swap"]
+
+    @model_validator(mode="after")
+    def _validate_swap(self) -> SwapSpec:
+        if self.definition.family != "module":
+            raise ValueError(f"swap requires a batch, which the tensors of kind {self.kind} do not have")
+        if self.slice is not None:
+            raise ValueError("swap cannot be combined with 'slice'; use 'samples', 'positions', 'units' or 'heads'")
+        return self
+
+
 class NoiseSpec(ModifySpec):
     """Add Gaussian noise from a separate generator. It depends on the seed, hook, step, layer and call only."""
 
@@ -114,10 +135,18 @@ class PenaltySpec(ModifySpec):
 
 
 class RecordedSpec(ModifySpec):
-    """Insert a tensor that another run recorded at the same layer, path, call and batch: all of it, or the selected part (patch)."""
+    """Insert a tensor that another run recorded at the same layer, path, call and batch: all of it, or the selected part (patch).
+
+    With `from_sample`, patch inserts the values of another sample of the same batch.
+    """
 
     fn: Literal["replace", "patch"]
-    run: str = Field(min_length=1, description="The folder of the other run.")
+    run: str | None = Field(None, min_length=1, description="The folder of the other run.")
+    from_sample: Dimension | None = Field(
+        None,
+        description="For patch, instead of 'run': the index of the sample of this batch whose values replace those of the others. "
+        "Gradients flow to that sample.",
+    )
     hook: str | None = Field(
         None, description="The record hook of the other run. Required if several hooks recorded the tensor."
     )
@@ -129,6 +158,16 @@ class RecordedSpec(ModifySpec):
             raise ValueError(f"patch requires the elements to replace: one of {', '.join(SELECTION)}")
         if self.fn == "replace" and self.selection:
             raise ValueError(f"{self.selection[0]!r} requires fn patch")
+        if self.fn == "replace" and self.from_sample is not None:
+            raise ValueError("'from_sample' requires fn patch")
+        if (self.run is None) == (self.from_sample is None):
+            raise ValueError(
+                f"{self.fn} requires 'run'" + (" or 'from_sample', and not both" if self.fn == "patch" else "")
+            )
+        if self.run is None and not self.model_fields_set.isdisjoint({"hook", "step"}):
+            raise ValueError("'hook' and 'step' require 'run'")
+        if self.from_sample is not None and self.definition.family != "module":
+            raise ValueError(f"'from_sample' requires a batch, which the tensors of kind {self.kind} do not have")
         return self
 
 
@@ -140,6 +179,8 @@ class FunctionSpec(ModifySpec):
 
 FUNCTIONS: dict[str, type[ModifySpec]] = {
     "zero": ZeroSpec,
+    "add": AddSpec,
+    "swap": SwapSpec,
     "noise": NoiseSpec,
     "mean": MeanSpec,
     "resample": ResampleSpec,

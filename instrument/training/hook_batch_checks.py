@@ -101,7 +101,7 @@ def check_batch_shapes(
     samples = {phase: batches.samples for phase, batches in batches_by_phase.items()}
     problems = misfits_in_smaller_batches(plan, inferred_by_phase, samples, smallest_batch)
     for name, spec in plan.specs.items():
-        if isinstance(spec, RecordedSpec) and spec.definition.frequency != "occasion":
+        if isinstance(spec, RecordedSpec) and spec.run is not None and spec.definition.frequency != "occasion":
             archive.open(spec.run, spec.hook, f"hooks.{name}")
             tensors = {
                 TensorLocation(site.layer.name, info.path, call): (site, info.shape)
@@ -122,6 +122,7 @@ def _recorded_tensors(
     spec: RecordedSpec, archive: RunArchive
 ) -> dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]]:
     """Return the recorded tensors that a spec may refer to: by location, then by (step, micro-batch)."""
+    assert spec.run is not None, "only tensors of another run are looked up"
     rows = archive.index(spec.run)
     rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
     if spec.hook is not None:

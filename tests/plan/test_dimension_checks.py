@@ -46,6 +46,8 @@ SCALE = {"action": "scale"}
 HEADS = {"heads": {"of": 2, "take": [0]}}
 ZERO = {"action": "modify", "fn": "zero"}
 MEAN = {"action": "modify", "fn": "mean"}
+SWAP = {"action": "modify", "fn": "swap"}
+COPY = {"action": "modify", "fn": "patch", "units": [0]}
 PATCH = {"action": "modify", "fn": "patch", "run": "nowhere"}
 WEIGHT = {"kind": "parameter_grad", "params": "weight"}
 
@@ -107,6 +109,9 @@ def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
         ("fc", {**SCALE, "factor": [1, 2], "units": [0, 2, 4]}, "factor", "2 factors do not fit dimension 1", "3 factors"),
         ("fc", {**DEAD, "unit_dim": 1, "slice": "0"}, "unit_dim", "dim 1 is out of range", "-1 to 0"),
         ("fc", {**ZERO, **WEIGHT, "units": [5]}, "units", "5 is out of range for dimension 0 of the param_grad of 'fc.weight'", "-5 to 4"),
+        ("fc", {**SWAP, "samples": [0]}, "fn", "swap requires an even number of samples in the output of 'fc'", "two or more"),
+        (".", SWAP, "fn", "swap requires an even number of samples", "two or more"),
+        ("fc", {**COPY, "from_sample": 2}, "from_sample", "2 is out of range for dimension 0", "-2 to 1"),
         ("fc", {**PATCH, "units": [7]}, "units", "7 is out of range for dimension 1", "-5 to 4"),
         ("rnn", {**SCALE, "factor": [1]}, "factor", "output of 'rnn' at path '1', which has shape [1, 2, 6]", "2 factors"),
     ],

@@ -26,6 +26,8 @@ from instrument.spec.spec_file import read_specs
 from instrument.spec.statistics import ALL, DEFAULT
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+SWAP = {"layers": "**", "kind": "forward", "action": "modify", "fn": "swap"}
+PATCH = {**SWAP, "fn": "patch"}
 CLIP = {"layers": "**", "kind": "parameter_grad", "action": "clip"}
 SCALE = {"layers": "**", "kind": "forward", "action": "scale"}
 NOISE = {"layers": "**", "kind": "forward", "action": "modify", "fn": "noise"}
@@ -252,6 +254,14 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"kind": "parameter_grad", "samples": [0]}, "", "'samples' requires a batch"),
     (RECORD, {"kind": "step_post", "positions": [0]}, "", "'positions' requires a batch"),
     (RECORD, {"kind": "loss", "units": [0]}, "", "'units' selects elements, but the loss is one number"),
+    (SWAP, {"kind": "parameter_grad"}, "", "swap requires a batch"),
+    (SWAP, {"slice": "0:2"}, "", "swap cannot be combined with 'slice'"),
+    (PATCH, {"slice": "0:2"}, "", "patch requires 'run' or 'from_sample', and not both"),
+    (PATCH, {"slice": "0:2", "run": "a", "from_sample": 0}, "", "patch requires 'run' or 'from_sample', and not both"),
+    (PATCH, {"slice": "0:2", "from_sample": 0, "step": 1}, "", "'hook' and 'step' require 'run'"),
+    (PATCH, {"slice": "0:2", "from_sample": 0, "kind": "parameter_grad"}, "", "'from_sample' requires a batch"),
+    (PATCH, {"fn": "replace"}, "", "replace requires 'run'"),
+    (PATCH, {"fn": "replace", "from_sample": 0}, "", "'from_sample' requires fn patch"),
     (CLIP, {"norm": 1.0, "samples": 2}, "samples", "valid tuple"),
     (RECORD, {"tensors": True, "dtype": "int8"}, "dtype", "not an allowed value"),
     (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
