@@ -64,6 +64,14 @@ HOOKS: dict[str, tuple[type[HookBase], str]] = {
     "scale": (ScaleSpec, "{layers: encoder.1, kind: full_backward, action: scale, factor: 0.5}"),
     "zero": (FUNCTIONS["zero"], "{layers: encoder.1, kind: forward, action: modify, fn: zero}"),
     "add": (FUNCTIONS["add"], "{layers: encoder.1, kind: forward, action: modify, fn: add, value: 0.5, units: [3]}"),
+    "project_out, project_onto": (
+        FUNCTIONS["project_out"],
+        "{layers: encoder.1, kind: forward, action: modify, fn: project_out, run: runs/a, components: 2}",
+    ),
+    "mean_ablate": (
+        FUNCTIONS["mean_ablate"],
+        "{layers: encoder.1, kind: forward, action: modify, fn: mean_ablate, run: runs/a, units: [3]}",
+    ),
     "swap": (FUNCTIONS["swap"], "{layers: encoder.1, kind: forward, action: modify, fn: swap, samples: [0, 1]}"),
     "noise": (FUNCTIONS["noise"], "{layers: encoder.0, kind: forward, action: modify, fn: noise, std: 0.05}"),
     "mean": (FUNCTIONS["mean"], "{layers: encoder.1, kind: forward, action: modify, fn: mean, dim: 0}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -241,13 +241,18 @@ class Rows(Effects, Protocol):
 class Archive(Protocol):
     """Provides the recorded tensors of other runs."""
 
-    def open(self, run: str, hook: str | None, where: str) -> None:
+    @property
+    def memo(self) -> dict[Hashable, Tensor]:
+        """What was computed from recorded tensors, so that it is computed only once."""
+
+    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:
         """Check that a run exists and contains tensors of a hook.
 
         Args:
             run: The folder of the run.
             hook: The name of the record hook; None for any.
             where: The config key of the spec, for messages.
+            field: The field of the spec that names the run.
 
         Raises:
             ConfigError: The run or its tensors cannot be found.
@@ -270,17 +275,36 @@ class Archive(Protocol):
             LookupError: No tensor matches, or several do.
         """
 
+    def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
+        """Yield all tensors that were recorded at a layer, with the role and the path of a call.
+
+        Args:
+            run: The folder of an opened run.
+            hook: The name of the record hook; None for any.
+            layer: The name of the layer.
+            context: The call.
+            where: The config key of the run, for messages.
+
+        Raises:
+            ConfigError: There are none, or several hooks recorded them.
+        """
+
 
 class NoArchive:
     """The archive of a probe that was created without one."""
 
-    def open(self, run: str, hook: str | None, where: str) -> None:  # noqa: ARG002
+    def __init__(self) -> None:
+        self.memo: dict[Hashable, Tensor] = {}
+
+    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:  # noqa: ARG002
         """Refuse every run.
 
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(Problem(f"{where}.run", "this probe was created without an archive of other runs", given=run))
+        raise ConfigError(
+            Problem(f"{where}.{field}", "this probe was created without an archive of other runs", given=run)
+        )
 
     def find(
         self,
@@ -299,6 +323,22 @@ class NoArchive:
         raise LookupError(
             f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}"
         )
+
+    def tensors_at(
+        self,
+        run: str,
+        hook: str | None,
+        layer: str,
+        context: Context,  # noqa: ARG002
+        *,
+        where: str,
+    ) -> Iterator[Tensor]:
+        """Find nothing.
+
+        Raises:
+            LookupError: Always.
+        """
+        raise LookupError(f"there is no archive of other runs with {run}, hook {hook}, layer {layer} for {where}")
 
 
 class Action(Protocol):

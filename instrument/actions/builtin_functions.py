@@ -24,6 +24,23 @@ def add(tensor: Tensor, value: Tensor | float) -> Tensor:
     return tensor + value
 
 
+def project(tensor: Tensor, basis: Tensor, dim: int, *, out: bool) -> Tensor:
+    """Project the vectors along a dimension onto a subspace through the origin, or remove that part.
+
+    Args:
+        tensor: Any floating-point dtype and shape.
+        basis: Orthonormal directions, [directions, units], in float32 or the wider dtype of the tensor.
+        dim: The dimension of the units.
+        out: Whether to remove the part in the subspace, instead of everything else.
+
+    Returns:
+        The projected tensor, same shape and dtype.
+    """
+    vectors = tensor.movedim(dim, -1).to(basis.dtype)
+    part = vectors @ basis.T @ basis
+    return (vectors - part if out else part).movedim(-1, dim).to(tensor.dtype)
+
+
 def swap(tensor: Tensor) -> Tensor:
     """Exchange the first half of the samples (dimension 0) with the second one. Gradients follow their values.
 

@@ -84,7 +84,7 @@ class HookBase(Selection):
     )
     unit_dim: Dimension | None = Field(
         None,
-        description="The dimension of the units, for 'units' and for dead_fraction. The default depends on the layer.",
+        description="The dimension of the units, for 'units', dead_fraction, and functions with vectors. The default depends on the layer.",
     )
     heads: Heads | None = Field(
         None,
@@ -140,13 +140,13 @@ class HookBase(Selection):
             for name in ("samples", "positions"):
                 if name in self.selection:
                     raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
-        if self.unit_dim is not None and self.units is None and not self._measures_units:
-            raise ValueError("'unit_dim' requires 'units', or dead_fraction in 'stats'")
+        if self.unit_dim is not None and self.units is None and not self._uses_units:
+            raise ValueError("'unit_dim' requires 'units', dead_fraction in 'stats', or a function of units")
         return self
 
     @property
-    def _measures_units(self) -> bool:
-        """Whether a statistic of units is requested."""
+    def _uses_units(self) -> bool:
+        """Whether a statistic or a function uses the units."""
         return False
 
     @model_validator(mode="after")

@@ -8,11 +8,13 @@ from .modify import (
     AddSpec,
     DropoutSpec,
     FunctionSpec,
+    MeanAblateSpec,
     MeanSpec,
     ModifySpec,
     NanSpec,
     NoiseSpec,
     PenaltySpec,
+    ProjectSpec,
     QuantizeSpec,
     RecordedSpec,
     ResampleSpec,
@@ -32,6 +34,8 @@ HookSpec = (
     | ScaleSpec
     | ZeroSpec
     | AddSpec
+    | ProjectSpec
+    | MeanAblateSpec
     | SwapSpec
     | NoiseSpec
     | MeanSpec

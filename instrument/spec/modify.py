@@ -9,6 +9,10 @@ from pydantic import BeforeValidator, Field, model_validator
 from .base import SELECTION, InterventionSpec
 from .field_types import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
 
+_VECTOR = "A .npy or .safetensors file with a vector of shape"
+_KEY = "The name of the tensor in a .safetensors file that has several."
+_LAYER = "The layer whose recorded tensors are used. The default is the layer that the hook changes."
+_HOOK = "The record hook of the run. Required if several hooks recorded the tensors."
 Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 
 
@@ -36,11 +40,96 @@ class ZeroSpec(ModifySpec):
     fn: Literal["zero"]
 
 
-class AddSpec(ModifySpec):
-    """Add a number."""
+class _UnitsSpec(ModifySpec):
+    """A function that acts along the units."""
+
+    @property
+    def _uses_units(self) -> bool:
+        return True
+
+
+class AddSpec(_UnitsSpec):
+    """Add a number, or a vector with one number per unit: from a file, or the mean of one run minus that of another (steering)."""
 
     fn: Literal["add"]
-    value: Number = Field(description="The number to add to each element.")
+    value: Number | None = Field(None, description="The number to add to each element.")
+    vector: str | None = Field(None, min_length=1, description=f"{_VECTOR} [units] to add.")
+    key: str | None = Field(None, description=_KEY)
+    plus: str | None = Field(
+        None, min_length=1, description="The folder of a run. The mean of its recorded tensors per unit is added."
+    )
+    minus: str | None = Field(
+        None, min_length=1, description="The folder of a run. The mean of its recorded tensors per unit is subtracted."
+    )
+    scale: Number = Field(1.0, description="The factor of the number or vector.")
+    layer: str | None = Field(None, description=_LAYER)
+    hook: str | None = Field(None, description=_HOOK)
+
+    @model_validator(mode="after")
+    def _validate_source(self) -> AddSpec:
+        given = [self.value is not None, self.vector is not None, self.plus is not None or self.minus is not None]
+        if sum(given) != 1 or (self.plus is None) != (self.minus is None):
+            raise ValueError("requires exactly one of value, vector, and both plus and minus")
+        _check_source(self, "plus")
+        return self
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folders of runs, by field."""
+        return {} if self.plus is None or self.minus is None else {"plus": self.plus, "minus": self.minus}
+
+
+class ProjectSpec(_UnitsSpec):
+    """Remove the part of the values along directions of the units (project_out), or keep only that part (project_onto)."""
+
+    fn: Literal["project_out", "project_onto"]
+    vector: str | None = Field(
+        None, min_length=1, description=f"{_VECTOR} [units] or [directions, units]. Their lengths do not matter."
+    )
+    key: str | None = Field(None, description=_KEY)
+    run: str | None = Field(
+        None,
+        min_length=1,
+        description="The folder of a run. The directions are the principal components of its recorded tensors.",
+    )
+    components: Count | None = Field(None, description="The number of principal components. Default: 1.")
+    layer: str | None = Field(None, description=_LAYER)
+    hook: str | None = Field(None, description=_HOOK)
+
+    @model_validator(mode="after")
+    def _validate_source(self) -> ProjectSpec:
+        if (self.vector is None) == (self.run is None):
+            raise ValueError("requires exactly one of vector and run")
+        _check_source(self, "run")
+        return self
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folder of the run, by field."""
+        return {} if self.run is None else {"run": self.run}
+
+
+class MeanAblateSpec(_UnitsSpec):
+    """Replace the values of each unit by its mean over the recorded tensors of another run. No gradient flows through it."""
+
+    fn: Literal["mean_ablate"]
+    run: str = Field(min_length=1, description="The folder of the run.")
+    layer: str | None = Field(None, description=_LAYER)
+    hook: str | None = Field(None, description=_HOOK)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folder of the run, by field."""
+        return {"run": self.run}
+
+
+def _check_source(spec: AddSpec | ProjectSpec, run: str) -> None:
+    """Raise a ValueError if fields of files and runs are mixed."""
+    of_run = [name for name in ("layer", "hook", "components") if getattr(spec, name, None) is not None]
+    if of_run and not spec.sources:
+        raise ValueError(f"{of_run[0]!r} requires {run!r}")
+    if spec.key is not None and spec.vector is None:
+        raise ValueError("'key' requires 'vector'")
 
 
 class SwapSpec(ModifySpec):
@@ -180,6 +269,9 @@ class FunctionSpec(ModifySpec):
 FUNCTIONS: dict[str, type[ModifySpec]] = {
     "zero": ZeroSpec,
     "add": AddSpec,
+    "project_out": ProjectSpec,
+    "project_onto": ProjectSpec,
+    "mean_ablate": MeanAblateSpec,
     "swap": SwapSpec,
     "noise": NoiseSpec,
     "mean": MeanSpec,

@@ -149,7 +149,7 @@ class StatisticsSpec(ObservationSpec):
         return self
 
     @property
-    def _measures_units(self) -> bool:
+    def _uses_units(self) -> bool:
         return "dead_fraction" in self.statistics
 
     @property

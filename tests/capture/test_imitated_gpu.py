@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -230,6 +231,25 @@ def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[
     firings = 2 if kind == "parameter_grad" else 1  # weight and bias
     found = train("meta", {"action": "modify", "run": str(tmp_path / "run"), **change})
     assert found == [["aten._to_copy.default"] * firings] * 3
+
+
+@pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fields", [{"fn": "add"}, {"fn": "project_out"}, {"fn": "add", "units": [0, 1, 3]}], ids=str)
+def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, Any], kind: str) -> None:
+    np.save("vector.npy", np.ones(4))
+    model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))
+    optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
+    spec = {"layers": "0", "kind": kind, "action": "modify", "vector": "vector.npy", **fields}
+    with instrument.attach(model, {"h": spec}, optimizer=optimizer) as probe:
+        for _ in range(3):
+            with Launches() as launches:
+                model(torch.empty(3, 4, device="meta", requires_grad=True)).square().mean().backward()
+                optimizer.step()
+            copies.append(len(launches.copies))
+            probe.end_step()
+    assert copies[0] > 0
+    assert copies[1:] == [0, 0]
 
 
 BIG = 1_000_000

@@ -27,6 +27,7 @@ from instrument.spec.statistics import ALL, DEFAULT
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 SWAP = {"layers": "**", "kind": "forward", "action": "modify", "fn": "swap"}
+ADD = {**SWAP, "fn": "add"}
 PATCH = {**SWAP, "fn": "patch"}
 CLIP = {"layers": "**", "kind": "parameter_grad", "action": "clip"}
 SCALE = {"layers": "**", "kind": "forward", "action": "scale"}
@@ -250,12 +251,19 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"heads": {"of": 0, "take": [1]}}, "heads.of", "greater than or equal to 1"),
     (RECORD, {"heads": {"of": 2}}, "heads.take", "is missing"),
     (RECORD, {"heads": {"of": 2, "tkae": 1, "take": 1}}, "heads", "unknown field 'tkae'"),
-    (RECORD, {"unit_dim": 1}, "", "'unit_dim' requires 'units', or dead_fraction in 'stats'"),
+    (RECORD, {"unit_dim": 1}, "", "'unit_dim' requires 'units', dead_fraction in 'stats', or"),
     (RECORD, {"kind": "parameter_grad", "samples": [0]}, "", "'samples' requires a batch"),
     (RECORD, {"kind": "step_post", "positions": [0]}, "", "'positions' requires a batch"),
     (RECORD, {"kind": "loss", "units": [0]}, "", "'units' selects elements, but the loss is one number"),
     (SWAP, {"kind": "parameter_grad"}, "", "swap requires a batch"),
     (SWAP, {"slice": "0:2"}, "", "swap cannot be combined with 'slice'"),
+    (ADD, {}, "", "requires exactly one of value, vector, and both plus and minus"),
+    (ADD, {"value": 1.0, "vector": "a.npy"}, "", "requires exactly one of value, vector"),
+    (ADD, {"plus": "a"}, "", "requires exactly one of value, vector, and both plus and minus"),
+    (ADD, {"value": 1.0, "key": "a"}, "", "'key' requires 'vector'"),
+    (ADD, {"vector": "a.npy", "hook": "a"}, "", "'hook' requires 'plus'"),
+    ({**ADD, "fn": "project_out"}, {}, "", "requires exactly one of vector and run"),
+    ({**ADD, "fn": "project_onto"}, {"vector": "a.npy", "components": 2}, "", "'components' requires 'run'"),
     (PATCH, {"slice": "0:2"}, "", "patch requires 'run' or 'from_sample', and not both"),
     (PATCH, {"slice": "0:2", "run": "a", "from_sample": 0}, "", "patch requires 'run' or 'from_sample', and not both"),
     (PATCH, {"slice": "0:2", "from_sample": 0, "step": 1}, "", "'hook' and 'step' require 'run'"),

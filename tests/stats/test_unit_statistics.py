@@ -193,7 +193,7 @@ def test_unit_dim_field_selects_the_dimension() -> None:
     assert recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=1)["dead_fraction"] == pytest.approx(2 / 3)
     with pytest.raises(ConfigError, match=r"hooks.h.unit_dim: dim 3 is out of range for .*\[2, 3, 4\]"):
         recorded(nn.Identity(), value, stats="dead_fraction", unit_dim=3)
-    with pytest.raises(ConfigError, match="'unit_dim' requires 'units', or dead_fraction"):
+    with pytest.raises(ConfigError, match="'unit_dim' requires 'units', dead_fraction"):
         parse_hooks({"h": {**RECORD, "unit_dim": 1}})
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, MemorySink
+from instrument.analysis.tensors_of_earlier_runs import RunArchive
 from instrument.capture.probe import Probe
 from instrument.dry_run import profiling
 from instrument.dry_run.cost_of_run import dry_run
@@ -344,3 +345,38 @@ def test_failing_evaluation_is_refused_before_step_0() -> None:
     prepare_only({}, model=model)
     with pytest.raises(ConfigError, match="too many"):
         prepare_only({}, model=model, eval_batch_size=25)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": "layers.0"}, None),
+        (
+            {"layers": "."},
+            r"hooks.put.run: this run recorded no tensors of layer '.' with role 'output'(.|\n)*layers.0 \[16, 16\]",
+        ),
+        (
+            {"layers": "layers.0", "layer": "layers.1"},
+            r"hooks.put.run: the vector has 10 numbers, but .* 'layers.0' has 16 units",
+        ),
+    ],
+)
+def test_vectors_of_another_run_are_computed_before_step_0(
+    clean: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str | None
+) -> None:
+    read: list[str] = []
+    tensors_at = RunArchive.tensors_at
+
+    def counted(archive: RunArchive, *args: Any, **kwargs: Any) -> Any:
+        read.append(args[2])
+        return tensors_at(archive, *args, **kwargs)
+
+    monkeypatch.setattr(RunArchive, "tensors_at", counted)
+    put = {**REPLACE, "fn": "mean_ablate", "run": clean, "hook": "train", **fields}
+    if message is None:
+        assert len(trained({"put": put}).records("effects")) == 4
+        assert read == ["layers.0"]
+        return
+    with pytest.raises(ConfigError) as refused:
+        prepare_only({"put": put})
+    assert re.search(message, str(refused.value)), str(refused.value)
