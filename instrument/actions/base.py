@@ -39,6 +39,24 @@ class StepContext(NamedTuple):
     phase: str
 
 
+class NotKeptError(LookupError):
+    """A hook function asks for tensors that no hook has kept in this step."""
+
+
+class KeptTensors(dict[str, dict[str, Tensor]]):
+    """The tensors that hooks with `keep_as` kept in this step: by the name, then by the layer.
+
+    For nested values, the path follows the layer and a dot. A later call or micro-step replaces the tensor.
+
+    Raises:
+        NotKeptError: No hook has kept a tensor by this name.
+    """
+
+    def __missing__(self, name: str) -> dict[str, Tensor]:
+        kept = ", ".join(self) or "none"
+        raise NotKeptError(f"no hook has kept a tensor as {name!r} in this step before this call (kept: {kept})")
+
+
 @dataclass(slots=True)
 class Context:
     """The second argument of a custom hook function: describes one call of one hook for one tensor.
@@ -65,6 +83,8 @@ class Context:
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
             its method `of` returns the same part of another tensor. None for a complete tensor.
         complete: The complete tensor, if the hook selects a part of it. Otherwise None.
+        tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
+            complete tensor after the action, with its graph.
     """
 
     hook: str
@@ -84,6 +104,7 @@ class Context:
     rank: int = 0
     selection: TensorSelection | None = None
     complete: Tensor | None = None
+    tensors: KeptTensors = field(default_factory=KeptTensors)
 
     @property
     def step(self) -> int:

@@ -104,7 +104,8 @@ class AttachedHook:
             self.scheduled_count += 1
         scheduled = scheduled and (self.scheduled_count - 1) % self.subsampling == 0
         self.was_ever_scheduled |= scheduled
-        if scheduled and self.is_paused and self.clock.moment.phase in STEP_PHASES:
+        is_needed = self.site.spec.keep_as is not None  # by a hook function
+        if scheduled and self.is_paused and not is_needed and self.clock.moment.phase in STEP_PHASES:
             scheduled = False
         changed = scheduled != self.is_scheduled
         self.is_scheduled = scheduled
@@ -336,6 +337,7 @@ class AttachedHook:
             seed=self.clock.seed,
             scope=self.scope,
             rank=self.clock.rank,
+            tensors=self.clock.kept,
         )
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
@@ -364,7 +366,11 @@ class AttachedHook:
         except Exception as error:
             message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
             raise HookError(message) from error
-        return tensor if new is None else new
+        result = tensor if new is None else new
+        if (name := self.site.spec.keep_as) is not None and not context.recompute:
+            location = ".".join(part for part in (context.layer, context.path) if part)
+            self.clock.kept.setdefault(name, {})[location] = result.clone()  # it may be modified in place later
+        return result
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:

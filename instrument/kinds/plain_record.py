@@ -53,6 +53,7 @@ class PlainRecord:
             and not (action.levels or action.bins or action.keeps_tensors)
             and spec.unit_dim is None
             and attached.selector is None
+            and attached.site.spec.keep_as is None
             and attached.matches_path("")
             and clock.parallel is None
             and not (attached.is_scaled and clock.amp_scale is not None)
@@ -122,6 +123,7 @@ class PlainIntervention:
             isinstance(action, Intervention)
             and isinstance(action.change, Clip | Scale)
             and attached.selector is None
+            and attached.site.spec.keep_as is None
             and attached.matches_path("")
             and attached.clock.parallel is None
         ):

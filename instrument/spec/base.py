@@ -77,6 +77,11 @@ class HookBase(Selection):
     steps: tuple[Index, ...] | None = Field(
         None, min_length=1, description="These steps only. Cannot be combined with every, start or stop."
     )
+    keep_as: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="Keep the tensor until the step ends, after the action: a hook function finds it in `context.tensors`.",
+    )
     units: Indices | None = Field(
         None,
         description="Act only on these units: channels of an image, features of a vector or of a sequence element, rows of a "

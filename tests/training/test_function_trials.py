@@ -85,6 +85,10 @@ def try_function(function: Callable[..., Any], *, evaluate: bool = False, **fiel
     return model
 
 
+def test_function_of_kept_tensors_is_not_refused() -> None:
+    try_function(lambda tensor, context: tensor + context.tensors["other"]["1"])
+
+
 KINDS: list[dict[str, Any]] = [
     {},
     {"kind": "forward_pre"},
