@@ -65,6 +65,16 @@ HOOKS: dict[str, tuple[type[HookBase], str]] = {
     "clip": (ClipSpec, "{layers: '**', kind: parameter_grad, action: clip, norm: 1.0}"),
     "scale": (ScaleSpec, "{layers: encoder.1, kind: full_backward, action: scale, factor: 0.5}"),
     "zero": (FUNCTIONS["zero"], "{layers: encoder.1, kind: forward, action: modify, fn: zero}"),
+    "add": (FUNCTIONS["add"], "{layers: encoder.1, kind: forward, action: modify, fn: add, value: 0.5, units: [3]}"),
+    "project_out, project_onto": (
+        FUNCTIONS["project_out"],
+        "{layers: encoder.1, kind: forward, action: modify, fn: project_out, run: runs/a, components: 2}",
+    ),
+    "mean_ablate": (
+        FUNCTIONS["mean_ablate"],
+        "{layers: encoder.1, kind: forward, action: modify, fn: mean_ablate, run: runs/a, units: [3]}",
+    ),
+    "swap": (FUNCTIONS["swap"], "{layers: encoder.1, kind: forward, action: modify, fn: swap, samples: [0, 1]}"),
     "noise": (FUNCTIONS["noise"], "{layers: encoder.0, kind: forward, action: modify, fn: noise, std: 0.05}"),
     "mean": (FUNCTIONS["mean"], "{layers: encoder.1, kind: forward, action: modify, fn: mean, dim: 0}"),
     "resample": (FUNCTIONS["resample"], "{layers: encoder.1, kind: forward, action: modify, fn: resample}"),
@@ -135,7 +145,7 @@ def config_page() -> str:
 
 def actions_page() -> str:
     """Return the page of all actions and their fields."""
-    shared = set(HookBase.model_fields)
+    shared = HookBase.model_fields
     parts = [
         f"{NOTICE}\n# Actions and their fields",
         "A hook spec selects modules, names a hook kind, and names an action: `record`, `print`, `call`, `clip`, `scale` or `modify`. "
@@ -145,7 +155,11 @@ def actions_page() -> str:
     ]
     for name, (model, example) in HOOKS.items():
         title = name if name in ("record", "print", "call", "clip", "scale") else f"modify, fn: {name}"
-        fields = [field for field in model.model_fields if field not in shared and field != "action"]
+        fields = [
+            field
+            for field, own in model.model_fields.items()
+            if field != "action" and (field not in shared or own.description != shared[field].description)
+        ]
         if issubclass(model, ModifySpec):
             fields = [field for field in fields if field != "fn" or model is FunctionSpec]
         table = _fields(model, fields)

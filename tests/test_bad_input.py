@@ -161,6 +161,8 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow(["model=resnet18", "data=digits"], ["layer 'conv1' was given [64, 1, 8, 8]", "weight [64, 3, 7, 7]"]),
         slow([*TINY, "device=gpu"], ["device:", "given    gpu", "allowed  auto, cpu, cuda"]),
         slow([*TINY, ONE + "action:scale,factor:[1,2,3]}"], ["hooks.x.factor:", "'layers.0'", "[64, 10]", "allowed  10 factors"]),
+        ([*TINY, ONE + "action:modify,fn:zero,heads:{of:4,take:[0]}}"],
+         ["hooks.x.heads.of: 4 heads do not divide dimension 1 of the output of 'layers.0'", "[64, 10]", "such as 1, 2, 5"]),
         slow([*TINY, ONE + "action:modify,fn:mean,dim:55}"], ["hooks.x.dim:", "dim 55 is out of range", "allowed  -2 to 1"]),
         slow([*TINY, ONE + "action:record,stats:dead_fraction,unit_dim:99}"], ["hooks.x.unit_dim:", "allowed  -2 to 1"]),
         slow([*TINY, ONE + "action:record,tensors:true,slice:'0:99'}"], ["hooks.x.slice:", "given    0:99", "samples: N"]),

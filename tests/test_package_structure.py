@@ -21,7 +21,8 @@ PACKAGE = REPOSITORY / "instrument"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "pip_extras", "spec", "nested", "formatting", "lazy_compiler"),
     ("dtensor",),
-    ("targets", "plan", "stats"),
+    ("targets", "stats"),
+    ("plan",),
     ("actions",),
     ("kinds",),
     ("capture",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ from ..stats.device_numbers import DeviceNumbers
 from ..stats.distribution import Distribution
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
+from .tensor_selection import TensorSelection
 
 UNKNOWN_CALL = -1
 """The `call` of a recomputed forward pass if the index of the call is unknown."""
@@ -36,6 +37,24 @@ class StepContext(NamedTuple):
     micro_step: int
     epoch: int
     phase: str
+
+
+class NotKeptError(LookupError):
+    """A hook function asks for tensors that no hook has kept in this step."""
+
+
+class KeptTensors(dict[str, dict[str, Tensor]]):
+    """The tensors that hooks with `keep_as` kept in this step: by the name, then by the layer.
+
+    For nested values, the path follows the layer and a dot. A later call or micro-step replaces the tensor.
+
+    Raises:
+        NotKeptError: No hook has kept a tensor by this name.
+    """
+
+    def __missing__(self, name: str) -> dict[str, Tensor]:
+        kept = ", ".join(self) or "none"
+        raise NotKeptError(f"no hook has kept a tensor as {name!r} in this step before this call (kept: {kept})")
 
 
 @dataclass(slots=True)
@@ -61,6 +80,11 @@ class Context:
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
         rank: The rank of the process, from 0.
+        selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
+            its method `of` returns the same part of another tensor. None for a complete tensor.
+        complete: The complete tensor, if the hook selects a part of it. Otherwise None.
+        tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
+            complete tensor after the action, with its graph.
     """
 
     hook: str
@@ -78,6 +102,9 @@ class Context:
     seed: int = 0
     scope: str = "global"
     rank: int = 0
+    selection: TensorSelection | None = None
+    complete: Tensor | None = None
+    tensors: KeptTensors = field(default_factory=KeptTensors)
 
     @property
     def step(self) -> int:
@@ -235,13 +262,18 @@ class Rows(Effects, Protocol):
 class Archive(Protocol):
     """Provides the recorded tensors of other runs."""
 
-    def open(self, run: str, hook: str | None, where: str) -> None:
+    @property
+    def memo(self) -> dict[Hashable, Tensor]:
+        """What was computed from recorded tensors, so that it is computed only once."""
+
+    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:
         """Check that a run exists and contains tensors of a hook.
 
         Args:
             run: The folder of the run.
             hook: The name of the record hook; None for any.
             where: The config key of the spec, for messages.
+            field: The field of the spec that names the run.
 
         Raises:
             ConfigError: The run or its tensors cannot be found.
@@ -264,17 +296,36 @@ class Archive(Protocol):
             LookupError: No tensor matches, or several do.
         """
 
+    def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
+        """Yield all tensors that were recorded at a layer, with the role and the path of a call.
+
+        Args:
+            run: The folder of an opened run.
+            hook: The name of the record hook; None for any.
+            layer: The name of the layer.
+            context: The call.
+            where: The config key of the run, for messages.
+
+        Raises:
+            ConfigError: There are none, or several hooks recorded them.
+        """
+
 
 class NoArchive:
     """The archive of a probe that was created without one."""
 
-    def open(self, run: str, hook: str | None, where: str) -> None:  # noqa: ARG002
+    def __init__(self) -> None:
+        self.memo: dict[Hashable, Tensor] = {}
+
+    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:  # noqa: ARG002
         """Refuse every run.
 
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(Problem(f"{where}.run", "this probe was created without an archive of other runs", given=run))
+        raise ConfigError(
+            Problem(f"{where}.{field}", "this probe was created without an archive of other runs", given=run)
+        )
 
     def find(
         self,
@@ -293,6 +344,22 @@ class NoArchive:
         raise LookupError(
             f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}"
         )
+
+    def tensors_at(
+        self,
+        run: str,
+        hook: str | None,
+        layer: str,
+        context: Context,  # noqa: ARG002
+        *,
+        where: str,
+    ) -> Iterator[Tensor]:
+        """Find nothing.
+
+        Raises:
+            LookupError: Always.
+        """
+        raise LookupError(f"there is no archive of other runs with {run}, hook {hook}, layer {layer} for {where}")
 
 
 class Action(Protocol):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..nested import to_device
+from .tensor_selection import TensorSelection
 
 QUANTIZED_MAX = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 
@@ -16,6 +17,48 @@ QUANTIZED_MAX = {"int4": 7.0, "int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m
 def zero(tensor: Tensor) -> Tensor:
     """Return zeros, also for NaN. The result stays in the graph with a gradient of zero."""
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0.0)
+
+
+def add(tensor: Tensor, value: Tensor | float) -> Tensor:
+    """Add a number, or a tensor that broadcasts to the shape. The gradient passes through."""
+    return tensor + value
+
+
+def project(tensor: Tensor, basis: Tensor, dim: int, *, out: bool) -> Tensor:
+    """Project the vectors along a dimension onto a subspace through the origin, or remove that part.
+
+    Args:
+        tensor: Any floating-point dtype and shape.
+        basis: Orthonormal directions, [directions, units], in float32 or the wider dtype of the tensor.
+        dim: The dimension of the units.
+        out: Whether to remove the part in the subspace, instead of everything else.
+
+    Returns:
+        The projected tensor, same shape and dtype.
+    """
+    vectors = tensor.movedim(dim, -1).to(basis.dtype)
+    part = vectors @ basis.T @ basis
+    return (vectors - part if out else part).movedim(-1, dim).to(tensor.dtype)
+
+
+def swap(tensor: Tensor) -> Tensor:
+    """Exchange the first half of the samples (dimension 0) with the second one. Gradients follow their values.
+
+    Raises:
+        ValueError: The number of samples is odd.
+    """
+    if tensor.dim() == 0 or len(tensor) % 2:
+        raise ValueError(f"swap requires an even number of samples, not shape {list(tensor.shape)}")
+    return tensor.roll(len(tensor) // 2, 0)
+
+
+def repeat_sample(tensor: Tensor, index: int) -> Tensor:
+    """Return the values of one sample (dimension 0) in place of each sample, as a view. Gradients flow to that sample.
+
+    Raises:
+        IndexError: There is no such sample.
+    """
+    return tensor[range(len(tensor))[index]].expand_as(tensor)
 
 
 def noise(tensor: Tensor, std: float, mean: float, generator: torch.Generator) -> Tensor:
@@ -110,30 +153,25 @@ def add_penalty(loss: Tensor, parameters: Sequence[Tensor], coefficient: float, 
     return loss
 
 
-def patch(tensor: Tensor, recorded: Tensor, part: Sequence[slice | int] | None) -> Tensor:
-    """Replace a part of a tensor, or all of it, by a recorded tensor. No gradient flows through the replaced part.
+def patch(tensor: Tensor, recorded: Tensor, selection: TensorSelection | None = None) -> Tensor:
+    """Replace a tensor by a recorded one. No gradient flows through it.
 
     Args:
-        tensor: The tensor.
-        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the part.
-        part: The index of the part; None for the complete tensor.
+        tensor: The tensor: complete, or the selected part.
+        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the complete tensor.
+        selection: The part of the complete tensor; None if the tensor is complete.
 
     Raises:
         ValueError: The recorded tensor has neither of these shapes.
     """
-    where = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-    index = (...,) if part is None else tuple(part)
-    where[index] = True
-    if recorded.shape not in (tensor.shape, where[index].shape):
+    new = to_device(recorded, tensor.device).to(tensor.dtype)
+    if selection is not None and new.shape == selection.shape:
+        new = selection.of(new)
+    if new.shape != tensor.shape:
         raise ValueError(
             f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
         )
-    new = to_device(recorded, tensor.device).to(tensor.dtype)
-    if new.shape != tensor.shape:
-        full = torch.zeros_like(tensor)
-        full[index] = new
-        new = full
-    return torch.where(where, new, tensor)
+    return torch.where(torch.ones((), dtype=torch.bool, device=tensor.device), new, tensor)
 
 
 def straight_through(old: Tensor, new: Tensor) -> Tensor:

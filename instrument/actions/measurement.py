@@ -184,7 +184,7 @@ def _resolve_unit_dim(tensor: Tensor, context: Context, dim: int | None) -> int 
     if tensor.is_nested:
         return None
     of_parameter = KINDS[context.kind].family != "module"
-    along = unit_dim(tensor, context.module, of_parameter=of_parameter) if dim is None else dim
+    along = unit_dim(tensor.dim(), context.module, of_parameter=of_parameter) if dim is None else dim
     if along is not None and not -tensor.dim() <= along < tensor.dim():
         raise HookError(f"{describe(context)}: unit_dim {along} is out of range for shape {list(tensor.shape)}")
     return along

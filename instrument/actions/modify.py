@@ -7,25 +7,29 @@ from functools import partial
 
 from torch import Tensor
 
-from ..spec.base import parse_slice
 from ..spec.modify import (
+    AddSpec,
     DropoutSpec,
     FunctionSpec,
+    MeanAblateSpec,
     MeanSpec,
     ModifySpec,
     NanSpec,
     NoiseSpec,
     PenaltySpec,
+    ProjectSpec,
     QuantizeSpec,
     RecordedSpec,
     ResampleSpec,
     ShuffleSpec,
     SignSpec,
+    SwapSpec,
     ZeroSpec,
 )
 from . import builtin_functions
 from .base import Archive, Context
 from .custom_functions import custom_function
+from .unit_vectors import UnitVectors, VectorSpec
 
 Function = Callable[[Tensor, Context], Tensor | None]
 
@@ -35,7 +39,7 @@ class Modify:
 
     Args:
         spec: The spec.
-        archive: The tensors of other runs, for `replace` and `patch`.
+        archive: The tensors of other runs.
     """
 
     def __init__(self, spec: ModifySpec, archive: Archive) -> None:
@@ -45,6 +49,8 @@ class Modify:
             self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context")
         elif isinstance(spec, RecordedSpec):
             self.function = _recorded(spec, archive)
+        elif isinstance(spec, ProjectSpec | MeanAblateSpec) or (isinstance(spec, AddSpec) and spec.value is None):
+            self.function = _along_units(spec, UnitVectors(spec, archive))
         else:
             self.function = partial(_BUILTIN[type(spec)], spec)
 
@@ -60,6 +66,15 @@ class Modify:
 
 def _zero(spec: ZeroSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
     return builtin_functions.zero(tensor)
+
+
+def _add(spec: AddSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    assert spec.value is not None, "vectors are added by another function"
+    return builtin_functions.add(tensor, spec.value * spec.scale)
+
+
+def _swap(spec: SwapSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    return builtin_functions.swap(tensor)
 
 
 def _noise(spec: NoiseSpec, tensor: Tensor, context: Context) -> Tensor:
@@ -104,6 +119,8 @@ def _penalty(spec: PenaltySpec, tensor: Tensor, context: Context) -> Tensor:
 
 _BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
     ZeroSpec: _zero,
+    AddSpec: _add,
+    SwapSpec: _swap,
     NoiseSpec: _noise,
     MeanSpec: _mean,
     ResampleSpec: _resample,
@@ -117,11 +134,37 @@ _BUILTIN: dict[type[ModifySpec], Callable[..., Tensor]] = {
 
 
 def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
-    part = None if spec.slice is None else parse_slice(spec.slice)
-    archive.open(spec.run, spec.hook, f"hooks.{spec.name}")
+    if spec.run is None:
+        return partial(_from_sample, spec)
+    run = spec.run
+    archive.open(run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
-        found = archive.find(spec.run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
-        return builtin_functions.patch(tensor, found, part)
+        found = archive.find(run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
+        return builtin_functions.patch(tensor, found, context.selection)
 
     return replace
+
+
+def _from_sample(spec: RecordedSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001
+    assert spec.from_sample is not None, "checked by the spec"
+    assert context.selection is not None, "patch requires a selection"
+    assert context.complete is not None, "it is given with the selection"
+    return context.selection.of(builtin_functions.repeat_sample(context.complete, spec.from_sample)).clone()
+
+
+def _along_units(spec: VectorSpec, vectors: UnitVectors) -> Function:
+    """Return the function of a spec with vectors."""
+
+    def change(tensor: Tensor, context: Context) -> Tensor:
+        found, dim = vectors.at(tensor, context)
+        if isinstance(spec, ProjectSpec):
+            return builtin_functions.project(tensor, found, dim, out=spec.fn == "project_out")
+        shape = [1] * tensor.dim()
+        shape[dim] = found.shape[1]
+        vector = found[0].view(shape)
+        if isinstance(spec, MeanAblateSpec):
+            return builtin_functions.patch(tensor, vector.expand(tensor.shape))
+        return builtin_functions.add(tensor, (vector * spec.scale).to(tensor.dtype))
+
+    return change

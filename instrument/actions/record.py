@@ -8,29 +8,24 @@ from copy import copy
 import torch
 from torch import Tensor
 
-from ..errors import HookError
 from ..nested import shape_of
-from ..spec.base import parse_slice
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS
 from ..stats.distribution import distribution
 from ..stats.merge import sketch
 from ..stats.single_pass import NATIVE, wanted
 from .base import Context, Rows
-from .intervention import describe
 from .measurement import Measurement, to_dense
 
 
 def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
-    """Return the part of a tensor that a spec keeps, as a view.
+    """Return the part of a selection that a spec keeps, as a view.
 
-    `samples` is applied first, then `slice`, then `max_elements` (to the flattened tensor).
+    A number of samples is applied first, then `max_elements` (to the flattened tensor).
     """
     part = tensor
-    if spec.samples is not None and part.dim():
+    if isinstance(spec.samples, int) and spec.slice is None and part.dim():
         part = part[: spec.samples]
-    if spec.slice is not None:
-        part = part[parse_slice(spec.slice)]
     if spec.max_elements is not None and part.numel() > spec.max_elements:
         part = part.reshape(-1)[: spec.max_elements]
     return part
@@ -107,12 +102,7 @@ class Record:
             self.rows.add_distribution(context, self.levels, self.bins, values)
         if self.keeps_tensors:
             plain = to_dense(tensor.detach())
-            try:
-                selected = select_part(plain, self.spec)
-            except IndexError as error:
-                shape = list(plain.shape)
-                raise HookError(
-                    f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}"
-                ) from error
+            source_shape = plain.shape if context.selection is None else context.selection.shape
+            kept = select_part(plain, self.spec)
             # Converting a complex tensor to another dtype would keep only the real part.
-            self.rows.add_tensor(context, plain.shape, selected, None if selected.is_complex() else self.dtype)
+            self.rows.add_tensor(context, source_shape, kept, None if kept.is_complex() else self.dtype)

@@ -229,9 +229,16 @@ def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
 class _Cut(NamedTuple):
     """The fields of a record hook that select a part of the tensor."""
 
-    samples: int | None
+    samples: int | tuple[int, ...] | None
     slice: str | None
     max_elements: int | None
+
+    @classmethod
+    def of(cls, spec: Mapping[str, Any]) -> _Cut:
+        samples = spec.get("samples")
+        return cls(
+            tuple(samples) if isinstance(samples, list) else samples, spec.get("slice"), spec.get("max_elements")
+        )
 
 
 def _cut_of(files: RunFiles, hook: str) -> _Cut:
@@ -240,14 +247,15 @@ def _cut_of(files: RunFiles, hook: str) -> _Cut:
     if not isinstance(hooks, Mapping):
         hooks = {spec.get("name"): spec for spec in hooks}
     spec = hooks.get(hook) or {}
-    return _Cut(*(spec.get(name) for name in _Cut._fields))
+    return _Cut.of(spec)
 
 
 @lru_cache
-def _recorded_positions(shape: Shape, cut: _Cut) -> Array | None:
+def _recorded_positions(recorded: Shape, shape: Shape, cut: _Cut) -> Array | None:
     """Return the index in the batch of each entry of dimension 0 of a recorded tensor.
 
     Args:
+        recorded: The shape of the recorded tensor.
         shape: The shape of the tensor in the model.
         cut: The recorded part.
 
@@ -257,10 +265,11 @@ def _recorded_positions(shape: Shape, cut: _Cut) -> Array | None:
     if not shape:
         return None
     # A view in which each element has the index of its sample: its stride is 0 along all other dimensions.
-    index = np.broadcast_to(np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)), shape)
-    index = index[: cut.samples]
+    samples = np.arange(shape[0])
+    samples = samples[[*cut.samples]] if isinstance(cut.samples, tuple) else samples[: cut.samples]
+    index = np.broadcast_to(samples.reshape(-1, *[1] * (len(shape) - 1)), (len(samples), *shape[1:]))
     index = index if cut.slice is None else index[parse_slice(cut.slice)]
-    if cut.max_elements is not None and index.size > cut.max_elements:
+    if cut.max_elements is not None and index.size > cut.max_elements and len(recorded) == 1:
         return index[: cut.max_elements] if index.ndim == 1 else None
     if not index.ndim or any(
         stride for size, stride in zip(index.shape[1:], index.strides[1:], strict=True) if size > 1
@@ -291,7 +300,7 @@ def _batches(
         if group is None:
             unknown.append(key)
             continue
-        positions = _recorded_positions(source, cut)
+        positions = _recorded_positions(shape, source, cut)
         if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
             message = (
                 f"the tensors of layer {selection.layer!r} have no samples in dimension 0: shape {list(shape)}"

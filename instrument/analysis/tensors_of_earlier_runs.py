@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -83,15 +83,17 @@ class RunArchive:
         self._runs: dict[str, RunTables] = {}
         self._steps: dict[_Source, _Step] = {}
         self._next: dict[_Source, tuple[int, Future[_Step]]] = {}
+        self.memo: dict[Hashable, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "instrument-archive")
 
-    def open(self, run: str, hook: str | None, where: str) -> None:
+    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:
         """Check that a run exists and has tensors of the hook.
 
         Args:
             run: Folder of the run.
             hook: Name of the hook; None for any hook.
             where: Configuration key for error messages.
+            field: Field that names the run.
 
         Raises:
             ConfigError: The run does not exist, or it has no tensors of this hook.
@@ -100,12 +102,15 @@ class RunArchive:
             try:
                 self._runs[run] = load(Path(run))
             except NoRunError as error:
-                raise ConfigError(Problem(f"{where}.run", str(error), run, "the folder of a run")) from None
+                raise ConfigError(Problem(f"{where}.{field}", str(error), run, "the folder of a run")) from None
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
             raise ConfigError(
                 Problem(
-                    f"{where}.run", "this run has no recorded tensors", run, fix="set 'tensors: true' in a record hook"
+                    f"{where}.{field}",
+                    "this run has no recorded tensors",
+                    run,
+                    fix="set 'tensors: true' in a record hook",
                 )
             )
         if hook is not None and hook not in hooks:
@@ -120,6 +125,46 @@ class RunArchive:
         """Return the number of processes of an opened run."""
         ranks: int = self._runs[run].info.get("ranks", 1)
         return ranks
+
+    def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
+        """Yield all tensors that were recorded at a layer, with the role and the path of the context.
+
+        The tensors of one step are in memory at a time. Those of all calls, micro-steps and phases are included.
+
+        Args:
+            run: Folder of an opened run.
+            hook: Name of the hook that recorded the tensors; None for any hook.
+            layer: Name of the layer.
+            context: The context of the hook.
+            where: Configuration key of the run, for error messages.
+
+        Raises:
+            ConfigError: No tensor matches, or several hooks recorded them.
+        """
+        rows = self.index(run)
+        rows = rows[rows["hook"] == hook] if hook is not None else rows
+        same_role = rows[(rows["role"] == context.role) & (rows["path"] == context.path) & (rows["backward"] == 0)]
+        found = same_role[same_role["layer"] == layer]
+        hooks = sorted(set(found["hook"]))
+        if not hooks:
+            recorded = same_role.drop_duplicates("layer")
+            shapes = {
+                str(name) or ".": [int(size) for size in shape]
+                for name, shape in zip(recorded["layer"], recorded["shape"], strict=True)
+            }
+            message = f"this run recorded no tensors of layer {layer or '.'!r} with role {context.role!r}"
+            allowed = [f"{name} {shape}" for name, shape in shapes.items()][:20] or "none"
+            fix = "set 'layer' to a recorded layer, or record this one with 'tensors: true'"
+            raise ConfigError(Problem(where, message, run, allowed, similar_names(layer, shapes), fix=fix))
+        if len(hooks) > 1:
+            message = f"several hooks of this run recorded layer {layer or '.'!r}: {', '.join(hooks)}"
+            raise ConfigError(Problem(where, message, run, fix="set 'hook'"))
+        for step in sorted(set(found["step"])):
+            tensors = self._runs[run].tensors(
+                step=int(step), hook=hooks[0], layer=layer, role=context.role, path=context.path, backward=0
+            )
+            for values in tensors["values"]:
+                yield torch.tensor(values)  # a copy, since the array is read-only
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
         """Return the tensor that was recorded at the same layer, role, path and call as the context, for the same

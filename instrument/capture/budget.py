@@ -63,7 +63,9 @@ class Budget:
         report: Reporter,
     ) -> None:
         self.config = config
-        self.record_hooks = [attached for attached in attached_hooks if attached.is_record_hook]
+        self.record_hooks = [
+            attached for attached in attached_hooks if attached.is_record_hook and attached.site.spec.keep_as is None
+        ]
         self.recorder = recorder
         self.steps = steps
         self.report = report

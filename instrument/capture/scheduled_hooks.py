@@ -54,9 +54,11 @@ class ScheduledHooks:
             update_all: Whether to update the hooks even if the schedules have not changed.
             moment: The fields.
         """
-        previous_phase = self.clock.moment.phase
+        previous_step, previous_phase = self.clock.moment.step, self.clock.moment.phase
         self.clock.moment = self.clock.moment._replace(**moment)
         step, phase = self.clock.moment.step, self.clock.moment.phase
+        if (step, phase) != (previous_step, previous_phase):
+            self.clock.kept.clear()
         self.clock.phases.add(phase)
         self.clock.micro_step_index += 1
         changed = phase != previous_phase or has_compiled() != self._has_compiled

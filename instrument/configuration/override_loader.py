@@ -191,7 +191,7 @@ def _is_known(key: str, config: DictConfig, added: Container[str]) -> bool:
     path = above.split(".")
     if field not in fields_below(path):
         return False
-    section = above if path[0] in _SECTIONS else path[0]
+    section = ".".join(path[:2]) if path[0] in _SECTIONS else path[0]
     node: Any = OmegaConf.select(config, section, throw_on_resolution_failure=False)
     return OmegaConf.is_dict(node) or section in added
 

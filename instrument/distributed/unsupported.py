@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import Problem
+from ..spec.base import ObservationSpec
 from ..spec.budget import BudgetConfig
 from ..spec.hooks import HookSpec
 from ..spec.modify import PenaltySpec
@@ -34,13 +35,13 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
-    """Report hooks that never fire, or have no effect, on parameters that FSDP2 shards.
+    """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards.
 
     Args:
         hooks: Hook specs by name.
 
     Returns:
-        One problem for each such hook. Its `allowed` names a kind that works.
+        The problems found. `allowed` names a kind that works, if one does.
     """
     problems = []
     for name, spec in hooks.items():
@@ -53,6 +54,17 @@ def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
                     allowed=("post_accumulate_grad", "parameter_grad"),
                 )
             )
+        if isinstance(spec, ObservationSpec) and spec.definition.family != "module":
+            problems += [
+                Problem(
+                    f"hooks.{name}.{field}",
+                    "a process has a shard of this tensor, whose indices differ from those of the full tensor",
+                    given=getattr(spec, field),
+                    fix="record the complete tensor",
+                )
+                for field in spec.selection
+                if field != "slice"
+            ]
         if isinstance(spec, PenaltySpec) and spec.kind == "loss":
             problems.append(
                 Problem(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from ..actions.base import Action, Context
 from ..actions.builtin_functions import straight_through
 from ..actions.intervention import describe
+from ..actions.selection import Selector
 from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
 from ..errors import HookError, InstrumentError, user_code_location
 from ..plan.dimension_checks import check_shape
@@ -58,6 +59,7 @@ class AttachedHook:
         "requires_grad_at_start",
         "scheduled_count",
         "scope",
+        "selector",
         "site",
         "subsampling",
         "was_ever_scheduled",
@@ -68,6 +70,7 @@ class AttachedHook:
         # Paths whose shapes were checked; None if shape inference has checked all.
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
+        self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.clock = clock
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
@@ -101,7 +104,8 @@ class AttachedHook:
             self.scheduled_count += 1
         scheduled = scheduled and (self.scheduled_count - 1) % self.subsampling == 0
         self.was_ever_scheduled |= scheduled
-        if scheduled and self.is_paused and self.clock.moment.phase in STEP_PHASES:
+        is_needed = self.site.spec.keep_as is not None  # by a hook function
+        if scheduled and self.is_paused and not is_needed and self.clock.moment.phase in STEP_PHASES:
             scheduled = False
         changed = scheduled != self.is_scheduled
         self.is_scheduled = scheduled
@@ -333,7 +337,12 @@ class AttachedHook:
             seed=self.clock.seed,
             scope=self.scope,
             rank=self.clock.rank,
+            tensors=self.clock.kept,
         )
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Pass all tensors of the spec, or their selected parts, to the action before it is called for each of them."""
+        self.action.prepare(tensors if self.selector is None else self.selector.parts(tensors))
 
     def run(self, tensor: Tensor, context: Context) -> Tensor:
         """Run the action on a tensor that is no shard and has no factor of a gradient scaler; see `fire`."""
@@ -349,14 +358,19 @@ class AttachedHook:
                 "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
             )
         try:
-            new = self.action(tensor, context)
+            selector = self.selector
+            new = self.action(tensor, context) if selector is None else selector.apply(self.action, tensor, context)
         # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
         except (InstrumentError, _StopRecomputationError):
             raise
         except Exception as error:
             message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
             raise HookError(message) from error
-        return tensor if new is None else new
+        result = tensor if new is None else new
+        if (name := self.site.spec.keep_as) is not None and not context.recompute:
+            location = ".".join(part for part in (context.layer, context.path) if part)
+            self.clock.kept.setdefault(name, {})[location] = result.clone()  # it may be modified in place later
+        return result
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:

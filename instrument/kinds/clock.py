@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..actions.base import StepContext
+from ..actions.base import KeptTensors, StepContext
 from .distributed_scope import Parallel
 from .hook_timer import HookTimer
 
@@ -27,6 +27,7 @@ class Clock:
         parallel: How several processes train together; None for a single one.
         rank: The rank of this process, from 0.
         phases: The phases so far.
+        kept: The tensors that hooks kept in this step.
         in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
     """
 
@@ -39,6 +40,7 @@ class Clock:
     parallel: Parallel | None = None
     rank: int = 0
     phases: set[str] = field(default_factory=set)
+    kept: KeptTensors = field(default_factory=KeptTensors)
     in_checkpoint: bool = False
 
     @property

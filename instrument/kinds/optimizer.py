@@ -97,7 +97,7 @@ class StepHooks:
             tensor = self._tensor(attached)
             if tensor is None or not attached.count_and_check_readable(tensor):
                 continue
-            attached.action.prepare([tensor])
+            attached.prepare([tensor])
             of = attached.current_parameter() if attached.site.spec.tensor_role == "update" else None
             new = attached.fire(tensor, attached.site.own_name, Firing(attached.opportunity_index), value=of)
             if new is not tensor:

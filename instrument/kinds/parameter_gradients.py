@@ -159,7 +159,7 @@ class BoundaryHooks:
     def _act(self, ready: list[tuple[AttachedHook, Parameter, Tensor]], scale: Tensor | None) -> None:
         gradients = [gradient for _, _, gradient in ready]
         unscaled_gradients = gradients if scale is None else [unscaled(gradient, scale) for gradient in gradients]
-        ready[0][0].action.prepare(unscaled_gradients)
+        ready[0][0].prepare(unscaled_gradients)
         changed = [
             attached.fire(old, attached.site.own_name, Firing(attached.opportunity_index), value=p, amp_scale=scale)
             for attached, p, old in ready

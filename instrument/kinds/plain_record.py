@@ -52,6 +52,8 @@ class PlainRecord:
             and action.bits
             and not (action.levels or action.bins or action.keeps_tensors)
             and spec.unit_dim is None
+            and attached.selector is None
+            and attached.site.spec.keep_as is None
             and attached.matches_path("")
             and clock.parallel is None
             and not (attached.is_scaled and clock.amp_scale is not None)
@@ -120,6 +122,8 @@ class PlainIntervention:
         if (
             isinstance(action, Intervention)
             and isinstance(action.change, Clip | Scale)
+            and attached.selector is None
+            and attached.site.spec.keep_as is None
             and attached.matches_path("")
             and attached.clock.parallel is None
         ):

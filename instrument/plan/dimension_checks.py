@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from ..spec.base import parse_slice
 from ..spec.clip_and_scale import ScaleSpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.modify import MeanSpec, RecordedSpec
+from ..spec.modify import MeanSpec, RecordedSpec, SwapSpec
 from ..spec.record import RecordSpec
+from ..spec.selection import SelectionError, selected_shape
+from ..stats.unit_statistics import unit_dim
 from .hook_plan import HookPlan, Site
 from .shape_inference import InferredCalls, TensorInfo, calls_of
 
@@ -65,8 +68,9 @@ def misfits_in_smaller_batches(
     problems: dict[str, Problem] = {}
     for spec in plan.specs.values():
         is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
-        is_slice = isinstance(spec, RecordSpec) and spec.slice is not None
-        if spec.definition.family != "module" or not (is_list or is_slice):
+        from_run = isinstance(spec, RecordedSpec) and spec.run is not None  # compared with the recorded batches
+        is_selection = isinstance(spec, SwapSpec | RecordedSpec) or {*spec.selection} & {"samples", "slice"}
+        if spec.definition.family != "module" or from_run or not (is_list or is_selection):
             continue
         size, full_size = smallest(spec), samples[spec.phase]
         other = next((phase for phase in samples if samples[phase] != full_size), spec.phase)
@@ -114,50 +118,79 @@ def _misfit(site: Site, info: TensorInfo, smallest: int | None = None) -> Proble
     """
     spec = site.spec
     in_batch = "" if smallest is None else f" in the smallest batch, of {smallest} samples"
-    for field, message, allowed in _problems(spec, info.shape, info.dtype, may_exceed=smallest is not None):
+    for field, message, allowed in _problems(site, info, may_exceed=smallest is not None):
         path = f" at path {info.path!r}" if info.path and spec.definition.family == "module" else ""
         what = "loss" if spec.kind == "loss" else f"{spec.tensor_role} of {site.label!r}{path}"
         return Problem(
             f"hooks.{spec.name}.{field}",
             f"{message} the {what}, which has shape {list(info.shape)}{in_batch}",
-            given=getattr(spec, field),
+            given=attrgetter(field)(spec),
             allowed=allowed if smallest is None else (),
             fix="" if smallest is None else FIX_FOR_SMALLER_BATCH,
         )
     return None
 
 
-def _problems(
-    spec: HookSpec, shape: tuple[int, ...], dtype: torch.dtype, *, may_exceed: bool
-) -> Iterator[tuple[str, str, str]]:
+def _problems(site: Site, info: TensorInfo, *, may_exceed: bool) -> Iterator[tuple[str, str, str]]:
     """Yield the fields that do not fit: the field, the problem up to the name of the tensor, and what is allowed.
 
     Args:
-        spec: The spec.
-        shape: The shape of the tensor.
-        dtype: Its dtype.
-        may_exceed: Whether a recorded slice may end beyond a dimension.
+        site: The site.
+        info: The tensor.
+        may_exceed: Whether a slice may end beyond a dimension.
     """
+    spec, shape = site.spec, info.shape
+    try:
+        selected = selected_shape_at(site, shape)
+    except SelectionError as error:
+        yield error.field, str(error), error.allowed
+        return
+    if spec.slice is not None:
+        first = spec.samples if isinstance(spec.samples, int) else None
+        yield from _slice_problems(
+            spec.slice, (*(min(first or size, size) for size in shape[:1]), *shape[1:]), may_exceed=may_exceed
+        )
+    shape = selected
     match spec:
         case RecordSpec():
             if spec.unit_dim is not None:
                 yield from _dimension_problems("unit_dim", [spec.unit_dim], len(shape))
-            if spec.slice is not None:
-                first = tuple(min(spec.samples or size, size) for size in shape[:1])  # a scalar has no samples
-                yield from _slice_problems(spec.slice, first + shape[1:], may_exceed=may_exceed)
-            if spec.dtype is not None and dtype.is_complex:
+            if spec.dtype is not None and info.dtype.is_complex:
                 yield (
                     "dtype",
                     f"{spec.dtype} cannot represent the complex values of",
-                    f"no 'dtype': {dtype} is not converted",
+                    f"no 'dtype': {info.dtype} is not converted",
                 )
         case ScaleSpec(factor=tuple()):
             yield from _factor_problems(spec, shape)
         case MeanSpec() if spec.dim is not None:
             dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
             yield from _dimension_problems("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
-        case RecordedSpec() if spec.slice is not None:
-            yield from _slice_problems(spec.slice, shape, may_exceed=False)
+        case SwapSpec() if not shape or shape[0] % 2:
+            yield "fn", "swap requires an even number of samples in", "two or more samples in 'samples'"
+        case RecordedSpec() if spec.from_sample is not None:
+            size = info.shape[0]
+            if not -size <= spec.from_sample < size:
+                allowed = f"{-size} to {size - 1}"
+                yield "from_sample", f"{spec.from_sample} is out of range for dimension 0 of", allowed
+
+
+def selected_shape_at(site: Site, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of the part of a tensor that the spec of a site selects.
+
+    Args:
+        site: The site.
+        shape: The shape of the complete tensor.
+
+    Raises:
+        SelectionError: The tensor does not have the selected elements.
+    """
+    spec = site.spec
+    if not spec.selection:
+        return tuple(shape)
+    of_parameter = spec.definition.family != "module"
+    units = unit_dim(len(shape), site.layer.module, of_parameter=of_parameter)
+    return selected_shape(spec, shape, units)
 
 
 def _dimension_problems(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
@@ -181,12 +214,7 @@ def _factor_problems(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[
 
 
 def _slice_problems(text: str, shape: tuple[int, ...], *, may_exceed: bool) -> Iterator[tuple[str, str, str]]:
-    parts = parse_slice(text)
-    if len(parts) > len(shape):
-        allowed = f"at most {len(shape)} parts between commas" if shape else "no 'slice': a scalar cannot be sliced"
-        yield "slice", f"the slice has {len(parts)} dimensions, more than", allowed
-        return
-    for dim, (part, size) in enumerate(zip(parts, shape, strict=False)):
+    for dim, (part, size) in enumerate(zip(parse_slice(text), shape, strict=False)):
         bounds = (part,) if isinstance(part, int) else () if may_exceed else (part.start, part.stop)
         last = size - 1 if isinstance(part, int) else size
         if any(bound is not None and not -size <= bound <= last for bound in bounds):

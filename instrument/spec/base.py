@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from .field_types import Count, Glob, Index, Selection
+from .field_types import Count, Dimension, Glob, Heads, Index, IndexList, Indices, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
 
@@ -15,6 +15,45 @@ if TYPE_CHECKING:
     KindName = str
 else:
     KindName = Literal[tuple(KINDS)]
+
+
+def parse_slice(text: str) -> tuple[slice | int, ...]:
+    """Convert a text such as `"0:4, :, ::2"`, with or without brackets, to the index of a tensor.
+
+    Raises:
+        ValueError: The text is not a comma-separated list of integers and `start:stop:step`.
+    """
+    parts: list[slice | int] = []
+    for part in re.sub(r"^\s*\[(.*)\]\s*$", r"\1", text).split(","):
+        if not re.fullmatch(r"\s*(-?\d+|-?\d*\s*:\s*-?\d*(\s*:\s*\d*)?)\s*", part):
+            raise ValueError(f"{part.strip()!r} is not a slice such as '0:4, :, ::2'")
+        if ":" not in part:
+            parts.append(int(part))
+            continue
+        bounds = [int(number) if number.strip() else None for number in part.split(":")]
+        if len(bounds) == 3 and bounds[2] == 0:
+            raise ValueError("the step of a slice must not be 0")
+        parts.append(slice(*bounds))
+    return tuple(parts)
+
+
+def _refuse_list(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        raise ValueError("must be text: put the slice, with its brackets, in quotes")
+    return value
+
+
+def _slice_text(text: str) -> str:
+    parse_slice(text)
+    return text
+
+
+SliceText = Annotated[str, AfterValidator(_slice_text), BeforeValidator(_refuse_list)]
+"""A slice in NumPy notation, as text."""
+
+
+SELECTION = ("units", "heads", "positions", "samples", "slice")
+"""The fields that select elements of a tensor."""
 
 
 class HookBase(Selection):
@@ -38,6 +77,35 @@ class HookBase(Selection):
     steps: tuple[Index, ...] | None = Field(
         None, min_length=1, description="These steps only. Cannot be combined with every, start or stop."
     )
+    keep_as: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="Keep the tensor until the step ends, after the action: a hook function finds it in `context.tensors`.",
+    )
+    units: Indices | None = Field(
+        None,
+        description="Act only on these units: channels of an image, features of a vector or of a sequence element, rows of a "
+        "parameter. Negative indices count from the end, here and below.",
+    )
+    unit_dim: Dimension | None = Field(
+        None,
+        description="The dimension of the units, for 'units', dead_fraction, and functions with vectors. The default depends on the layer.",
+    )
+    heads: Heads | None = Field(
+        None,
+        description="Act only on these attention heads: {of: 12, take: [5]} divides the last dimension into 12 heads.",
+    )
+    positions: Indices | None = Field(
+        None, description="Act only on these positions of a sequence: dimension 1 of batch-first tensors [N, T, ...]."
+    )
+    samples: IndexList | None = Field(
+        None, description="Act only on the samples of the batch at these indices of dimension 0."
+    )
+    slice: SliceText | None = Field(
+        None,
+        description="Act only on this slice, in NumPy notation: '0:4, :, ::2' or '[:, -1, 64:128]'. Cannot be combined with "
+        "other selections.",
+    )
     phase: Phase = Field(
         "train",
         description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), or in mode: forward "
@@ -59,6 +127,32 @@ class HookBase(Selection):
     def tensor_role(self) -> str:
         """The role, or the default role of the kind."""
         return self.role or self.definition.roles[0]
+
+    @property
+    def selection(self) -> tuple[str, ...]:
+        """The fields that select elements of the tensor; empty if the hook acts on the complete tensor."""
+        given = [(name, getattr(self, name)) for name in SELECTION]
+        return tuple(name for name, value in given if value is not None and not isinstance(value, int))
+
+    @model_validator(mode="after")
+    def _validate_elements(self) -> HookBase:
+        others = [name for name in self.selection if name != "slice"]
+        if self.slice is not None and others:
+            raise ValueError(f"'slice' cannot be combined with {' and '.join(map(repr, others))}")
+        if self.selection and self.definition.family == "loss":
+            raise ValueError(f"{self.selection[0]!r} selects elements, but the loss is one number")
+        if self.definition.family != "module":
+            for name in ("samples", "positions"):
+                if name in self.selection:
+                    raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
+        if self.unit_dim is not None and self.units is None and not self._uses_units:
+            raise ValueError("'unit_dim' requires 'units', dead_fraction in 'stats', or a function of units")
+        return self
+
+    @property
+    def _uses_units(self) -> bool:
+        """Whether a statistic or a function uses the units."""
+        return False
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> HookBase:
@@ -124,32 +218,3 @@ class UnknownNameError(ValueError):
     def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:
         self.what, self.name, self.allowed = what, name, allowed
         super().__init__(f"unknown {what} {name!r}")
-
-
-def parse_slice(text: str) -> tuple[slice | int, ...]:
-    """Convert a text such as `"0:4, :, ::2"` to the index of a tensor.
-
-    Raises:
-        ValueError: The text is not a comma-separated list of integers and `start:stop:step`.
-    """
-    parts: list[slice | int] = []
-    for part in text.split(","):
-        if not re.fullmatch(r"\s*(-?\d+|-?\d*\s*:\s*-?\d*(\s*:\s*\d*)?)\s*", part):
-            raise ValueError(f"{part.strip()!r} is not a slice such as '0:4, :, ::2'")
-        if ":" not in part:
-            parts.append(int(part))
-            continue
-        bounds = [int(number) if number.strip() else None for number in part.split(":")]
-        if len(bounds) == 3 and bounds[2] == 0:
-            raise ValueError("the step of a slice must not be 0")
-        parts.append(slice(*bounds))
-    return tuple(parts)
-
-
-def _slice_text(text: str) -> str:
-    parse_slice(text)
-    return text
-
-
-SliceText = Annotated[str, AfterValidator(_slice_text)]
-"""A slice in NumPy notation, as text."""

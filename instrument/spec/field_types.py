@@ -97,6 +97,13 @@ def number_to_text(value: Any) -> Any:
     return str(value) if is_name and not isinstance(value, bool) else value
 
 
+def _unique(indices: tuple[int, ...]) -> tuple[int, ...]:
+    repeated = [index for index in indices if indices.count(index) > 1]
+    if repeated:
+        raise ValueError(f"the index {repeated[0]} is given twice")
+    return indices
+
+
 def _reject_bool(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("must be a number, not true or false")
@@ -115,7 +122,17 @@ LARGEST = 10**12  # an upper bound for steps, samples and elements
 Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_reject_bool)]
 Index = Annotated[int, Field(ge=0, le=LARGEST), BeforeValidator(_reject_bool)]
 Dimension = Annotated[int, BeforeValidator(_reject_bool)]
+IndexList = Annotated[tuple[Dimension, ...], Field(min_length=1), AfterValidator(_unique)]
+"""Different indices along a dimension. Negative ones count from the end."""
+Indices = Annotated[IndexList, BeforeValidator(_as_list, json_schema_input_type=int | list[int])]
 Seed = Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_reject_bool)]
+
+
+class Heads(Spec):
+    """Attention heads: the last dimension consists of `of` heads of the same size."""
+
+    of: Count = Field(description="The number of heads in the last dimension.")
+    take: Indices = Field(description="The indices of the selected heads.")
 
 
 class Selection(Spec):

@@ -5,18 +5,22 @@ from __future__ import annotations
 from .base import HookBase
 from .clip_and_scale import ClipSpec, ScaleSpec
 from .modify import (
+    AddSpec,
     DropoutSpec,
     FunctionSpec,
+    MeanAblateSpec,
     MeanSpec,
     ModifySpec,
     NanSpec,
     NoiseSpec,
     PenaltySpec,
+    ProjectSpec,
     QuantizeSpec,
     RecordedSpec,
     ResampleSpec,
     ShuffleSpec,
     SignSpec,
+    SwapSpec,
     ZeroSpec,
 )
 from .print_and_call import CallSpec, PrintSpec
@@ -29,6 +33,10 @@ HookSpec = (
     | ClipSpec
     | ScaleSpec
     | ZeroSpec
+    | AddSpec
+    | ProjectSpec
+    | MeanAblateSpec
+    | SwapSpec
     | NoiseSpec
     | MeanSpec
     | ResampleSpec

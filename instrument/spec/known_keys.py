@@ -8,6 +8,7 @@ from functools import cache
 from pydantic import BaseModel
 
 from . import apply, hooks
+from .base import HookBase
 from .config import RunConfig
 from .field_types import Target
 from .modify import FUNCTIONS, FunctionSpec
@@ -25,14 +26,15 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
     """Return the fields that are allowed below a key of a run's configuration.
 
     Args:
-        path: The parts of the key: `("data", "slice")`, or `("hooks", NAME)`.
+        path: The parts of the key: `("data", "slice")`, `("hooks", NAME)`, or `("hooks", NAME, "heads")`.
 
     Returns:
         The names; for a spec, those of every action. Empty if the key is no section or allows any argument.
     """
     if len(path) == 2 and path[0] in ("hooks", "apply"):
         return fields_of_specs(path[0])
-    model = model_at(RunConfig, path)
+    in_spec = len(path) > 2 and path[0] == "hooks"
+    model = model_at(HookBase, path[2:]) if in_spec else model_at(RunConfig, path)
     return () if model is None or issubclass(model, Target) else tuple(fields_of(model))
 
 

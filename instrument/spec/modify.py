@@ -6,9 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .base import InterventionSpec, SliceText
+from .base import SELECTION, InterventionSpec
 from .field_types import Count, Dimension, Index, NonNegative, Number, Target, number_to_text
 
+_VECTOR = "A .npy or .safetensors file with a vector of shape"
+_KEY = "The name of the tensor in a .safetensors file that has several."
+_LAYER = "The layer whose recorded tensors are used. The default is the layer that the hook changes."
+_HOOK = "The record hook of the run. Required if several hooks recorded the tensors."
 Dimensions = Annotated[tuple[Dimension, ...], Field(min_length=1)]
 
 
@@ -34,6 +38,112 @@ class ZeroSpec(ModifySpec):
     """Replace all values by zero (zero ablation)."""
 
     fn: Literal["zero"]
+
+
+class _UnitsSpec(ModifySpec):
+    """A function that acts along the units."""
+
+    @property
+    def _uses_units(self) -> bool:
+        return True
+
+
+class AddSpec(_UnitsSpec):
+    """Add a number, or a vector with one number per unit: from a file, or the mean of one run minus that of another (steering)."""
+
+    fn: Literal["add"]
+    value: Number | None = Field(None, description="The number to add to each element.")
+    vector: str | None = Field(None, min_length=1, description=f"{_VECTOR} [units] to add.")
+    key: str | None = Field(None, description=_KEY)
+    plus: str | None = Field(
+        None, min_length=1, description="The folder of a run. The mean of its recorded tensors per unit is added."
+    )
+    minus: str | None = Field(
+        None, min_length=1, description="The folder of a run. The mean of its recorded tensors per unit is subtracted."
+    )
+    scale: Number = Field(1.0, description="The factor of the number or vector.")
+    layer: str | None = Field(None, description=_LAYER)
+    hook: str | None = Field(None, description=_HOOK)
+
+    @model_validator(mode="after")
+    def _validate_source(self) -> AddSpec:
+        given = [self.value is not None, self.vector is not None, self.plus is not None or self.minus is not None]
+        if sum(given) != 1 or (self.plus is None) != (self.minus is None):
+            raise ValueError("requires exactly one of value, vector, and both plus and minus")
+        _check_source(self, "plus")
+        return self
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folders of runs, by field."""
+        return {} if self.plus is None or self.minus is None else {"plus": self.plus, "minus": self.minus}
+
+
+class ProjectSpec(_UnitsSpec):
+    """Remove the part of the values along directions of the units (project_out), or keep only that part (project_onto)."""
+
+    fn: Literal["project_out", "project_onto"]
+    vector: str | None = Field(
+        None, min_length=1, description=f"{_VECTOR} [units] or [directions, units]. Their lengths do not matter."
+    )
+    key: str | None = Field(None, description=_KEY)
+    run: str | None = Field(
+        None,
+        min_length=1,
+        description="The folder of a run. The directions are the principal components of its recorded tensors.",
+    )
+    components: Count | None = Field(None, description="The number of principal components. Default: 1.")
+    layer: str | None = Field(None, description=_LAYER)
+    hook: str | None = Field(None, description=_HOOK)
+
+    @model_validator(mode="after")
+    def _validate_source(self) -> ProjectSpec:
+        if (self.vector is None) == (self.run is None):
+            raise ValueError("requires exactly one of vector and run")
+        _check_source(self, "run")
+        return self
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folder of the run, by field."""
+        return {} if self.run is None else {"run": self.run}
+
+
+class MeanAblateSpec(_UnitsSpec):
+    """Replace the values of each unit by its mean over the recorded tensors of another run. No gradient flows through it."""
+
+    fn: Literal["mean_ablate"]
+    run: str = Field(min_length=1, description="The folder of the run.")
+    layer: str | None = Field(None, description=_LAYER)
+    hook: str | None = Field(None, description=_HOOK)
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folder of the run, by field."""
+        return {"run": self.run}
+
+
+def _check_source(spec: AddSpec | ProjectSpec, run: str) -> None:
+    """Raise a ValueError if fields of files and runs are mixed."""
+    of_run = [name for name in ("layer", "hook", "components") if getattr(spec, name, None) is not None]
+    if of_run and not spec.sources:
+        raise ValueError(f"{of_run[0]!r} requires {run!r}")
+    if spec.key is not None and spec.vector is None:
+        raise ValueError("'key' requires 'vector'")
+
+
+class SwapSpec(ModifySpec):
+    """Exchange the first half of the samples with the second one; with `samples: [0, 1]`, exchange these two."""
+
+    fn: Literal["swap"]
+
+    @model_validator(mode="after")
+    def _validate_swap(self) -> SwapSpec:
+        if self.definition.family != "module":
+            raise ValueError(f"swap requires a batch, which the tensors of kind {self.kind} do not have")
+        if self.slice is not None:
+            raise ValueError("swap cannot be combined with 'slice'; use 'samples', 'positions', 'units' or 'heads'")
+        return self
 
 
 class NoiseSpec(ModifySpec):
@@ -114,22 +224,39 @@ class PenaltySpec(ModifySpec):
 
 
 class RecordedSpec(ModifySpec):
-    """Insert a tensor recorded in another run, from the same layer, path, call and batch: the full tensor (replace) or a slice (patch)."""
+    """Insert a tensor that another run recorded at the same layer, path, call and batch: all of it, or the selected part (patch).
+
+    With `from_sample`, patch inserts the values of another sample of the same batch.
+    """
 
     fn: Literal["replace", "patch"]
-    run: str = Field(min_length=1, description="The folder of the other run.")
+    run: str | None = Field(None, min_length=1, description="The folder of the other run.")
+    from_sample: Dimension | None = Field(
+        None,
+        description="For patch, instead of 'run': the index of the sample of this batch whose values replace those of the others. "
+        "Gradients flow to that sample.",
+    )
     hook: str | None = Field(
         None, description="The record hook of the other run. Required if several hooks recorded the tensor."
     )
     step: Index | None = Field(None, description="The step in the other run. Default: the current step.")
-    slice: SliceText | None = Field(None, description="For patch: the slice to replace, in NumPy notation: ':, 0:4'.")
 
     @model_validator(mode="after")
-    def _validate_slice(self) -> RecordedSpec:
-        if (self.fn == "patch") != (self.slice is not None):
+    def _validate_patch(self) -> RecordedSpec:
+        if self.fn == "patch" and not self.selection:
+            raise ValueError(f"patch requires the elements to replace: one of {', '.join(SELECTION)}")
+        if self.fn == "replace" and self.selection:
+            raise ValueError(f"{self.selection[0]!r} requires fn patch")
+        if self.fn == "replace" and self.from_sample is not None:
+            raise ValueError("'from_sample' requires fn patch")
+        if (self.run is None) == (self.from_sample is None):
             raise ValueError(
-                "patch requires 'slice', the slice to replace" if self.fn == "patch" else "'slice' requires fn patch"
+                f"{self.fn} requires 'run'" + (" or 'from_sample', and not both" if self.fn == "patch" else "")
             )
+        if self.run is None and not self.model_fields_set.isdisjoint({"hook", "step"}):
+            raise ValueError("'hook' and 'step' require 'run'")
+        if self.from_sample is not None and self.definition.family != "module":
+            raise ValueError(f"'from_sample' requires a batch, which the tensors of kind {self.kind} do not have")
         return self
 
 
@@ -141,6 +268,11 @@ class FunctionSpec(ModifySpec):
 
 FUNCTIONS: dict[str, type[ModifySpec]] = {
     "zero": ZeroSpec,
+    "add": AddSpec,
+    "project_out": ProjectSpec,
+    "project_onto": ProjectSpec,
+    "mean_ablate": MeanAblateSpec,
+    "swap": SwapSpec,
     "noise": NoiseSpec,
     "mean": MeanSpec,
     "resample": ResampleSpec,

@@ -9,15 +9,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 
-from .base import ObservationSpec, SliceText, UnknownNameError
-from .field_types import Count, Dimension, Target
+from .base import ObservationSpec, UnknownNameError
+from .field_types import Count, IndexList, Target
 from .messages import message_of
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
@@ -111,6 +113,13 @@ Bins = Annotated[
 ]
 
 
+# The brackets exclude the tags from the keys in messages.
+Samples = Annotated[
+    Annotated[Count, Tag("[number]")] | Annotated[IndexList, Tag("[list]")],
+    Discriminator(lambda value: "[list]" if isinstance(value, list | tuple) else "[number]"),
+]
+
+
 class StatisticsSpec(ObservationSpec):
     """A hook that measures tensors."""
 
@@ -118,9 +127,6 @@ class StatisticsSpec(ObservationSpec):
         "default",
         description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list, and so can a "
         "custom function of the tensor: {_target_: package.function, name: column}. numel, nan_count and inf_count are always added.",
-    )
-    unit_dim: Dimension | None = Field(
-        None, description="The dimension of the units for dead_fraction. The default depends on the layer."
     )
 
     @field_validator("stats", mode="before")
@@ -141,9 +147,11 @@ class StatisticsSpec(ObservationSpec):
                 raise ValueError(
                     f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
                 )
-        if self.unit_dim is not None and "dead_fraction" not in self.statistics:
-            raise ValueError("'unit_dim' requires dead_fraction in 'stats'")
         return self
+
+    @property
+    def _uses_units(self) -> bool:
+        return "dead_fraction" in self.statistics
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -190,8 +198,11 @@ class RecordSpec(StatisticsSpec):
         None, description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."
     )
     tensors: bool = Field(False, description="Also record the values.")
-    samples: Count | None = Field(None, description="Record only the first N samples (dimension 0).")
-    slice: SliceText | None = Field(None, description="Record only this slice, in NumPy notation: '0:4, :, ::2'.")
+    samples: Samples | None = Field(  # type: ignore[assignment]  # other actions take no number
+        None,
+        description="A number N: limit the recorded tensors, and a 'slice', to the first N samples (dimension 0). A list: record "
+        "only the samples at these indices.",
+    )
     max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
         None, description="Convert the values to this dtype; complex tensors keep theirs."
@@ -203,7 +214,7 @@ class RecordSpec(StatisticsSpec):
             raise ValueError(
                 "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are requested"
             )
-        tensor_options = {"samples", "slice", "max_elements", "dtype"} & self.model_fields_set
+        tensor_options = {"samples", "max_elements", "dtype"} - {*self.selection} & self.model_fields_set
         if tensor_options and not self.tensors:
             raise ValueError(
                 f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"

@@ -25,21 +25,21 @@ CHANNELS_FIRST = (
 FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
-def unit_dim(tensor: Tensor, module: nn.Module, *, of_parameter: bool) -> int | None:
+def unit_dim(dims: int, module: nn.Module, *, of_parameter: bool) -> int | None:
     """Return the default dimension of the units; None for scalars, and for vectors that are no parameter.
 
     Args:
-        tensor: Any shape. A parameter: [out, ...]. Otherwise: [N, C], [N, T, C], [N, C, H, W] or [N, C, D, H, W]; for
-            modules in `CHANNELS_FIRST` [N, C, L], for modules in `FEATURES_LAST` [N, ..., C].
+        dims: The number of dimensions of the tensor. A parameter: [out, ...]. Otherwise: [N, C], [N, T, C], [N, C, H, W] or
+            [N, C, D, H, W]; for modules in `CHANNELS_FIRST` [N, C, L], for modules in `FEATURES_LAST` [N, ..., C].
         module: The module of the tensor.
         of_parameter: Whether the tensor is a parameter, its gradient, its update or similar.
     """
     if of_parameter:
-        return 0 if tensor.dim() else None
-    if tensor.dim() < 2:
+        return 0 if dims else None
+    if dims < 2:
         return None
-    if isinstance(module, FEATURES_LAST) or (tensor.dim() == 3 and not isinstance(module, CHANNELS_FIRST)):
-        return tensor.dim() - 1
+    if isinstance(module, FEATURES_LAST) or (dims == 3 and not isinstance(module, CHANNELS_FIRST)):
+        return dims - 1
     return 1
 
 

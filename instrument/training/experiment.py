@@ -158,7 +158,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     plan = make_plan(config.hooks, model)
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
-    functions = FunctionCheck(plan, config.seed)
+    archive = RunArchive(shard.size, shard.indices_of)
+    functions = FunctionCheck(plan, config.seed, archive)
     inferred_by_phase, has_unused, generating_phases = _infer_shapes(
         config,
         task,
@@ -167,7 +168,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         functions,
         find_unused=trains and strategy.needs_all_gradients and find_unused is None,
     )
-    archive = RunArchive(shard.size, shard.indices_of)
     length = _length(config, batches, eval_loader)
     samples = {phase: loaded.samples for phase, loaded in first_batches.items()}
     _check_shapes(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..actions.base import Action, Context, Effect, NoArchive, StepContext
+from ..actions.base import Action, Archive, Context, Effect, NotKeptError, StepContext
 from ..actions.intervention import Intervention
 from ..actions.measurement import Measurement
 from ..actions.modify import Modify
@@ -17,13 +17,16 @@ from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
 from ..nested import iter_tensors
 from ..plan.hook_plan import HookPlan, Site
-from ..spec.modify import FunctionSpec
+from ..spec.modify import AddSpec, FunctionSpec, MeanAblateSpec, ModifySpec, ProjectSpec
 from ..spec.record import StatisticsSpec
 from ..spec.schedule import Schedule
 
+TRIED = (FunctionSpec, AddSpec, ProjectSpec, MeanAblateSpec)
+"""The specs of `modify` whose functions are called before the run: custom ones, and those with vectors."""
+
 
 class FunctionCheck:
-    """Calls each custom function of `modify` and each custom statistic once for each tensor at each of its sites.
+    """Calls custom functions of `modify`, its functions with vectors, and custom statistics once for each tensor.
 
     Nothing is recorded or changed. Functions of `call` are not called, because they have side effects.
 
@@ -34,20 +37,20 @@ class FunctionCheck:
     Args:
         plan: The plan of the hooks.
         seed: The seed of the run.
+        archive: The tensors of other runs.
 
     Raises:
         ConfigError: A function does not exist or is not callable. From all methods: a function raises an exception, or
             its result cannot replace the tensor.
     """
 
-    def __init__(self, plan: HookPlan, seed: int) -> None:
+    def __init__(self, plan: HookPlan, seed: int, archive: Archive) -> None:
         sites = [
             site
             for site in plan.sites
-            if isinstance(site.spec, FunctionSpec)
-            or (isinstance(site.spec, StatisticsSpec) and site.spec.custom_statistics)
+            if isinstance(site.spec, TRIED) or (isinstance(site.spec, StatisticsSpec) and site.spec.custom_statistics)
         ]
-        actions = {site.spec.name: _action(site) for site in sites}
+        actions = {site.spec.name: _action(site, archive) for site in sites}
         self.attached_hooks = [
             AttachedHook(site, actions[site.spec.name], Clock(_first(site.spec.schedule), seed), shapes_checked=True)
             for site in sites
@@ -112,21 +115,27 @@ class FunctionCheck:
         try:
             with torch.set_grad_enabled(copy.requires_grad):
                 attached.fire(copy, path, value=value)
+        except ConfigError:
+            raise
         except InstrumentError as error:
+            if isinstance(error.__cause__, NotKeptError):
+                return  # no hook keeps tensors here
             message = f"the trial call on a copy before the run failed: {error}"
-            if not isinstance(spec, FunctionSpec):
+            if isinstance(spec, StatisticsSpec):
                 allowed = "functions of the tensor that return one number"
                 raise ConfigError(Problem(f"hooks.{spec.name}.stats", message, allowed=allowed)) from error
+            if not isinstance(spec, FunctionSpec):
+                raise ConfigError(Problem(f"hooks.{spec.name}", message)) from error
             allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
             raise ConfigError(Problem(f"hooks.{spec.name}.fn", message, spec.fn.target, allowed)) from error
 
 
-def _action(site: Site) -> Action:
+def _action(site: Site, archive: Archive) -> Action:
     """Return an action that calls the functions of a site and records nothing."""
     if isinstance(site.spec, StatisticsSpec):
         return _CustomStatistics(site.spec)
-    assert isinstance(site.spec, FunctionSpec), "only custom functions are called"
-    return Intervention(Modify(site.spec, NoArchive()), _NoRows())
+    assert isinstance(site.spec, ModifySpec), "other actions have no functions"
+    return Intervention(Modify(site.spec, archive), _NoRows())
 
 
 class _CustomStatistics:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
-
-import torch
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..errors import ConfigError, Problem
 from ..plan.cost import Length, firings_of
-from ..plan.dimension_checks import misfits_in_smaller_batches, tensors_at
-from ..plan.hook_plan import HookPlan
+from ..plan.dimension_checks import misfits_in_smaller_batches, selected_shape_at, tensors_at
+from ..plan.hook_plan import HookPlan, Site
 from ..plan.layer_selection import shorten
 from ..plan.shape_inference import InferredCalls
-from ..spec.base import parse_slice
 from ..spec.hooks import HookSpec
 from ..spec.modify import RecordedSpec
 from ..spec.schedule import STEP_PHASES
+from ..spec.selection import SelectionError
 
 Shape = tuple[int, ...]
 ONCE = 0  # The micro-batch index of kinds that act once per step.
@@ -102,15 +101,18 @@ def check_batch_shapes(
     samples = {phase: batches.samples for phase, batches in batches_by_phase.items()}
     problems = misfits_in_smaller_batches(plan, inferred_by_phase, samples, smallest_batch)
     for name, spec in plan.specs.items():
-        if isinstance(spec, RecordedSpec) and spec.definition.frequency != "occasion":
+        if isinstance(spec, RecordedSpec) and spec.run is not None and spec.definition.frequency != "occasion":
             archive.open(spec.run, spec.hook, f"hooks.{name}")
-            shapes = {
-                TensorLocation(site.layer.name, info.path, call): info.shape
+            tensors = {
+                TensorLocation(site.layer.name, info.path, call): (site, info.shape)
                 for site in plan.of(name)
                 for call, info in tensors_at(site, batches_by_phase[spec.phase].inferred)
                 if info.dtype.is_floating_point
             }
-            check = _RecordingCheck(spec, shapes, batches_by_phase[spec.phase], _recorded_tensors(spec, archive))
+            shapes = {location: shape for location, (_, shape) in tensors.items()}
+            sites = {location: site for location, (site, _) in tensors.items()}
+            recorded = _recorded_tensors(spec, archive)
+            check = _RecordingCheck(spec, shapes, sites, batches_by_phase[spec.phase], recorded)
             problems += [problem for problem in [next(check.problems(firings_of(spec, length).steps), None)] if problem]
     if problems:
         raise ConfigError(*problems)
@@ -120,6 +122,7 @@ def _recorded_tensors(
     spec: RecordedSpec, archive: RunArchive
 ) -> dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]]:
     """Return the recorded tensors that a spec may refer to: by location, then by (step, micro-batch)."""
+    assert spec.run is not None, "only tensors of another run are looked up"
     rows = archive.index(spec.run)
     rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
     if spec.hook is not None:
@@ -152,6 +155,7 @@ class _RecordingCheck:
     Attributes:
         spec: The spec.
         shapes: The tensors that the spec changes, with their shapes in shape inference.
+        sites: The sites of these tensors.
         batches: The batches of the phase of the spec.
         recorded: The recorded tensors that the spec may refer to.
         fitting: The combinations of location, batch size and recorded shape that are known to fit.
@@ -159,6 +163,7 @@ class _RecordingCheck:
 
     spec: RecordedSpec
     shapes: Mapping[TensorLocation, Shape]
+    sites: Mapping[TensorLocation, Site]
     batches: PhaseBatches
     recorded: Mapping[TensorLocation, Mapping[tuple[int, int], list[RecordedTensor]]]
     fitting: set[tuple[TensorLocation, int, Shape]] = field(default_factory=set)
@@ -227,14 +232,12 @@ class _RecordingCheck:
         here = _scaled(shape, samples, size)
         assert tensor.shape is not None, "shards are not checked"
         try:
-            part = (
-                torch.empty(here, device="meta")[parse_slice(self.spec.slice)].shape if self.spec.slice and here else ()
-            )
-        except IndexError:
-            message = f"the slice is outside of {location}, a tensor of shape {list(here)}"
-            yield self._problem("slice", message, self.spec.slice)
+            part = selected_shape_at(self.sites[location], here)
+        except SelectionError as error:
+            message = f"{error} {location}, a tensor of shape {list(here)}"
+            yield self._problem(error.field, message, attrgetter(error.field)(self.spec), error.allowed)
             return
-        if tensor.shape == tuple(part) or _fits(tensor.shape, shape, samples, size):
+        if tensor.shape == part or _fits(tensor.shape, shape, samples, size):
             return
         if shape[:1] == (samples,) and tensor.source is not None and tensor.source[:1] != here[:1]:
             yield self._batch_problem(location, step)

@@ -14,6 +14,7 @@ import instrument
 from instrument.actions import builtin_functions
 from instrument.actions.clip import clip_quantile, clip_ratio
 from instrument.actions.scale import scheduled
+from instrument.actions.tensor_selection import TensorSelection
 
 
 def generator() -> torch.Generator:
@@ -138,8 +139,9 @@ def test_random_functions_are_reproducible_and_keep_global_state(fn: dict[str, A
 
 def test_patch_replaces_a_slice_and_checks_its_shape() -> None:
     recorded = torch.full((2, 3), 9.0)
-    new = builtin_functions.patch(ROW, recorded, (slice(None), slice(0, 1)))
-    assert new.tolist() == [[9.0, -2.0, 3.0], [9.0, -5.0, 6.0]]
-    assert torch.equal(builtin_functions.patch(ROW, torch.full((2, 1), 9.0), (slice(None), slice(0, 1))), new)
+    part = TensorSelection((2, 3), (slice(None), slice(0, 1)))
+    new = builtin_functions.patch(part.of(ROW), recorded, part)
+    assert part.into(ROW, new).tolist() == [[9.0, -2.0, 3.0], [9.0, -5.0, 6.0]]
+    assert torch.equal(builtin_functions.patch(part.of(ROW), torch.full((2, 1), 9.0), part), new)
     with pytest.raises(ValueError, match=r"shape \[5\], the tensor to replace \[2, 3\]"):
         builtin_functions.patch(ROW, torch.zeros(5), None)

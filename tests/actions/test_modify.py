@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
+from instrument import HookError
 from instrument.actions import builtin_functions
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -286,3 +287,61 @@ def test_invalid_custom_function_is_reported_before_step_0(fn: dict[str, Any], m
             pass
     assert "hooks.mine.fn" in str(caught.value)
     assert not model._forward_hooks
+
+
+def test_function_gets_the_tensors_that_other_hooks_kept() -> None:
+    """The copy is taken when the hook fires, has the graph, and is gone in the next step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    given = model[0](x)
+    expected = model[2](given.relu() + given)
+    wanted = torch.autograd.grad(expected.square().sum(), [*model.parameters()])
+
+    def add_kept(tensor: Tensor, context: instrument.Context) -> Tensor:
+        return tensor + context.tensors["early"]["0"]
+
+    hooks = {
+        "early": {"layers": "0", "kind": "forward", "action": "record", "keep_as": "early", "stop": 1},
+        "late": {"layers": "1", "kind": "forward", "action": "modify", "fn": add_kept},
+    }
+    with instrument.attach(model, hooks) as probe:
+        output = model(x)
+        output.square().sum().backward()
+        probe.end_step()
+        assert torch.equal(output, expected)
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            assert torch.equal(parameter.grad, gradient)
+        assert len(probe.sink.rows["stats"]) == 1
+        with pytest.raises(HookError, match=r"no hook has kept a tensor as 'early' in this step .*\(kept: none\)"):
+            model(x)
+
+
+def test_kept_tensor_is_complete_and_changed() -> None:
+    seen: list[Tensor] = []
+
+    def look(tensor: Tensor, context: instrument.Context) -> None:
+        seen.extend(context.tensors[name][""] for name in ("first", "second"))
+
+    fields = {"layers": ".", "kind": "forward"}
+    hooks = {
+        "double": {**fields, "action": "scale", "factor": 2.0, "units": [0], "keep_as": "first"},
+        "clip": {**fields, "action": "clip", "max": 1.0, "keep_as": "second"},
+        "look": {**fields, "action": "call", "fn": look},
+    }
+    model = nn.Identity()
+    with instrument.attach(model, hooks):
+        model(torch.ones(2, 3))
+    assert [tensor.tolist() for tensor in seen] == [[[2.0, 1.0, 1.0]] * 2, [[1.0] * 3] * 2]
+
+
+def test_hook_that_keeps_a_tensor_is_not_paused() -> None:
+    specs = {"h": {"layers": ".", "kind": "forward", "action": "record", "keep_as": "kept"}}
+    with instrument.attach(nn.Identity(), specs) as probe:
+        (attached,) = probe.attached_hooks
+        attached.is_paused = True
+        attached.update_schedule(True)
+        assert attached.is_scheduled
+    with instrument.attach(nn.Identity(), specs, budget={"bytes": 1}) as probe:
+        assert probe.budget is not None
+        assert probe.budget.record_hooks == []

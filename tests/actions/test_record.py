@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.actions.record import Record, select_part
+from instrument.actions.selection import Selector
 from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, COUNTS, DEFAULT, VALUE_STATISTICS
@@ -193,7 +194,8 @@ def test_cut_is_within_the_requested_limits(
     assume(part is None or part.count(",") < len(shape))
     hook = parse_hooks({"h": spec(tensors=True, **given_fields)})["h"]
     full = torch.arange(math.prod(shape)).reshape(shape)
-    kept = select_part(full, hook)
+    selector = Selector.of(hook, nn.Identity())
+    kept = select_part(full if selector is None else selector.parts([full])[0], hook)
     assert set(kept.flatten().tolist()) <= set(full.flatten().tolist())
     assert most is None or kept.numel() <= most
     if samples is not None and shape and kept.dim():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -390,14 +391,22 @@ def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
         ((4, 1, 1), (None, "1:3", None), [1, 2]),
         ((0, 3), (None, None, None), []),
         ((), (None, None, None), None),
+        ((4, 3), ((3, -3), None, None), [3, 1]),
     ],
 )
 def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int] | None) -> None:
-    positions = _recorded_positions(shape, _Cut(*cut))
+    is_cut = cut[2] is not None and math.prod(shape) > cut[2]
+    positions = _recorded_positions((cut[2],) if is_cut else shape, shape, _Cut(*cut))
     assert (None if positions is None else positions.tolist()) == wanted
     if wanted is not None and cut[1] is not None:
         numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) + np.zeros(shape)
         assert np.array_equal(numbers[: cut[0]][parse_slice(cut[1])].reshape(len(wanted), -1)[:, 0], wanted)
+
+
+def test_selected_units_with_few_elements_keep_their_samples() -> None:
+    positions = _recorded_positions((4, 1), (4, 3), _Cut(None, None, 5))
+    assert positions is not None
+    assert positions.tolist() == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------------------ runs

@@ -93,19 +93,25 @@ CHANGES: dict[str, dict[str, Any]] = {
     "zero": {"action": "modify", "fn": "zero"},
     "quantize": {"action": "modify", "fn": "quantize", "to": "int8"},
     "nan": {"action": "modify", "fn": "nan"},
+    "add": {"action": "modify", "fn": "add", "value": 0.5},
+    "swap": {"action": "modify", "fn": "swap", "samples": [2, 0]},
+    "from_sample": {"action": "modify", "fn": "patch", "from_sample": 0, "samples": [1, 2]},
+    "units": {"action": "modify", "fn": "sign", "units": [0, 1, 3]},
+    "heads": {"action": "record", "heads": {"of": 2, "take": [1]}},
+    "slice": {"action": "clip", "norm": 0.1, "slice": "1:"},
 }
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor", "parameter_grad")
 
 
 def tables_of(change: str) -> tuple[str, ...]:
-    return {"record": ("stats", "distributions"), "print": ()}.get(change, ("effects",))
+    return {"record": ("stats", "distributions"), "heads": ("stats",), "print": ()}.get(change, ("effects",))
 
 
 def possible(change: str, kind: str) -> bool:
     if change == "reverse":
         return kind.startswith("forward")
     return not (
-        kind == "parameter_grad" and change in ("clip_samples", "channels")
+        kind == "parameter_grad" and change in ("clip_samples", "channels", "swap", "from_sample")
     )  # parameter_grad has no samples, and its own shape
 
 

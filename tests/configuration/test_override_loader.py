@@ -48,7 +48,14 @@ def _plain(value: Any) -> Any:
 
 def test_known_fields_are_overridden_without_a_plus() -> None:
     overrides = [
-        *("hooks.tame.every=5", "hooks.tame.scope=tensor", "hooks.noisy.mean=0.5", "hooks.activations.tensors=true"),
+        *(
+            "hooks.tame.every=5",
+            "hooks.tame.scope=tensor",
+            "hooks.tame.heads.of=4",
+            "hooks.tame.heads.take=[0,3]",
+            "hooks.noisy.mean=0.5",
+            "hooks.activations.tensors=true",
+        ),
         *("data.slice.stride=2", "data.slice.classes=[1,2]", "data.eval_slice.stop=64", "data.fallback=digits"),
         *("sink.keep_local=true", "sink.mlflow=true", "train.find_unused_parameters=true", "train.checkpoint.every=7"),
         *("budget.time=5%", "apply.init.mode=fan_out", "apply.init.exclude=encoder.0", MINE, "hooks.mine.every=9"),
@@ -56,6 +63,7 @@ def test_known_fields_are_overridden_without_a_plus() -> None:
     config = parsed(composed(*overrides)[1])
     assert config.hooks["tame"].every == 5
     assert config.hooks["mine"].every == 9
+    assert (config.hooks["tame"].heads.of, config.hooks["tame"].heads.take) == (4, (0, 3))
     assert (config.data.slice.stride, config.data.slice.classes, config.data.eval_slice.stop) == (2, (1, 2), 64)
     assert (config.train.checkpoint.every, config.budget.time, config.sink.mlflow) == (7, 0.05, True)
     assert config.apply["init"].model_extra == {"nonlinearity": "relu", "mode": "fan_out"}
@@ -77,7 +85,10 @@ def _model(path: tuple[str, ...]) -> Any:
     return model_at(RunConfig, path)
 
 
-@pytest.mark.parametrize("override", ["hooks.tmae.every=5", "hooks.tame.evry=5", "data.slice.stp=1", "optimizr.lr=1"])
+@pytest.mark.parametrize(
+    "override",
+    ["hooks.tmae.every=5", "hooks.tame.evry=5", "hooks.tame.heads.fo=5", "data.slice.stp=1", "optimizr.lr=1"],
+)
 def test_unknown_keys_are_refused(override: str) -> None:
     with pytest.raises(ConfigCompositionException):
         composed(override)

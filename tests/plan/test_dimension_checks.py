@@ -43,7 +43,11 @@ RECORD = {"action": "record"}
 KEEP = {"action": "record", "tensors": True}
 DEAD = {"action": "record", "stats": ["dead_fraction"]}
 SCALE = {"action": "scale"}
+HEADS = {"heads": {"of": 2, "take": [0]}}
+ZERO = {"action": "modify", "fn": "zero"}
 MEAN = {"action": "modify", "fn": "mean"}
+SWAP = {"action": "modify", "fn": "swap"}
+COPY = {"action": "modify", "fn": "patch", "units": [0]}
 PATCH = {"action": "modify", "fn": "patch", "run": "nowhere"}
 WEIGHT = {"kind": "parameter_grad", "params": "weight"}
 
@@ -91,6 +95,24 @@ def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
         ("fc", {**MEAN, "dim": [1, -1]}, "dim", "the same dimension is given twice", "-2 to 1"),
         ("fc", {**PATCH, "slice": ":, 5"}, "slice", "5 is out of range for dimension 1", "-5 to 4"),
         ("conv|fc", {**MEAN, "dim": 3}, "dim", "the output of 'fc', which has shape [2, 5]", "-2 to 1"),
+        ("conv", {**ZERO, "units": [0, 3]}, "units", "3 is out of range for dimension 1 of the output of 'conv'", "-3 to 2"),
+        ("conv", {**ZERO, "units": [2, -1]}, "units", "two indices are the same along dimension 1", "each index once"),
+        ("conv", {**ZERO, "units": [0], "unit_dim": 4}, "unit_dim", "dim 4 is out of range", "-4 to 3"),
+        ("conv", {**ZERO, "positions": [0]}, "positions", "requires a dimension of sequence positions [N, T, ...] in", "'slice'"),
+        ("conv", {**ZERO, "unit_dim": -1, "units": [0], **HEADS}, "heads", "'units' and 'heads' both select along dimension 3", "one of"),
+        ("fc", {**ZERO, "positions": [0]}, "positions", "which has shape [2, 5]", "'slice' for any dimension"),
+        ("fc", {**ZERO, "heads": {"of": 4, "take": [0]}}, "heads.of", "4 heads do not divide dimension 1", "a divisor of 5, such as 1, 5"),
+        ("fc", {**ZERO, "heads": {"of": 5, "take": [5]}}, "heads.take", "5 is out of range for the 5 heads of", "-5 to 4"),
+        ("fc", {**ZERO, "samples": [2]}, "samples", "2 is out of range for dimension 0", "-2 to 1"),
+        ("fc", {**ZERO, "slice": "[:, 5]"}, "slice", "5 is out of range for dimension 1", "-5 to 4"),
+        (".", {**ZERO, "units": [0]}, "units", "'units' requires a dimension of units in the output of '.', which has shape []", "'slice'"),
+        ("fc", {**SCALE, "factor": [1, 2], "units": [0, 2, 4]}, "factor", "2 factors do not fit dimension 1", "3 factors"),
+        ("fc", {**DEAD, "unit_dim": 1, "slice": "0"}, "unit_dim", "dim 1 is out of range", "-1 to 0"),
+        ("fc", {**ZERO, **WEIGHT, "units": [5]}, "units", "5 is out of range for dimension 0 of the param_grad of 'fc.weight'", "-5 to 4"),
+        ("fc", {**SWAP, "samples": [0]}, "fn", "swap requires an even number of samples in the output of 'fc'", "two or more"),
+        (".", SWAP, "fn", "swap requires an even number of samples", "two or more"),
+        ("fc", {**COPY, "from_sample": 2}, "from_sample", "2 is out of range for dimension 0", "-2 to 1"),
+        ("fc", {**PATCH, "units": [7]}, "units", "7 is out of range for dimension 1", "-5 to 4"),
         ("rnn", {**SCALE, "factor": [1]}, "factor", "output of 'rnn' at path '1', which has shape [1, 2, 6]", "2 factors"),
     ],
 )  # fmt: skip
@@ -118,6 +140,9 @@ def test_field_that_does_not_fit_is_refused(
         ("fc", {**SCALE, "factor": [1, 2], "dim": -2}),
         ("fc", {**SCALE, "factor": {0: 1.0, 9: 0.0}}),
         ("rnn", {**SCALE, "path": "0", "factor": [1]}),
+        ("rnn", {**ZERO, "path": "0", "positions": [-1], "samples": [1, 0], "heads": {"of": 3, "take": [-1]}}),
+        ("fc", {**SCALE, "factor": [1, 2], "units": [0, 4]}),
+        ("conv", {**DEAD, "units": 0, "unit_dim": 3}),
         ("fc", {**MEAN, "dim": None}),
         (".", {**MEAN, "dim": 0}),
         ("conv|fc", {**MEAN, "dim": [0, 1]}),
@@ -148,6 +173,7 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
         ({**KEEP, "slice": "100:200"}, "hooks.h.slice"),
         ({**KEEP, "slice": "0, 0, 0"}, "hooks.h.slice"),
         ({**SCALE, "kind": "full_backward", "factor": [1, 2, 3]}, "hooks.h.factor"),
+        ({**ZERO, "heads": {"of": 2, "take": [0]}}, r"hooks.h.heads.of(.|\n)*given    2\n(.|\n)*a divisor of 5"),
     ],
 )
 def test_attach_refuses_a_misfit_at_the_first_call(fields: dict[str, Any], where: str) -> None:

@@ -26,6 +26,9 @@ from instrument.spec.spec_file import read_specs
 from instrument.spec.statistics import ALL, DEFAULT
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+SWAP = {"layers": "**", "kind": "forward", "action": "modify", "fn": "swap"}
+ADD = {**SWAP, "fn": "add"}
+PATCH = {**SWAP, "fn": "patch"}
 CLIP = {"layers": "**", "kind": "parameter_grad", "action": "clip"}
 SCALE = {"layers": "**", "kind": "forward", "action": "scale"}
 NOISE = {"layers": "**", "kind": "forward", "action": "modify", "fn": "noise"}
@@ -240,6 +243,34 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"tensors": True, "slice": "0:4, x"}, "slice", "'x' is not a slice"),
     (RECORD, {"tensors": True, "slice": "::0"}, "slice", "step of a slice must not be 0"),
     (RECORD, {"tensors": True, "slice": "::-1"}, "slice", "is not a slice"),
+    (RECORD, {"slice": ["0:4", 2]}, "slice", "must be text: put the slice, with its brackets, in quotes"),
+    (RECORD, {"slice": "[0:4"}, "slice", "'[0:4' is not a slice"),
+    (RECORD, {"slice": "1", "units": [1]}, "", "'slice' cannot be combined with 'units'"),
+    (RECORD, {"units": []}, "units", "at least 1 item"),
+    (RECORD, {"units": [1, 1]}, "units", "the index 1 is given twice"),
+    (RECORD, {"heads": {"of": 0, "take": [1]}}, "heads.of", "greater than or equal to 1"),
+    (RECORD, {"heads": {"of": 2}}, "heads.take", "is missing"),
+    (RECORD, {"heads": {"of": 2, "tkae": 1, "take": 1}}, "heads", "unknown field 'tkae'"),
+    (RECORD, {"unit_dim": 1}, "", "'unit_dim' requires 'units', dead_fraction in 'stats', or"),
+    (RECORD, {"kind": "parameter_grad", "samples": [0]}, "", "'samples' requires a batch"),
+    (RECORD, {"kind": "step_post", "positions": [0]}, "", "'positions' requires a batch"),
+    (RECORD, {"kind": "loss", "units": [0]}, "", "'units' selects elements, but the loss is one number"),
+    (SWAP, {"kind": "parameter_grad"}, "", "swap requires a batch"),
+    (SWAP, {"slice": "0:2"}, "", "swap cannot be combined with 'slice'"),
+    (ADD, {}, "", "requires exactly one of value, vector, and both plus and minus"),
+    (ADD, {"value": 1.0, "vector": "a.npy"}, "", "requires exactly one of value, vector"),
+    (ADD, {"plus": "a"}, "", "requires exactly one of value, vector, and both plus and minus"),
+    (ADD, {"value": 1.0, "key": "a"}, "", "'key' requires 'vector'"),
+    (ADD, {"vector": "a.npy", "hook": "a"}, "", "'hook' requires 'plus'"),
+    ({**ADD, "fn": "project_out"}, {}, "", "requires exactly one of vector and run"),
+    ({**ADD, "fn": "project_onto"}, {"vector": "a.npy", "components": 2}, "", "'components' requires 'run'"),
+    (PATCH, {"slice": "0:2"}, "", "patch requires 'run' or 'from_sample', and not both"),
+    (PATCH, {"slice": "0:2", "run": "a", "from_sample": 0}, "", "patch requires 'run' or 'from_sample', and not both"),
+    (PATCH, {"slice": "0:2", "from_sample": 0, "step": 1}, "", "'hook' and 'step' require 'run'"),
+    (PATCH, {"slice": "0:2", "from_sample": 0, "kind": "parameter_grad"}, "", "'from_sample' requires a batch"),
+    (PATCH, {"fn": "replace"}, "", "replace requires 'run'"),
+    (PATCH, {"fn": "replace", "from_sample": 0}, "", "'from_sample' requires fn patch"),
+    (CLIP, {"norm": 1.0, "samples": 2}, "samples", "valid tuple"),
     (RECORD, {"tensors": True, "dtype": "int8"}, "dtype", "not an allowed value"),
     (RECORD, {"samples": 2}, "", "require 'tensors: true'"),
     (CLIP, {}, "", "requires exactly one of min/max, value, norm, quantile, ratio; given: none"),

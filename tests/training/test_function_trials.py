@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, Context
+from instrument.actions.base import NoArchive
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.spec.parse import parse_hooks
@@ -66,7 +67,7 @@ def try_function(function: Callable[..., Any], *, evaluate: bool = False, **fiel
     spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0)
+    trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0, archive=NoArchive())
     batch = torch.ones(2, 4, requires_grad=True)
 
     def forward() -> None:
@@ -82,6 +83,10 @@ def try_function(function: Callable[..., Any], *, evaluate: bool = False, **fiel
             observe=lambda module, role, value: trial.check_tensors(module, role, value, phase="eval"),
         )
     return model
+
+
+def test_function_of_kept_tensors_is_not_refused() -> None:
+    try_function(lambda tensor, context: tensor + context.tensors["other"]["1"])
 
 
 KINDS: list[dict[str, Any]] = [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, MemorySink
+from instrument.analysis.tensors_of_earlier_runs import RunArchive
 from instrument.capture.probe import Probe
 from instrument.dry_run import profiling
 from instrument.dry_run.cost_of_run import dry_run
@@ -69,9 +70,9 @@ def outputs(sink: MemorySink) -> dict[tuple[str, int, int], Tensor]:
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
-@pytest.mark.parametrize("fn", ["replace", "patch"])
-def test_each_batch_gets_its_recorded_tensor(clean: str, phase: str, fn: str) -> None:
-    part = {"slice": ":, 0:3"} if fn == "patch" else {}
+@pytest.mark.parametrize("part", [{}, {"slice": ":, 0:3"}, {"units": [2, 0, 1]}], ids=["replace", "slice", "units"])
+def test_each_batch_gets_its_recorded_tensor(clean: str, phase: str, part: dict[str, Any]) -> None:
+    fn = "patch" if part else "replace"
     put = {**REPLACE, "fn": fn, "run": clean, "hook": phase, "phase": phase, **part}
     after = {**RECORD, "layers": "layers.1", "phase": phase}
     source, here = outputs(trained({"after": after})), outputs(trained({"put": put, "after": after}, seed=1))
@@ -172,6 +173,11 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
         ),
         ({"fn": "patch", "slice": ":, :, 0"}, {}, r"put.slice: the slice has 3 dimensions"),
         (
+            {"fn": "patch", "samples": [3], "step": 0},
+            {},
+            r"put.samples: 3 is out of range for dimension 0 of 'layers.1', .* \[2, 10\]",
+        ),
+        (
             {"layers": "layers.0"},
             {"model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 12, 10]}},
             r"put.run: 'layers.0' was recorded with shape \[16, 16\], but has shape \[16, 12\] in this run",
@@ -194,6 +200,7 @@ def prepare_only(hooks: dict[str, Any], **overrides: Any) -> None:
 
 
 PART = {**RECORD, "layers": "layers.0", "slice": "10"}
+SAMPLES = {"layers": "layers.0", "kind": "forward", "action": "modify", "fn": "zero"}
 FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0, "factor": [1.0] * 16}
 
 
@@ -211,6 +218,11 @@ FACTORS = {"layers": "layers.0", "kind": "forward", "action": "scale", "dim": 0,
         ({**PART, "layers": "layers.1", "kind": "full_backward"}, {}, r"s.slice: 10 is out of range"),
         ({**PART, "phase": "eval"}, {}, r"s.slice: 10 is out of range .* which has shape \[10, 16\]"),
         ({**PART, "phase": "eval", "slice": "9"}, {}, None),
+        ({**SAMPLES, "samples": [0, 5]}, {}, r"s.samples: 5 is out of range for dimension 0 of .* in the smallest batch, of 2 samples"),
+        ({**SAMPLES, "samples": [-1, 0]}, {}, None),
+        ({**SAMPLES, "fn": "swap"}, {"data": {"slice": {"stop": 49}}}, r"s.fn: swap requires .* in the smallest batch, of 1 samples"),
+        ({**SAMPLES, "fn": "patch", "from_sample": 3, "samples": [0]}, {}, r"s.from_sample: 3 is out of range"),
+        ({**SAMPLES, "slice": "3"}, {}, r"s.slice: 3 is out of range"),
         (FACTORS, {}, r"s.factor: 16 factors do not fit dimension 0 of the output of 'layers.0', which has shape \[2, 16\] in "),
         ({**FACTORS, "stop": 1}, {}, None),
         ({**FACTORS, "dim": 1}, {}, None),
@@ -333,3 +345,38 @@ def test_failing_evaluation_is_refused_before_step_0() -> None:
     prepare_only({}, model=model)
     with pytest.raises(ConfigError, match="too many"):
         prepare_only({}, model=model, eval_batch_size=25)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layers": "layers.0"}, None),
+        (
+            {"layers": "."},
+            r"hooks.put.run: this run recorded no tensors of layer '.' with role 'output'(.|\n)*layers.0 \[16, 16\]",
+        ),
+        (
+            {"layers": "layers.0", "layer": "layers.1"},
+            r"hooks.put.run: the vector has 10 numbers, but .* 'layers.0' has 16 units",
+        ),
+    ],
+)
+def test_vectors_of_another_run_are_computed_before_step_0(
+    clean: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str | None
+) -> None:
+    read: list[str] = []
+    tensors_at = RunArchive.tensors_at
+
+    def counted(archive: RunArchive, *args: Any, **kwargs: Any) -> Any:
+        read.append(args[2])
+        return tensors_at(archive, *args, **kwargs)
+
+    monkeypatch.setattr(RunArchive, "tensors_at", counted)
+    put = {**REPLACE, "fn": "mean_ablate", "run": clean, "hook": "train", **fields}
+    if message is None:
+        assert len(trained({"put": put}).records("effects")) == 4
+        assert read == ["layers.0"]
+        return
+    with pytest.raises(ConfigError) as refused:
+        prepare_only({"put": put})
+    assert re.search(message, str(refused.value)), str(refused.value)

@@ -1,0 +1,114 @@
+"""Actions on a selection: an action gets the selected part of a tensor, and an intervention changes nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from ..dtensor import full_tensor
+from ..errors import HookError
+from ..spec.base import ObservationSpec, parse_slice
+from ..spec.hooks import HookSpec
+from ..spec.kinds import KINDS
+from ..spec.selection import SelectionError, selected_indices
+from ..stats.unit_statistics import unit_dim
+from .base import Action, Context
+from .intervention import describe
+from .measurement import to_dense
+from .tensor_selection import TensorSelection
+
+
+class Selector:
+    """Applies an action to the elements that a spec selects.
+
+    Args:
+        spec: The spec.
+        module: The module of the tensors, which determines the dimension of their units.
+    """
+
+    def __init__(self, spec: HookSpec, module: nn.Module) -> None:
+        self.spec = spec
+        self.module = module
+        self._find = lru_cache(maxsize=64)(self._selection)
+
+    @classmethod
+    def of(cls, spec: HookSpec, module: nn.Module) -> Selector | None:
+        """Return the selector of a spec; None if its action gets complete tensors."""
+        return cls(spec, module) if spec.selection else None
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the selected parts of tensors. All processes must call it if the tensors are sharded."""
+        complete = [to_dense(full_tensor(tensor)) for tensor in tensors]
+        return [self._find(tensor.shape).of(tensor) for tensor in complete]
+
+    def apply(self, action: Action, tensor: Tensor, context: Context) -> Tensor | None:
+        """Call an action with the selected part of a tensor.
+
+        Args:
+            action: The action.
+            tensor: The complete tensor.
+            context: The call. The action gets it with the selection, and with the selected part of `value`.
+
+        Returns:
+            The tensor with the changed part; None if it is unchanged.
+
+        Raises:
+            HookError: The tensor does not have the selected elements, or the action failed.
+        """
+        is_dense = tensor.layout == torch.strided and not tensor.is_nested
+        if not is_dense and not isinstance(self.spec, ObservationSpec):
+            raise HookError(f"{describe(context)} selects elements, which requires a dense tensor, but this one is not")
+        if context.scope == "shard" and self.spec.slice is None:
+            raise HookError(
+                f"{describe(context)} selects elements of a shard, whose indices differ from those of the full tensor; "
+                "record the complete tensor"
+            )
+        complete = tensor if is_dense else to_dense(tensor)
+        try:
+            selection = self._find(complete.shape)
+            part = selection.of(complete)
+        except SelectionError as error:
+            shape = list(complete.shape)
+            message = f"{describe(context)}: {error} the tensor of shape {shape} (allowed: {error.allowed})"
+            raise HookError(message) from error
+        except IndexError as error:
+            shape = list(complete.shape)
+            message = f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}"
+            raise HookError(message) from error
+        value = context.value
+        if value is not None and value.shape == complete.shape:
+            value = selection.of(value.detach())
+        new = action(part, replace(context, selection=selection, complete=complete, value=value))
+        return None if new is None or new is part else selection.into(tensor, new)
+
+    def _selection(self, shape: torch.Size) -> TensorSelection:
+        """Return the selection in tensors of a shape.
+
+        Raises:
+            SelectionError: These tensors do not have the selected elements.
+        """
+        spec = self.spec
+        if spec.slice is not None:
+            index = parse_slice(spec.slice)
+            first = getattr(spec, "samples", None)
+            if isinstance(first, int) and shape:
+                index = (limited(index[0], min(first, shape[0])), *index[1:])
+            return TensorSelection(shape, index)
+        of_parameter = KINDS[spec.kind].family != "module"
+        units = unit_dim(len(shape), self.module, of_parameter=of_parameter)
+        return TensorSelection.of_indices(shape, selected_indices(spec, shape, units))
+
+
+def limited(part: slice | int, size: int) -> slice | int:
+    """Return an index of the first `size` elements as an index of all elements.
+
+    Raises:
+        IndexError: An integer is out of range.
+    """
+    if isinstance(part, int):
+        return range(size)[part]
+    return slice(*part.indices(size))

@@ -1,0 +1,69 @@
+"""A part of a tensor that can be read and replaced: indices along its dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..stats.device_numbers import constants
+
+
+class TensorSelection:
+    """The selected part of tensors of one shape. All dimensions are kept, except those with an integer in a slice.
+
+    Args:
+        shape: The shape of the complete tensor.
+        index: Slices and integers along the first dimensions.
+        lists: The indices along further dimensions, applied after `index`.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], index: tuple[slice | int, ...], lists: Sequence[tuple[int, tuple[int, ...]]] = ()
+    ) -> None:
+        self.shape = tuple(shape)
+        self.index = index
+        self.lists = tuple(lists)
+
+    @classmethod
+    def of_indices(cls, shape: Sequence[int], indices: dict[int, tuple[int, ...]]) -> TensorSelection:
+        """Create the selection of indices along dimensions. Those with a constant distance become slices.
+
+        Args:
+            shape: The shape of the complete tensor.
+            indices: Indices from 0 along some dimensions.
+        """
+        ranges = {dim: _as_slice(given) for dim, given in indices.items()}
+        index = tuple(ranges.get(dim) or slice(None) for dim in range(len(shape)))
+        return cls(shape, index, [(dim, given) for dim, given in indices.items() if ranges[dim] is None])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the selected part of a tensor of this shape: a view, or a copy if a list of indices has gaps."""
+        part = tensor[self.index]
+        for dim, indices in self.lists:
+            part = part.index_select(dim, constants(indices, torch.int64, tensor.device))
+        return part
+
+    def into(self, tensor: Tensor, new: Tensor) -> Tensor:
+        """Return a copy of a tensor with another selected part. Gradients flow to the new part and to the rest.
+
+        Args:
+            tensor: A tensor of this shape.
+            new: The new values of the part, in the dtype of the tensor.
+        """
+        parts = [tensor[self.index]]
+        for dim, indices in self.lists[:-1]:
+            parts.append(parts[-1].index_select(dim, constants(indices, torch.int64, tensor.device)))
+        for (dim, indices), part in zip(reversed(self.lists), reversed(parts), strict=False):
+            new = part.index_copy(dim, constants(indices, torch.int64, tensor.device), new)
+        result = tensor.clone()
+        result[self.index] = new
+        return result
+
+
+def _as_slice(indices: tuple[int, ...]) -> slice | None:
+    """Return the slice of increasing indices with a constant distance; None for others."""
+    first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
+    found = range(first, first + step * len(indices), step) if step > 0 else None
+    return slice(first, found.stop, step) if found is not None and tuple(found) == indices else None

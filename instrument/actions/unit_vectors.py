@@ -1,0 +1,257 @@
+"""Vectors along the units of a tensor: from a file, or computed from the recorded tensors of other runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, Problem, similar_names
+from ..nested import to_device
+from ..spec.kinds import KINDS
+from ..spec.modify import AddSpec, MeanAblateSpec, ProjectSpec
+from ..stats.unit_statistics import unit_dim
+from .base import Archive, Context
+
+VectorSpec = AddSpec | ProjectSpec | MeanAblateSpec
+
+
+class UnitVectors:
+    """The vectors of a spec. They are found once per site, and copied to a device once.
+
+    Args:
+        spec: The spec.
+        archive: Provides the recorded tensors of other runs.
+
+    Raises:
+        ConfigError: A file or a run does not exist, or does not contain vectors.
+    """
+
+    def __init__(self, spec: VectorSpec, archive: Archive) -> None:
+        self.spec = spec
+        self.archive = archive
+        self.where = f"hooks.{spec.name}"
+        self._from_file: Tensor | None = None
+        self._on_device: dict[tuple[object, ...], Tensor] = {}
+        if not isinstance(spec, MeanAblateSpec) and spec.vector is not None:
+            self._from_file = load_vectors(spec.vector, spec.key, self.where)
+            if isinstance(spec, AddSpec) and len(self._from_file) > 1:
+                message = f"add requires one vector, but this file has {len(self._from_file)}"
+                raise ConfigError(Problem(f"{self.where}.vector", message, given=spec.vector))
+        for field, run in spec.sources.items():
+            archive.open(run, spec.hook, self.where, field=field)
+
+    def at(self, tensor: Tensor, context: Context) -> tuple[Tensor, int]:
+        """Return the vectors for a tensor, and the dimension of its units.
+
+        Args:
+            tensor: The tensor that the hook changes: complete, or the selected part.
+            context: The call.
+
+        Returns:
+            The vectors on the device of the tensor, [vectors, units], in float32 or the wider dtype of the tensor; and
+            the dimension.
+
+        Raises:
+            ConfigError: The vectors do not fit the tensor, or the runs have no tensors of this layer.
+        """
+        shape = tensor.shape if context.selection is None else context.selection.shape
+        full_dim = self._dimension(len(shape), context)
+        dropped = () if context.selection is None else context.selection.index
+        if full_dim is None or (full_dim < len(dropped) and isinstance(dropped[full_dim], int)):
+            message = (
+                f"{self.spec.fn} requires a dimension of units in {self._name(context)}, of shape {list(tensor.shape)}"
+            )
+            raise ConfigError(Problem(f"{self.where}.fn", message, given=self.spec.fn))
+        dim = full_dim - sum(isinstance(part, int) for part in dropped[:full_dim])
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        key = (context.layer, context.path, shape[full_dim], tensor.shape[dim], wide, tensor.device)
+        if key not in self._on_device:
+            vectors = self._of_part(self._find(context), tensor, context, full_dim, dim)
+            with torch.inference_mode(False):
+                self._on_device[key] = to_device(vectors.to(wide), tensor.device)
+        return self._on_device[key], dim
+
+    def _of_part(self, vectors: Tensor, tensor: Tensor, context: Context, full_dim: int, dim: int) -> Tensor:
+        """Return the vectors along the units of the changed tensor, [vectors, units]; orthonormal ones for a projection."""
+        given, part = vectors.shape[1], tensor.shape[dim]
+        selection = context.selection
+        if selection is not None and given == selection.shape[full_dim]:
+            index = torch.arange(given).view(-1, *[1] * (len(selection.shape) - full_dim - 1)).expand(selection.shape)
+            vectors = vectors[:, selection.of(index).movedim(dim, 0).reshape(part, -1)[:, 0]]
+        elif given != part:
+            complete = "" if selection is None else f", or the {selection.shape[full_dim]} of the complete tensor"
+            message = f"the vector has {given} numbers, but {self._name(context)} has {part} units: shape {list(tensor.shape)}"
+            raise ConfigError(
+                Problem(
+                    f"{self.where}.{self._field}",
+                    message,
+                    self._given,
+                    f"one number for each of the {part} units{complete}",
+                )
+            )
+        return orthonormal(vectors) if isinstance(self.spec, ProjectSpec) else vectors
+
+    def _find(self, context: Context) -> Tensor:
+        """Return the vectors of a site in float64, [vectors, units]. Those of runs are computed once per archive."""
+        if self._from_file is not None:
+            return self._from_file
+        memo, key = self.archive.memo, (self.spec.name, context.layer, context.role, context.path)
+        if key not in memo:
+            memo[key] = self._from_runs(context)
+        return memo[key]
+
+    def _from_runs(self, context: Context) -> Tensor:
+        spec = self.spec
+        sources = {
+            field: lambda run=run, field=field: self._recorded(run, field, context)
+            for field, run in spec.sources.items()
+        }
+        if isinstance(spec, AddSpec):
+            return (mean_of_units(sources["plus"]()) - mean_of_units(sources["minus"]()))[None]
+        if isinstance(spec, MeanAblateSpec):
+            return mean_of_units(sources["run"]())[None]
+        components = spec.components or 1
+        found = principal_components(sources["run"]())
+        if components > len(found):
+            message = f"{self._name(context)} has {len(found)} components"
+            raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(found)}"))
+        return found[:components]
+
+    def _recorded(self, run: str, field: str, context: Context) -> Iterator[Tensor]:
+        """Yield the recorded tensors of a site as [units, elements], float64."""
+        layer = context.layer if self.spec.layer is None else self.spec.layer
+        for tensor in self.archive.tensors_at(run, self.spec.hook, layer, context, where=f"{self.where}.{field}"):
+            dim = self._dimension(tensor.dim(), context)
+            if dim is None:
+                message = f"the recorded tensor of layer {layer or '.'!r} has no units: shape {list(tensor.shape)}"
+                raise ConfigError(Problem(f"{self.where}.{field}", message, given=run))
+            yield (
+                tensor.to(torch.float64).movedim(dim, 0).flatten(1)
+                if tensor.dim() > 1
+                else tensor.to(torch.float64)[:, None]
+            )
+
+    def _dimension(self, dims: int, context: Context) -> int | None:
+        """Return the dimension of the units of a tensor; None if it has none."""
+        if self.spec.unit_dim is not None:
+            return self.spec.unit_dim % dims if -dims <= self.spec.unit_dim < dims else None
+        return unit_dim(dims, context.module, of_parameter=KINDS[context.kind].family != "module")
+
+    @property
+    def _field(self) -> str:
+        return "vector" if self._from_file is not None else next(iter(self.spec.sources))
+
+    @property
+    def _given(self) -> object:
+        return getattr(self.spec, self._field)
+
+    def _name(self, context: Context) -> str:
+        return f"the {context.role} of {context.layer or '.'!r}" + (
+            f" at path {context.path!r}" if context.path else ""
+        )
+
+
+def mean_of_units(tensors: Iterator[Tensor]) -> Tensor:
+    """Return the mean of each unit over all elements of several tensors.
+
+    Args:
+        tensors: At least one tensor, float64, each [units, elements].
+
+    Returns:
+        float64 [units].
+    """
+    total, count = torch.zeros(()), 0
+    for tensor in tensors:
+        total, count = total + tensor.sum(1), count + tensor.shape[1]
+    return total / count
+
+
+def principal_components(tensors: Iterator[Tensor]) -> Tensor:
+    """Return the directions of the largest variance: the eigenvectors of the covariance of the units.
+
+    Args:
+        tensors: At least one tensor, float64, each [units, elements]. Each element is an observation.
+
+    Returns:
+        Orthonormal directions in descending order of variance, float64 [units, units].
+    """
+    total, products, count = torch.zeros(()), torch.zeros(()), 0
+    for tensor in tensors:
+        total, products, count = total + tensor.sum(1), products + tensor @ tensor.T, count + tensor.shape[1]
+    mean = total / count
+    ascending: Tensor = torch.linalg.eigh(products / count - torch.outer(mean, mean)).eigenvectors
+    return ascending.T.flip(0)
+
+
+def orthonormal(vectors: Tensor) -> Tensor:
+    """Return an orthonormal basis of the space of linearly independent vectors, float64 [vectors, units]."""
+    basis: Tensor = torch.linalg.qr(vectors.T).Q.T
+    return basis.contiguous()
+
+
+def load_vectors(path: str, key: str | None, where: str) -> Tensor:
+    """Load vectors from a `.npy` or `.safetensors` file.
+
+    Args:
+        path: The file.
+        key: The name of the tensor in a `.safetensors` file; None if it has only one.
+        where: The configuration key of the spec, for messages.
+
+    Returns:
+        float64 [vectors, units].
+
+    Raises:
+        ConfigError: The file or the key does not exist, or the array has no numbers of shape [units] or [vectors, units].
+    """
+    file = Path(path)
+    readers: dict[str, Callable[[], Tensor]] = {
+        ".npy": lambda: torch.from_numpy(np.load(file, allow_pickle=False)),
+        ".safetensors": lambda: _from_safetensors(file, key, where),
+    }
+    if file.suffix not in readers:
+        raise ConfigError(Problem(f"{where}.vector", "unknown type of file", path, "a .npy or .safetensors file"))
+    if key is not None and file.suffix == ".npy":
+        raise ConfigError(Problem(f"{where}.key", "a .npy file has no keys", key))
+    if not file.is_file():
+        others = (
+            [str(other) for other in file.parent.glob("*") if other.suffix in readers] if file.parent.is_dir() else []
+        )
+        raise ConfigError(
+            Problem(f"{where}.vector", "this file does not exist", path, similar=similar_names(path, others))
+        )
+    try:
+        found = readers[file.suffix]()
+    except (ValueError, OSError, TypeError) as error:
+        raise ConfigError(Problem(f"{where}.vector", f"cannot read the file: {error}", given=path)) from None
+    vectors = found.to(torch.float64) if not found.is_complex() else found
+    if vectors.is_complex() or vectors.dim() not in (1, 2) or not vectors.numel() or not vectors.isfinite().all():
+        message = f"the array has shape {list(found.shape)} and {found.dtype}"
+        raise ConfigError(
+            Problem(f"{where}.vector", message, path, "finite real numbers of shape [units] or [vectors, units]")
+        )
+    return vectors if vectors.dim() == 2 else vectors[None]
+
+
+def _from_safetensors(file: Path, key: str | None, where: str) -> Tensor:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ImportError:
+        message = "reading .safetensors files requires the package safetensors"
+        raise ConfigError(Problem(f"{where}.vector", message, str(file), fix="pip install safetensors")) from None
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
+    if key is None and len(tensors) == 1:
+        (key,) = tensors
+    if key is None or key not in tensors:
+        allowed = [f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())]
+        message = "requires the name of a tensor in the file" if key is None else "the file has no such tensor"
+        raise ConfigError(Problem(f"{where}.key", message, key, allowed, similar_names(key or "", tensors)))
+    found: Tensor = tensors[key]
+    return found
