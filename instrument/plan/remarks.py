@@ -43,11 +43,14 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
 
 
 def fast_paths(plan: HookPlan) -> list[str]:
-    """Return the transformer encoder layers with hooks on modules inside them.
+    """Return the transformer encoder layers with hooks on modules inside them, or inside a module whose functions are hooked.
 
     PyTorch then does not use its fast path.
     """
     hooked = {id(site.layer.module) for site in plan.sites if site.spec.definition.family == "module"}
+    for site in plan.sites:
+        if site.spec.definition.of_functions:
+            hooked.update(id(module) for module in site.layer.module.modules())
     return [
         layer.label
         for layer in plan.layers

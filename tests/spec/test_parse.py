@@ -85,9 +85,13 @@ def test_null_entry_keeps_other_specs() -> None:
     assert list(parse_hooks({"a": None, "b": RECORD})) == ["b"]
 
 
+def functions_for(kind: str) -> dict[str, Any]:
+    return {"functions": "softmax"} if KINDS[kind].of_functions else {}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> None:
-    spec = {"layers": "**", "kind": kind, "action": "record"}
+    spec = {"layers": "**", "kind": kind, "action": "record", **functions_for(kind)}
     assert parse_hooks({"x": spec})["x"].tensor_role == KINDS[kind].roles[0]
     for role in KINDS[kind].roles:
         exact = role.replace(".*", ".exp_avg")
@@ -97,7 +101,8 @@ def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_allows_interventions_on_its_changeable_roles_only(kind: str) -> None:
     for role in KINDS[kind].roles:
-        spec = {"layers": "**", "kind": kind, "role": role.replace(".*", ".exp_avg"), "action": "scale", "factor": 2}
+        spec = {"layers": "**", "kind": kind, "role": role.replace(".*", ".exp_avg"), **functions_for(kind)}
+        spec |= {"action": "scale", "factor": 2}
         if role in KINDS[kind].changes:
             assert parse_hooks({"x": spec})["x"].tensor_role == spec["role"]
         else:
