@@ -33,6 +33,7 @@ from .gradient_hooks import LeafHooks
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
+from .plain_record import PlainRecord
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHook
 from .tensor_gradients import CallGradients, versions_of
@@ -48,6 +49,7 @@ class HookedModule(RunningModule):
     Attributes:
         call: The call.
         leaf_hooks: The gradient hooks on leaf tensors of the module.
+        plain: What records plain tensors, for the hooks that do nothing else.
         called: The hooks whose functions were called.
         fired: The hooks on values that fired.
         obstacles: Why a hook could not act on a tensor.
@@ -56,6 +58,7 @@ class HookedModule(RunningModule):
 
     call: Call
     leaf_hooks: LeafHooks
+    plain: Mapping[AttachedHook, PlainRecord]
     called: set[AttachedHook] = field(default_factory=set)
     fired: set[AttachedHook] = field(default_factory=set)
     obstacles: dict[AttachedHook, str] = field(default_factory=dict)
@@ -141,6 +144,10 @@ class HookedFunctions(FunctionMode):
                 full_path = f"{function_path}.{path}" if path else function_path
                 if not attached.accepts(tensor, full_path):
                     continue
+                plain = running.plain.get(attached)
+                if plain is not None and plain(tensor, running.call.index, path=full_path):
+                    running.fired.add(attached)
+                    continue
                 if (reason := unreadable(tensor)) is not None:
                     running.obstacles[attached] = reason
                     continue
@@ -201,6 +208,7 @@ class FunctionHooks(InertWhenCopied):
         for attached in attached_hooks:
             attached.module_calls = self.calls
         self.scheduled: dict[str, AttachedHook] = {}
+        self.plain: dict[AttachedHook, PlainRecord] = {}
         self.unscheduled: list[AttachedHook] = []  # empty after the next call of the module
         enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
         leave = MethodType(exclude_from_graphs(FunctionHooks.leave), self)
@@ -215,6 +223,8 @@ class FunctionHooks(InertWhenCopied):
         """Update the scheduled sites."""
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
+        records = [(attached, PlainRecord.of(attached)) for attached in self.scheduled.values()]
+        self.plain = {attached: record for attached, record in records if record is not None}
         if self.scheduled or has_compiled() or not all(each.is_phase_counted for each in self.unscheduled):
             for hook in self.hooks:
                 hook.resume()
@@ -241,7 +251,8 @@ class FunctionHooks(InertWhenCopied):
         with self.clock.timer or _UNMEASURED:
             frame, _ = module_frame()
             if frame is not None:
-                running = HookedModule(frame, self.scheduled, call=self.calls.enter(), leaf_hooks=self.leaf_hooks)
+                call = self.calls.enter()
+                running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks, plain=self.plain)
                 self.threads.mode.enter(running)
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from device_statistics import use_general_path
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -149,6 +150,29 @@ def test_arguments_are_recorded_with_their_positions_and_names() -> None:
     assert torch.equal(seen["cat.0.0.1"], x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_plain_and_general_records_have_the_same_rows(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    spec = {**record("*", "**", stats="all", tensors=False), "role": "output"}
+    model = nn.Sequential(Calls(lambda x: x.chunk(2)[0].neg() + x.new_ones(3, dtype=torch.int64).sum()), nn.Identity())
+    x = torch.arange(12).view(4, 3).to(dtype)
+    rows = []
+    for is_general in (False, True):
+        if is_general:
+            use_general_path(monkeypatch)
+        _, probe = run(model, {"h": spec, "two": {**spec, "path": "chunk.0.1"}}, x)
+        rows.append(probe.sink.records("stats"))
+    assert [row["path"] for row in rows[0]] == [
+        "chunk.0.0",
+        "chunk.0.1",
+        "chunk.0.1",
+        "neg.0",
+        "new_ones.0",
+        "sum.0",
+        "add.0",
+    ]
+    assert repr(rows[0]) == repr(rows[1])
+
+
 def test_path_selects_one_call() -> None:
     specs = {"h": record("add", path="add.1"), "two": record("chunk", path="chunk.0.1")}
     _, probe = run(Calls(lambda x: (x + 1 + 2).chunk(2)[0]), specs, torch.zeros(4))
@@ -218,7 +242,8 @@ def run_inside(model: nn.Module, specs: Any, *args: Any) -> tuple[Any, Any]:
     return output, probe
 
 
-def test_mode_is_only_active_inside_of_scheduled_modules() -> None:
+def test_mode_is_only_active_inside_of_scheduled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.kinds.functions.has_compiled", lambda: False)  # other tests may compile code
     depths: list[int] = []
 
     def look(x: Tensor) -> Tensor:
