@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from device_statistics import use_general_path
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+    has_torch_function,
+)
 from torch.utils.checkpoint import checkpoint
 
 import instrument
@@ -259,6 +264,36 @@ def test_mode_is_only_active_inside_of_scheduled_modules(monkeypatch: pytest.Mon
     assert depths == [0, 1, 2, 0, 0, 0]  # the hooks are suspended at the first call in which none is scheduled
     assert not model[1]._forward_pre_hooks
     assert not model[1]._forward_hooks_always_called
+
+
+class Unhashable:
+    """A function that PyTorch cannot use as a key."""
+
+    __hash__ = None  # type: ignore[assignment]
+    __name__ = "unhashable"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if has_torch_function((x,)):
+            return handle_torch_function(self, (x,), x)
+        return x + 1
+
+
+def test_functions_that_code_creates_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.plan.function_calls._MOST_FUNCTIONS", 3)
+    known: list[int] = []
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(5):
+            new = Unhashable()
+            x = handle_torch_function(lambda y: y + 1, (x,), new(x))
+            (mode,) = _get_current_function_mode_stack()
+            known.append(len(mode._known))
+        return x
+
+    _, probe = run(Calls(function), {"h": record("*")}, torch.zeros(1))
+    assert max(known) <= 3
+    numbers = [(f"unhashable.{i}", f"<lambda>.{i}") for i in range(5)]
+    assert [path for _, path in recorded(probe)] == [path for pair in numbers for path in pair]
 
 
 # ------------------------------------------------------------------------------------------------ interventions
