@@ -88,8 +88,9 @@ class HookedFunctions(FunctionMode):
     """
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
-        own_hooks = (ModuleHooks.before, ModuleHooks.after, HookedFunctions._act, HookedFunctions._register)
-        super().__init__(specs, own_hooks)
+        # The mode of another probe sees what these functions call.
+        of_this_mode = (HookedFunctions._act, HookedFunctions._register, _copy_of, _write, _overwrite)
+        super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode))
         self._clock = clock
 
     def run(
@@ -116,19 +117,19 @@ class HookedFunctions(FunctionMode):
         written = written_tensor(function, name, args, kwargs) if changing or outputs or gradients else None
         target = written if any(_selects_argument(owner, args, kwargs) for owner in changing) else None
         if target is not None:
-            args = (target.clone(), *args[1:])
+            args = (_copy_of(target), *args[1:])
         if inputs:
             joined = join_arguments(args, kwargs)
             args, kwargs = split_arguments(self._act(inputs, joined), len(args))
         if target is not None and name in RESHAPING:
-            args = (target.copy_(args[0]), *args[1:])
+            args = (_write(target, args[0]), *args[1:])
         versions = versions_of(tensor for _, tensor in iter_tensors((args, kwargs))) if gradients else {}
         result = function(*args, **kwargs)
         # `x[i] = y` returns None.
         new = args[0] if result is None and written is not None else result
         if target is not None:
-            value = target.clone() if name in RESHAPING else new
-            new = target.copy_(self._act(outputs, value))
+            value = _copy_of(target) if name in RESHAPING else new
+            new = _write(target, self._act(outputs, value))
         elif outputs:
             changed = self._act(outputs, new)
             new = changed if changed is new or kwargs.get("out") is None else _overwrite(result, changed)
@@ -332,6 +333,15 @@ def _check_segment(owner: Owner) -> None:
             f"{describe(context)} changes a function inside an activation checkpoint that this module starts; the "
             "recomputation would run without the change. Hook the module that the checkpoint runs instead"
         )
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def _write(target: Tensor, value: Tensor) -> Tensor:
+    """Write a value to a tensor in place, as part of the graph, and return the tensor."""
+    return target.copy_(value)
 
 
 def _overwrite(result: Any, new: Any) -> Any:

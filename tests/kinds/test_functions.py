@@ -240,6 +240,16 @@ def test_operations_of_our_own_hooks_are_not_seen() -> None:
     assert [path for _, path in recorded(probe)] == ["linear.0", "relu.0"]
 
 
+def test_operations_of_another_probe_are_not_seen() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(inplace=True))
+    with instrument.attach(model, {"h": record("*")}) as probe:
+        run_inside(
+            model, {"half": scale("*", 0.5), "mean": record("*", stats=["mean"], quantiles=True)}, torch.ones(1, 3)
+        )
+        probe.end_step()
+    assert [path for _, path in recorded(probe)] == ["linear.0", "relu.0"]
+
+
 def run_inside(model: nn.Module, specs: Any, *args: Any) -> tuple[Any, Any]:
     with instrument.attach(model, specs) as probe:
         output = model(*args)
@@ -328,7 +338,7 @@ def test_removed_residual_branch_equals_the_edited_model() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_changed_result_gives_the_output_and_gradient_of_the_changed_function(
+def test_changed_result_has_the_gradient_of_the_changed_function(
     function: Callable[..., Tensor], names: str, wanted: Callable[..., Tensor]
 ) -> None:
     x = torch.randn(2, 4, dtype=torch.double, requires_grad=True)
@@ -373,7 +383,7 @@ def in_place_view(x: Tensor) -> Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_changed_in_place_function_changes_the_tensor_for_all_holders(
+def test_changed_in_place_function_changes_the_tensor_itself(
     function: Callable[..., Tensor], names: str, wanted: Callable[..., Tensor]
 ) -> None:
     x = torch.randn(2, 4, dtype=torch.double, requires_grad=True)
@@ -476,7 +486,7 @@ def test_changed_gradient_reaches_the_arguments(name: str) -> None:
     assert torch.allclose(x.grad, 3 * 2 * 5 * (2 * x).exp())
 
 
-def test_double_backward_records_both_gradients_and_changes_are_differentiable() -> None:
+def test_double_backward_is_recorded_and_changed() -> None:
     def penalty(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         gradient.square().sum().backward()
