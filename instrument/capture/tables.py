@@ -115,7 +115,11 @@ IDENTITY = (
     Column("kind", _LABEL, "", "kind of the hook"),
     Column("role", _LABEL, "", "role of the tensor: which of the kind's tensors it is"),
     Column(
-        "path", _LABEL, "", "location of the tensor in a nested value; the name of a parameter or buffer in its module"
+        "path",
+        _LABEL,
+        "",
+        "location of the tensor in a nested value; the name of a parameter or buffer in its module; the name and number of a "
+        "function call",
     ),
     Column(
         "call",

@@ -25,7 +25,8 @@ class HookBase(Selection):
     role: str | None = Field(None, description="Which tensors of the kind. The default is the kind's first role.")
     path: Glob | None = Field(
         None,
-        description="Glob on the path of a tensor inside a nested value: '0', 'logits', '1.*'. The default is all tensors.",
+        description="Glob on the path of a tensor: '0', 'logits', '1.*' in a nested value, 'add.0.1' in a call of a function. The "
+        "default is all tensors.",
     )
     functions: Globs = Field((), description="For function kinds: globs on names of torch functions: softmax, 'add*'.")
     own: bool = Field(
