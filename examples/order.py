@@ -13,6 +13,8 @@ hooks = {kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l2"]
 for kind, spec in hooks.items():
     if KINDS[kind].family in ("parameter", "optimizer", "state_dict"):
         spec["params"] = "weight"
+    if KINDS[kind].of_functions:
+        spec["functions"] = "*"
     if KINDS[kind].family == "loss":
         del spec["layers"]  # a loss hook has no layers
 

@@ -24,15 +24,16 @@ def has_compiled() -> bool:
 
 
 @cache
-def exclude_from_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
+def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.
 
     Like `torch.compiler.disable`, which would import the compiler, and which takes longer at each call.
 
     Args:
         hook: The function to exclude.
+        instead: The function that compiled code calls in its place. Default: None, the same function.
     """
-    disabled = _disable_dynamo(hook)  # imports the compiler when it is called, not here
+    disabled = _disable_dynamo(instead or hook)  # imports the compiler when it is called, not here
 
     @wraps(hook)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

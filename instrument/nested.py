@@ -80,6 +80,17 @@ def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
     return copied
 
 
+def join_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Combine positional and keyword arguments. Their paths are `0`, `1`, ..., and the names."""
+    return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+
+
+def split_arguments(joined: Mapping[str, Any], positional: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the first `positional` of combined arguments as a tuple, and the others as keyword arguments."""
+    values = list(joined.items())
+    return tuple(value for _, value in values[:positional]), dict(values[positional:])
+
+
 def shapes(value: Any) -> str:
     """Return the shapes of the tensors of a nested value for messages, such as `[64, 1, 28, 28]`."""
     found = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]

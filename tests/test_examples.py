@@ -140,6 +140,7 @@ def test_hooks_of_all_kinds_fire_in_order(script: Script) -> None:
     first = {kind: i for i, (_, kind, *_) in reversed(list(enumerate(fired)))}
     order = [
         "forward_pre",
+        "function",
         "forward",
         "loss",
         "full_backward_pre",

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..kinds.attached_hook import AttachedHook
-from ..kinds.reasons import NOT_CALLED, NOT_CALLED_COPIED, fused_attention_reason, in_another_phase, phase_never_entered
+from ..kinds.reasons import (
+    NO_FUNCTION,
+    NOT_CALLED,
+    NOT_CALLED_COPIED,
+    ONLY_IN_OTHER_MODULES,
+    fused_attention_reason,
+    in_another_phase,
+    phase_never_entered,
+)
 from ..plan.modules import Layer, Layers
 from .non_finite_alerts import EventWriter
 from .recorder import Recorder, count_at_site
@@ -31,6 +39,7 @@ def coverage_rows(
         dropped: The number of dropped tensors, by hook, layer and path.
         running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
     """
+    firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
     return [
         {
             "hook": attached.site.spec.name,
@@ -43,16 +52,18 @@ def coverage_rows(
             "expected": attached.expected,
             "fired": attached.fired,
             "dropped": count_at_site(dropped, attached),
-            "cause": "" if running and attached.is_scheduled and not attached.expected else _reason(attached, layers),
+            "cause": ""
+            if running and attached.is_scheduled and not attached.expected
+            else _reason(attached, layers, firing),
         }
         for attached in attached_hooks
     ]
 
 
-def _reason(attached: AttachedHook, layers: Layers) -> str:
+def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> str:
     """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
 
-    The most frequent reason comes first.
+    The most frequent reason comes first. `firing` has the names of the hooks that fired at any site.
     """
     if attached.expected:
         silent = attached.fired < attached.expected
@@ -61,6 +72,8 @@ def _reason(attached: AttachedHook, layers: Layers) -> str:
                 _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
             )
         )
+    if attached.exemptions.keys() == {NO_FUNCTION} and attached.site.spec.name in firing:
+        return ONLY_IN_OTHER_MODULES
     if attached.exemptions:
         return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
+from ..kinds.functions import FunctionHooks, FunctionThreads
 from ..kinds.hook_group_interface import HookGroup
 from ..kinds.loss import LossHooks
 from ..kinds.module_tensors import ModuleHooks
@@ -62,6 +63,7 @@ class HookSet:
         self.steps_by_loop = steps_by_loop
         self.steps: StepWatch | None = None
         self._groups: list[HookGroup] = []
+        self._functions: FunctionThreads | None = None
         self._scaler_watch: ScalerWatch | None = None
         self._load_watch: LoadWatch | None = None
         self._module_watch = ModuleWatch(self.model, attached_hooks)
@@ -87,6 +89,8 @@ class HookSet:
             never_suspended={part for encoder in encoders for part in encoder.modules()},
         ):
             self._groups.append(group)
+            if isinstance(group, FunctionHooks):
+                self._functions = group.threads
         if any(isinstance(group, GradientHooks) for group in self._groups):
             self._load_watch = LoadWatch(self.model, self.clock, self.report_replacements)
 
@@ -103,11 +107,19 @@ class HookSet:
 
         Code that was compiled without a suspended hook is discarded, since it would never call the hook.
         """
-        was_suspended = any(isinstance(group, ModuleHooks) and group.is_suspended for group in self._groups)
+        was_suspended = any(
+            isinstance(group, ModuleHooks | FunctionHooks) and group.is_suspended for group in self._groups
+        )
         for group in self._groups:
             group.refresh()
         if was_suspended and has_compiled():
             torch.compiler.reset()
+
+    def end_step(self) -> None:
+        """Report replaced modules and parameters, and end the calls of modules that an interrupt left unfinished."""
+        self.report_replacements()
+        if self._functions is not None:
+            self._functions.mode.leave_all()
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""

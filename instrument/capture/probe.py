@@ -404,7 +404,7 @@ class Probe:
         row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()
         self._hooks.update_step_coverage(row)
-        self._hooks.report_replacements()
+        self._hooks.end_step()
         self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
         return row
 

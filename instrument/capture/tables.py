@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..kinds.reasons import NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH
+from ..kinds.reasons import NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES
 from ..spec.statistics import STATISTICS
 
 NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"  # a reason in the coverage table
@@ -115,7 +115,11 @@ IDENTITY = (
     Column("kind", _LABEL, "", "kind of the hook"),
     Column("role", _LABEL, "", "role of the tensor: which of the kind's tensors it is"),
     Column(
-        "path", _LABEL, "", "location of the tensor in a nested value; the name of a parameter or buffer in its module"
+        "path",
+        _LABEL,
+        "",
+        "location of the tensor in a nested value; the name of a parameter or buffer in its module; the name and number of a "
+        "function call",
     ),
     Column(
         "call",
@@ -476,8 +480,9 @@ def _type_name(kind: pa.DataType) -> str:
 def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
-    A record of a gradient that cannot exist, such as that of the input data, requires none.
+    A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
+    functions of a hook that other modules call.
     """
     if row["expected"]:
         return bool(row["fired"] < row["expected"])
-    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH)
+    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)

@@ -29,10 +29,12 @@ def observe(
     *,
     loss: Callable[[Any], Tensor] | None = None,
     backward: bool = True,
+    functions: str | Sequence[str] = (),
 ) -> pd.DataFrame:
     """Run a model on one batch and describe the outputs of its layers and their gradients.
 
         instrument.observe(model, images, "encoder.**")
+        instrument.observe(model, tokens, "blocks.*.attention", functions=["softmax", "add*"])
 
     The model is not changed: gradients of parameters, buffers, random states and training flags are the same afterwards.
     It runs in its current mode and on its current device. Hooks of the model run, as in any forward pass.
@@ -45,6 +47,8 @@ def observe(
         loss: Takes the output of the model and returns the scalar whose gradients are computed. Default: the sum of all
             outputs.
         backward: Whether to run the backward pass. Default: True.
+        functions: Globs on names of torch functions that the layers call. Their results are described too; `path` has the
+            name and the number of the call, such as `softmax.0`. Default: none.
 
     Returns:
         One row per tensor, in the order of execution: the outputs (`role` output) in the order in which the layers
@@ -58,17 +62,22 @@ def observe(
         - `nan_count`, `inf_count`: numbers of elements
 
     Raises:
-        ConfigError: A glob matches no module, or `loss` returns no scalar that requires a gradient.
+        ConfigError: A glob on layers matches no module, or `loss` returns no scalar that requires a gradient.
         Exception: The model or `loss` raised it. An exception of the model has a note with the layer that raised it, and
             the structure and shapes of the batch.
 
     Warns:
-        InstrumentWarning: A layer was not called, or an output has no gradient.
+        InstrumentWarning: A layer was not called, no layer called any of the functions, or an output has no gradient.
     """
     record = {"layers": layers, "action": "record", "stats": list(STATISTICS), "tensors": True, "max_elements": 1}
     hooks = {"outputs": {**record, "kind": "forward"}}
     if backward:
         hooks["gradients"] = {**record, "kind": "full_backward", "role": "grad_output"}
+    if functions:
+        inside = {**record, "functions": functions}
+        hooks["functions"] = {**inside, "kind": "function"}
+        if backward:
+            hooks["function_gradients"] = {**inside, "kind": "function_grad"}
     with _errors_of_arguments(), attach(model, hooks) as probe:
         with without_side_effects(model), torch.enable_grad():
             output = _call(model, batch)

@@ -105,6 +105,12 @@ class Calls:
         return indices[position] if position < len(indices) else UNKNOWN_CALL
 
 
+def current_segment() -> object | None:
+    """Return the innermost checkpoint segment of the current code; None outside of segments."""
+    may_be_in_segment = _graph_task() != -1 or _may_be_checkpointed()
+    return next((segment for segment, _ in _segments()), None) if may_be_in_segment else None
+
+
 def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
     """Return whether a call will not return. Checkpointing recomputes no more of a segment than required."""
     return (

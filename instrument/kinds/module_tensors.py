@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..lazy_compiler import exclude_from_graphs, has_compiled
-from ..nested import map_tensors
+from ..nested import join_arguments, map_tensors, split_arguments
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
@@ -163,14 +163,14 @@ class ModuleHooks(InertWhenCopied):
         call = self.calls.enter()
         if not (self.pre or self.input_gradients.is_requested or self.output_gradients.attached_hooks):
             return None
-        original = new = _join(args, kwargs)
+        original = new = join_arguments(args, kwargs)
         if self.pre:
             new = self._act(self.pre, new, call)
         if self.input_gradients.is_requested:
             new = self.input_gradients.register(module, new, call)
         if self.output_gradients.attached_hooks:
             self.output_gradients.store_inputs(new, call)
-        return None if new is original else _split_arguments(new, len(args))
+        return None if new is original else split_arguments(new, len(args))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
@@ -192,11 +192,11 @@ class ModuleHooks(InertWhenCopied):
                     new, remaining = changed, []
                 if not remaining and self.plain.register(new, call.index):
                     return None if new is output else new
-            self.output_gradients.store_inputs(_join(args, kwargs), call)
+            self.output_gradients.store_inputs(join_arguments(args, kwargs), call)
         if call.on_output is not None:
             call.on_output(output)
         if self.forward_input:
-            self._act(self.forward_input, _join(args, kwargs), call)
+            self._act(self.forward_input, join_arguments(args, kwargs), call)
         if remaining:
             new = self._act(remaining, new, call)
         if self.output_gradients.attached_hooks:
@@ -233,13 +233,3 @@ class ModuleHooks(InertWhenCopied):
             self.hooks.pop().remove()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
-
-
-def _join(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Combine positional and keyword arguments. Their paths are `0`, `1`, ..., and the names."""
-    return {**{str(i): value for i, value in enumerate(args)}, **kwargs}
-
-
-def _split_arguments(joined: dict[str, Any], positional: int) -> Arguments:
-    values = list(joined.items())
-    return tuple(value for _, value in values[:positional]), dict(values[positional:])

@@ -40,7 +40,7 @@ class PlainRecord:
         self.attached = attached
         self._clock = attached.clock
         self._class: type[nn.Module] = nn.Module  # of the module; a parametrization changes it
-        self._sites: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._sites: dict[tuple[int, int, str], tuple[Any, ...]] = {}
 
     @classmethod
     def of(cls, attached: AttachedHook) -> PlainRecord | None:
@@ -53,26 +53,27 @@ class PlainRecord:
             and not (action.levels or action.bins or action.keeps_tensors)
             and spec.unit_dim is None
             and attached.selector is None
-            and attached.site.spec.keep_as is None
-            and attached.matches_path("")
+            and spec.keep_as is None
+            and (spec.functions or attached.matches_path(""))
             and clock.parallel is None
             and not (attached.is_scaled and clock.amp_scale is not None)
         ):
             return cls(attached)
         return None
 
-    def __call__(self, tensor: Tensor, call: int, backward: int = 0) -> bool:
+    def __call__(self, tensor: Tensor, call: int, backward: int = 0, path: str = "") -> bool:
         """Record a tensor. Return false if it is not plain; `AttachedHook.fire` records it then.
 
         Args:
             tensor: The tensor.
             call: The index of the module's call.
             backward: The index of the tensor's gradient; 0 for other tensors.
+            path: The path of the tensor, for the functions of a module.
         """
         clock, action = self._clock, cast(Record, self.attached.action)  # a budget may replace it
         if type(self.attached.site.layer.module) is not self._class:
             self._sites.clear()
-        site = self._sites.get((call, backward)) or self._new_site(call, backward)
+        site = self._sites.get((call, backward, path)) or self._new_site(call, backward, path)
         timer = clock.timer
         if timer is None:
             return action.rows.record_plain(tensor, action.bits, clock.moment, site)
@@ -82,17 +83,17 @@ class PlainRecord:
             timer.firings[self.attached] -= 1  # `AttachedHook.fire` counts it again
         return is_plain
 
-    def _new_site(self, call: int, backward: int) -> tuple[Any, ...]:
+    def _new_site(self, call: int, backward: int, path: str) -> tuple[Any, ...]:
         """Return the identity columns of the rows of one call, without the moment."""
         site, spec, clock = self.attached.site, self.attached.site.spec, self._clock
         self._class = type(site.layer.module)
-        self._sites[call, backward] = columns = Context(
+        self._sites[call, backward, path] = columns = Context(
             hook=spec.name,
             kind=spec.kind,
             role=spec.tensor_role,
             layer=site.layer.name,
             module=site.layer.module,
-            path="",
+            path=path,
             moment=clock.moment,
             call=call,
             backward=backward,

@@ -33,6 +33,9 @@ OLD_NO_INPUT_GRAPH = (
     "its input needs no gradient: it is data, or comes out of frozen layers"  # in runs of earlier versions
 )
 TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors hooks cannot use"
+NO_FUNCTION = "the module was called, but none of the functions was called in it"
+ONLY_IN_OTHER_MODULES = "the module calls none of the functions; other modules that the hook matches call them"
+COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
 from .clock import Clock
+from .functions import FunctionHooks, FunctionThreads
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
 from .module_tensors import ModuleHooks
@@ -39,6 +40,8 @@ def attach_sites(
             early.
         never_suspended: The modules whose hooks stay registered in steps without a scheduled site.
     """
+    specs = {attached.site.spec.name: attached.site.spec for attached in attached_hooks}
+    threads = FunctionThreads([spec for spec in specs.values() if spec.definition.of_functions], clock)
     groups: dict[Location, list[AttachedHook]] = {}
     for attached in attached_hooks:
         groups.setdefault(_location(attached), []).append(attached)
@@ -47,6 +50,9 @@ def attach_sites(
         if group_type is ModuleHooks:
             suspend = module not in never_suspended
             yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call, suspend=suspend)
+        elif group_type is FunctionHooks:
+            suspend = module not in never_suspended
+            yield FunctionHooks(module, sites, clock, threads, suspend=suspend)
         elif group_type is ModuleBackwardHooks:
             yield ModuleBackwardHooks(module, sites, clock, prepend=prepend)
         elif group_type is StateDictHooks:
@@ -82,6 +88,8 @@ def _location(attached: AttachedHook) -> Location:
     spec, site = attached.site.spec, attached.site
     module = id(site.layer.module)
     match spec.definition.family:
+        case "module" if spec.definition.of_functions:
+            return FunctionHooks, module, False, False
         case "module" if spec.via == "module":
             return ModuleBackwardHooks, module, spec.prepend, False
         case "module":

@@ -20,7 +20,7 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -58,9 +58,9 @@ class CallGradients:
         self.aliases: dict[int, Tensor] = {}
         self.fired: set[AttachedHook] = set()
 
-    def tensors_with_gradient(self, value: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a value that can get a gradient, with their paths."""
-        for path, tensor in iter_tensors(value) if self.attached_hooks else ():
+    def tensors_with_gradient(self, value: Any, root: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a value that can get a gradient, with their paths. `root` is the path of the value."""
+        for path, tensor in iter_tensors(value, root) if self.attached_hooks else ():
             self.has_tensors = True
             if tensor.requires_grad and torch.is_grad_enabled():
                 if (reason := unreadable(tensor)) is not None:
@@ -102,6 +102,30 @@ class CallGradients:
             return None if new is gradient else new
 
         return on_gradient
+
+    def register_outputs(
+        self, output: Any, versions: Mapping[int, int], leaf_hooks: LeafHooks, *, needs_alias: bool, root: str = ""
+    ) -> Any:
+        """Register hooks for the gradients of all tensors of an output. Return the output for the caller.
+
+        Args:
+            output: The output of a module or a function.
+            versions: The versions of the input tensors before the call, by identity.
+            leaf_hooks: The hooks on leaf tensors.
+            needs_alias: Whether the caller gets an alias of a new tensor too.
+            root: The path of the output.
+        """
+        read_only = all(attached.is_record_hook for attached in self.attached_hooks)
+        for path, tensor in self.tensors_with_gradient(output, root):
+            if (hook := self.hook(path, tensor)) is not None:
+                is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
+                if (is_new and not needs_alias) or (read_only and not tensor.is_leaf):
+                    TensorGradientHook(tensor, hook).finish_registration()
+                elif read_only:
+                    leaf_hooks.register(tensor, hook)
+                else:
+                    TensorGradientHook(self.alias(tensor), hook).finish_registration()
+        return self.with_aliases(output)
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return the alias of a tensor in this call."""
@@ -249,32 +273,27 @@ class OutputGradients:
     def store_inputs(self, value: Any, call: Call) -> None:
         """Store the input tensors and their versions, to detect outputs that are inputs."""
         inputs = [tensor for _, tensor in iter_tensors(value)]
-        call.versions = {id(tensor): tensor._version for tensor in inputs if not tensor.is_inference()}
+        call.versions = versions_of(inputs)
         call.inputs_are_data = not any(tensor.requires_grad for tensor in inputs)
 
     def register(self, module: nn.Module, output: Any, call: Call) -> Any:
         """Register hooks for all output tensors. Return the output for the caller."""
         gradients = CallGradients(self.attached_hooks, call, self.clock)
-        read_only = all(attached.is_record_hook for attached in gradients.attached_hooks)
         needs_alias = any(
             not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
             for attached in gradients.attached_hooks
         )
-        versions = call.versions or {}
-        for path, tensor in gradients.tensors_with_gradient(output):
-            if (hook := gradients.hook(path, tensor)) is not None:
-                is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
-                if (is_new and not needs_alias) or (read_only and not tensor.is_leaf):
-                    TensorGradientHook(tensor, hook).finish_registration()
-                elif read_only:
-                    self.leaf_hooks.register(tensor, hook)
-                else:
-                    TensorGradientHook(gradients.alias(tensor), hook).finish_registration()
+        new = gradients.register_outputs(output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias)
         missing_is_expected = (
             call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
         )
         gradients.count_opportunities(missing_is_expected=missing_is_expected)
-        return gradients.with_aliases(output)
+        return new
+
+
+def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the versions of tensors by identity. In-place operations increase them."""
+    return {id(tensor): tensor._version for tensor in tensors if not tensor.is_inference()}
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from ..spec.record import RecordSpec
 from ..spec.selection import SelectionError, selected_shape
 from ..stats.unit_statistics import unit_dim
 from .hook_plan import HookPlan, Site
-from .shape_inference import InferredCalls, TensorInfo, calls_of
+from .shape_inference import InferredCalls, TensorInfo, calls_at
 
 FIX_FOR_SMALLER_BATCH = (
     "set a value that also fits that batch; a schedule (steps, every, start, stop) that excludes it; or a number of samples "
@@ -251,7 +251,7 @@ def tensors_at(site: Site, inferred: InferredCalls) -> list[tuple[int, TensorInf
         return [(0, TensorInfo(site.own_name, shape, tensor.dtype, True))]
     return [
         (call, info)
-        for call, infos in enumerate(calls_of(site.layer.module, spec.tensor_role, inferred))
+        for call, infos in enumerate(calls_at(site, inferred))
         for info in infos
         if (spec.path is None or matches(spec.path, info.path)) and (info.requires_grad or not spec.definition.gradient)
     ]

@@ -43,14 +43,20 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
 
 
 def fast_paths(plan: HookPlan) -> list[str]:
-    """Return the transformer encoder layers with hooks on modules inside them.
+    """Return the modules whose fast path PyTorch does not use because of hooks.
 
-    PyTorch then does not use its fast path.
+    These are transformer encoder layers with hooks on modules inside them, and all encoder layers and attention modules
+    inside a module whose functions are hooked.
     """
-    hooked = {id(site.layer.module) for site in plan.sites if site.spec.definition.family == "module"}
+    sites = [site for site in plan.sites if site.spec.definition.family == "module"]
+    hooked = {id(site.layer.module) for site in sites}
+    inside = {id(part) for site in sites if site.spec.definition.of_functions for part in site.layer.module.modules()}
     return [
         layer.label
         for layer in plan.layers
-        if isinstance(layer.module, nn.TransformerEncoderLayer)
-        and any(id(module) in hooked for module in layer.module.modules())
+        if (isinstance(layer.module, nn.TransformerEncoderLayer | nn.MultiheadAttention) and id(layer.module) in inside)
+        or (
+            isinstance(layer.module, nn.TransformerEncoderLayer)
+            and any(id(module) in hooked for module in layer.module.modules())
+        )
     ]

@@ -6,18 +6,23 @@ It has no side effects: buffers, training flags and random states are restored, 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError, Problem, user_code_location
-from ..nested import iter_tensors, shape_of, shapes
+from ..nested import iter_tensors, join_arguments, shape_of, shapes
+from ..spec.base import HookBase
+from .function_calls import FunctionMode, Owner, RunningModule, module_frame, selects, written_tensor
+from .hook_plan import Site
 from .modules import Layer, Layers
 
 
@@ -37,21 +42,49 @@ class TensorInfo(NamedTuple):
     requires_grad: bool
 
 
+class FunctionInfo(NamedTuple):
+    """One call of a torch function in a module.
+
+    Attributes:
+        path: Its name and its number, such as `softmax.0`.
+        inputs: The tensors of its arguments. Their paths start with `path`.
+        outputs: The tensors of its result. Their paths start with `path`.
+        operations: The number of operations of PyTorch that it consists of, if it is written in Python; otherwise 1.
+    """
+
+    path: str
+    inputs: list[TensorInfo]
+    outputs: list[TensorInfo]
+    operations: int
+
+
 @dataclass
 class ModuleTensors:
-    """The inputs and outputs of a module, per call."""
+    """The inputs and outputs of a module, per call.
+
+    `functions` has the function calls of the module for each spec of a function kind, also those that the spec does not
+    select.
+    """
 
     inputs: list[list[TensorInfo]] = field(default_factory=list)
     outputs: list[list[TensorInfo]] = field(default_factory=list)
+    functions: dict[str, list[list[FunctionInfo]]] = field(default_factory=dict)
 
 
 InferredCalls = dict[int, ModuleTensors]
 """The calls of every module that ran, by the `id` of the module."""
 Observer = Callable[[nn.Module, str, Any], None]
+FunctionObserver = Callable[[Site, str, Any], None]
 
 
 def infer_shapes(
-    model: nn.Module, forward: Callable[[], Any], *, training: bool, observe: Observer | None = None
+    model: nn.Module,
+    forward: Callable[[], Any],
+    *,
+    training: bool,
+    observe: Observer | None = None,
+    function_sites: Sequence[Site] = (),
+    observe_function: FunctionObserver | None = None,
 ) -> InferredCalls:
     """Run one forward pass and list the tensors of every module.
 
@@ -60,20 +93,22 @@ def infer_shapes(
         forward: Runs the model on a batch and computes the loss.
         training: Whether the model is in training mode during the pass.
         observe: Called with each module, `input` or `output`, and the value.
+        function_sites: The sites of the function kinds. The functions of their modules are listed.
+        observe_function: Called with a site, `input` or `output`, and the tensors by path, for each selected function call.
 
     Returns:
         The calls of every module that ran.
 
     Raises:
         ConfigError: The pass failed. The message contains the layer that failed first, and the shapes of its input.
-            Also errors that `observe` or `forward` raise.
+            Also errors that `observe`, `observe_function` or `forward` raise.
     """
     layers = Layers.of(model)
     inferred: InferredCalls = {}
     running: list[tuple[Layer, Any]] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        inputs = join_arguments(args, kwargs)
         running.append((layers.by_module[id(module)], inputs))
         inferred.setdefault(id(module), ModuleTensors()).inputs.append(_infos(inputs))
         if observe is not None:
@@ -86,6 +121,23 @@ def infer_shapes(
         if observe is not None:
             observe(module, "output", output)
 
+    by_module: dict[int, list[Site]] = {}
+    for site in function_sites:
+        by_module.setdefault(id(site.layer.module), []).append(site)
+    listing = _FunctionListing(function_sites, (before, after), observe_function)
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG001
+        if (frame := module_frame()[0]) is not None:
+            functions = inferred[id(module)].functions
+            observers = {}
+            for site in by_module[id(module)]:
+                functions.setdefault(site.spec.name, []).append([])
+                observers[site.spec.name] = site, functions[site.spec.name][-1]
+            listing.enter(RunningModule(frame, observers))
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+        listing.leave(module_frame()[0])
+
     handles = []
     try:
         for layer in layers:
@@ -93,6 +145,11 @@ def infer_shapes(
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after),
             ]
+            if id(layer.module) in by_module:
+                handles += [
+                    layer.module.register_forward_pre_hook(enter),
+                    layer.module.register_forward_hook(leave, prepend=True, always_call=True),
+                ]
         with without_side_effects(model, training), torch.enable_grad():
             forward()
     except ConfigError:
@@ -100,9 +157,62 @@ def infer_shapes(
     except Exception as error:
         raise ConfigError(_misfit(error, running, has_called=bool(inferred))) from error
     finally:
+        listing.leave_all()
         for handle in reversed(handles):
             handle.remove()
     return inferred
+
+
+class _Operations(TorchDispatchMode):
+    """Counts operations of PyTorch, without those that autograd adds to save a result."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is not torch.ops.aten.detach.default
+        return func(*args, **(kwargs or {}))
+
+
+class _FunctionListing(FunctionMode):
+    """Lists all function calls of modules. The observer of a spec is its site with the list of a module call."""
+
+    def __init__(
+        self, sites: Sequence[Site], own_hooks: Sequence[Callable[..., Any]], observe: FunctionObserver | None
+    ) -> None:
+        super().__init__([*{site.spec.name: site.spec for site in sites}.values()], own_hooks)
+        self._observe = observe
+
+    def selects(self, spec: HookBase, name: str) -> bool:  # noqa: ARG002
+        """Return true: all functions are listed."""
+        return True
+
+    def run(
+        self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function, and list its tensors."""
+        inputs = join_arguments(args, kwargs)
+        input_infos = [_infos(inputs, owner.path) for owner in owners]
+        self._check(name, owners, "input", inputs)
+        operations = 1
+        if isinstance(function, FunctionType):
+            with _Operations() as counted:
+                result = function(*args, **kwargs)
+            operations = counted.count
+        else:
+            result = function(*args, **kwargs)
+        value = written_tensor(function, name, args, kwargs) if result is None else result
+        for owner, infos in zip(owners, input_infos, strict=True):
+            owner.observer[1].append(FunctionInfo(owner.path, infos, _infos(value, owner.path), operations))
+        self._check(name, owners, "output", value)
+        return result
+
+    def _check(self, name: str, owners: Sequence[Owner], role: str, value: Any) -> None:
+        for owner in owners:
+            site = owner.observer[0]
+            if self._observe is not None and selects(site.spec, name):
+                self._observe(site, role, dict(iter_tensors(value, owner.path)))
 
 
 def tensors_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[TensorInfo]:
@@ -118,10 +228,33 @@ def calls_of(module: nn.Module, role: str, inferred: InferredCalls) -> list[list
     return calls.inputs if role in ("input", "grad_input") else calls.outputs
 
 
-def _infos(value: Any) -> list[TensorInfo]:
+def function_calls_of(site: Site, inferred: InferredCalls) -> list[list[FunctionInfo]]:
+    """Return the function calls in a module for the spec of a site, per call of the module."""
+    calls = inferred.get(id(site.layer.module))
+    return [] if calls is None else calls.functions.get(site.spec.name, [])
+
+
+def calls_at(site: Site, inferred: InferredCalls) -> list[list[TensorInfo]]:
+    """Return the tensors that the role and the functions of a site's spec select, per call of its module."""
+    role = site.spec.tensor_role
+    if not site.spec.definition.of_functions:
+        return calls_of(site.layer.module, role, inferred)
+    return [
+        [
+            info
+            for function in functions
+            if selects(site.spec, function.path.partition(".")[0])
+            for info in (function.inputs if role == "input" else function.outputs)
+        ]
+        for functions in function_calls_of(site, inferred)
+    ]
+
+
+def _infos(value: Any, path: str = "") -> list[TensorInfo]:
     """List the tensors of a nested value."""
     return [
-        TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad) for path, tensor in iter_tensors(value)
+        TensorInfo(path, shape_of(tensor), tensor.dtype, tensor.requires_grad)
+        for path, tensor in iter_tensors(value, path)
     ]
 
 

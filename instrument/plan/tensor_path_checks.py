@@ -1,4 +1,4 @@
-"""Validation of `path` against the tensors that shape inference found."""
+"""Validation of `path` and `functions` against the tensors and function calls that shape inference found."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import ConfigError, Problem, similar_names
 from ..spec.globs import matches
 from .hook_plan import HookPlan
 from .layer_selection import shorten
-from .shape_inference import InferredCalls, tensors_of
+from .shape_inference import InferredCalls, calls_at, function_calls_of
 
 
 def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
@@ -22,7 +22,8 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
         paths = [
             info.path
             for site in plan.of(name)
-            for info in tensors_of(site.layer.module, spec.tensor_role, inferred_by_phase[spec.phase])
+            for infos in calls_at(site, inferred_by_phase[spec.phase])
+            for info in infos
         ]
         if spec.path is not None and paths and not any(matches(spec.path, path) for path in paths):
             shown_paths = list(dict.fromkeys(path or "(the tensor itself: omit 'path')" for path in paths))
@@ -31,5 +32,27 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
             problems.append(
                 Problem(f"hooks.{name}.path", message, given=spec.path, allowed=shorten(shown_paths), similar=similar)
             )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def check_functions(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> None:
+    """Check that each pattern of `functions` matches a function call in the modules that shape inference ran.
+
+    Raises:
+        ConfigError: With every pattern that matches none, and the functions that the modules call.
+    """
+    problems = []
+    for name, spec in plan.specs.items():
+        calls = [call for site in plan.of(name) for call in function_calls_of(site, inferred_by_phase[spec.phase])]
+        of_input = spec.tensor_role == "input"
+        with_tensors = [each for call in calls for each in call if (each.inputs if of_input else each.outputs)]
+        called = dict.fromkeys(each.path.partition(".")[0] for each in with_tensors)
+        for pattern in spec.functions if calls else ():
+            if not any(matches(pattern, function) for function in called):
+                message = "this pattern matches no torch function that the matched modules call"
+                similar = similar_names(pattern.replace("*", ""), called)
+                allowed = shorten([*called]) or "none: these modules call no torch function themselves"
+                problems.append(Problem(f"hooks.{name}.functions", message, pattern, allowed, similar))
     if problems:
         raise ConfigError(*problems)

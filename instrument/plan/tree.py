@@ -1,4 +1,4 @@
-"""The module tree of a model with the hooks at each module. Identical blocks are shown once."""
+"""The module tree of a model with the hooks at each module, and the functions that it calls. Identical blocks are shown once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from itertools import groupby
 from rich.text import Text
 from rich.tree import Tree
 
-from .hook_plan import HookPlan
+from .function_calls import selects
+from .hook_plan import HookPlan, Site
 from .layer_selection import shorten
 from .modules import Layer
-from .shape_inference import InferredCalls, tensors_of
+from .shape_inference import FunctionInfo, InferredCalls, function_calls_of, tensors_of
 
+MOST_FUNCTIONS = 30  # shown for each module
 MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
 
@@ -25,6 +27,7 @@ class _Node:
     hooks: list[list[str]]
     shapes: str
     sites: tuple[tuple[str, str], ...]
+    functions: list[Text]
     children: list[_Node] = field(default_factory=list)
     size: int = 1
     signature: tuple[object, ...] = ()
@@ -41,11 +44,11 @@ class _Node:
         """Compute the signatures of this node and of all its descendants."""
         for node in self.children:
             node.compute_signature()
-        self.size = 1 + sum(node.size for node in self.children)
+        self.size = 1 + len(self.functions) + sum(node.size for node in self.children)
         child_signatures = tuple((node.own_name, node.signature) for node in self.children)
         self.signature = (
             *(self.layer.type, self.parameters, self.layer.aliases),
-            *(self.shapes, self.sites, child_signatures),
+            *(self.shapes, self.sites, tuple(text.plain for text in self.functions), child_signatures),
         )
 
 
@@ -60,15 +63,51 @@ def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, s
     nodes: dict[str, _Node] = {}
     for layer in plan.layers:
         sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
-        node = nodes[layer.name] = _Node(layer, execution_order(plan, layer), _output_shapes(layer, inferred), sites)
+        sites_of_functions = [site for site in plan.at(layer) if site.spec.definition.of_functions]
+        functions = list(_functions(sites_of_functions, inferred, colours))
+        order, shapes = execution_order(plan, layer), _output_shapes(layer, inferred)
+        node = nodes[layer.name] = _Node(layer, order, shapes, sites, functions)
         if layer.name:
             parent = layer.name.rpartition(".")[0]
             nodes[parent if parent in nodes else ""].children.append(node)
     root = nodes[""]
     root.compute_signature()
     tree = Tree(_label(root, colours))
-    _add_nodes(tree, root.children, colours)
+    _add_children(tree, root, colours)
     return tree
+
+
+def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[str, str]) -> Iterator[Text]:
+    """Yield lines with the functions that a module calls, in the order of execution, with the shapes of their results.
+
+    Specs that see the same calls share a line. A selected function has the colour of its spec. Functions without a tensor
+    as the result are omitted.
+    """
+    groups: dict[tuple[str, ...], list[Site]] = {}
+    calls: dict[tuple[str, ...], list[FunctionInfo]] = {}
+    for site in sites:
+        found = [function for function in next(iter(function_calls_of(site, inferred)), []) if function.outputs]
+        key = tuple(map(_describe, found))
+        groups.setdefault(key, []).append(site)
+        calls[key] = found
+    for key, group in groups.items():
+        if not key:
+            continue
+        names = [(site.spec.name, colours[site.spec.name]) for site in group]
+        line = Text(", ", "dim").join(Text(*name) for name in names).append(": ", "dim")
+        for i, function in enumerate(calls[key][:MOST_FUNCTIONS]):
+            selecting = (site.spec for site in group if selects(site.spec, function.path.partition(".")[0]))
+            spec = next(selecting, None)
+            line.append(", " if i else "", "dim")
+            line.append(_describe(function), "dim" if spec is None else colours[spec.name])
+        if len(key) > MOST_FUNCTIONS:
+            line.append(f", ... ({len(key)} in all)", "dim")
+        yield line
+
+
+def _describe(function: FunctionInfo) -> str:
+    shapes = dict.fromkeys(str(list(info.shape)) for info in function.outputs)
+    return f"{function.path} {shorten([*shapes], 3)}"
 
 
 def _output_shapes(layer: Layer, inferred: InferredCalls) -> str:
@@ -77,9 +116,15 @@ def _output_shapes(layer: Layer, inferred: InferredCalls) -> str:
     return shorten(list(dict.fromkeys(shapes)), 3)
 
 
+def _add_children(tree: Tree, node: _Node, colours: Mapping[str, str]) -> None:
+    for line in node.functions:
+        tree.add(line)
+    _add_nodes(tree, node.children, colours)
+
+
 def _add_nodes(tree: Tree, nodes: Sequence[_Node], colours: Mapping[str, str]) -> None:
     for first, others in _group_identical(nodes):
-        _add_nodes(tree.add(_label(first, colours)), first.children, colours)
+        _add_children(tree.add(_label(first, colours)), first, colours)
         if others:
             names = f"{others[0].own_name} ... {others[-1].own_name}" if len(others) > 1 else others[0].own_name
             tree.add(Text.assemble(names, (f" {first.layer.type}  like {first.own_name}", "dim")))

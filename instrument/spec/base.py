@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from .field_types import Count, Dimension, Glob, Heads, Index, IndexList, Indices, Selection
+from .field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
 
@@ -64,7 +64,13 @@ class HookBase(Selection):
     role: str | None = Field(None, description="Which tensors of the kind. The default is the kind's first role.")
     path: Glob | None = Field(
         None,
-        description="Glob on the path of a tensor inside a nested value: '0', 'logits', '1.*'. The default is all tensors.",
+        description="Glob on the path of a tensor: '0', 'logits', '1.*' in a nested value, 'add.0.1' in a call of a function. The "
+        "default is all tensors.",
+    )
+    functions: Globs = Field((), description="For function kinds: globs on names of torch functions: softmax, 'add*'.")
+    own: bool = Field(
+        False,
+        description="For function kinds: only calls that the module's own forward makes, without those in its submodules.",
     )
     via: Literal["tensor", "module"] = Field(
         "tensor", description="For full_backward kinds: use tensor hooks, or PyTorch's module hooks."
@@ -176,9 +182,15 @@ class HookBase(Selection):
         kind = self.definition
         if self.role is not None and not kind.has_role(self.role):
             raise ValueError(f"kind {kind.name} has no role {self.role!r}; its roles are {', '.join(kind.roles)}")
+        if kind.of_functions and not self.functions:
+            raise ValueError(
+                f"kind {kind.name} requires 'functions': globs on names of torch functions, such as softmax"
+            )
+        if not kind.of_functions and (self.functions or self.own):
+            raise ValueError(f"'functions' and 'own' require kind function or function_grad, not {kind.name}")
         if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
             raise ValueError(f"'via: module' requires kind full_backward or full_backward_pre, not {self.kind}")
-        if self.prepend and kind.family != "module":
+        if self.prepend and (kind.family != "module" or kind.of_functions):
             raise ValueError(
                 f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}"
             )
@@ -206,7 +218,8 @@ class InterventionSpec(HookBase):
     def _validate_role(self) -> InterventionSpec:
         kind = self.definition
         if not kind.can_change(self.tensor_role):
-            supporting = [name for name, other in KINDS.items() if other.can_change(self.tensor_role)]
+            others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
+            supporting = [other.name for other in others if other.can_change(self.tensor_role)]
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
             raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
         return self

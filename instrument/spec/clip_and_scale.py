@@ -116,8 +116,8 @@ class ScaleSpec(InterventionSpec):
     def _validate_dim_and_reverse(self) -> ScaleSpec:
         if "dim" in self.model_fields_set and not isinstance(self.factor, tuple):
             raise ValueError("'dim' requires a list of factors")
-        if self.reverse and self.kind not in ("forward", "forward_pre"):
+        if self.reverse and self.kind not in ("forward", "forward_pre", "function"):
             raise ValueError(
-                f"'reverse' requires kind forward or forward_pre; for kind {self.kind} use a negative factor"
+                f"'reverse' requires kind forward, forward_pre or function; for kind {self.kind} use a negative factor"
             )
         return self

@@ -22,6 +22,7 @@ class Kind:
         changes: The roles that an intervention can change.
         gradient: Whether it requires a backward pass.
         meaning: What an intervention changes, for the documentation.
+        of_functions: Whether it sees the torch functions that a module calls, and not the module itself.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Kind:
     changes: tuple[str, ...]
     gradient: bool
     meaning: str
+    of_functions: bool = False
 
     @property
     def repeats(self) -> bool:
@@ -83,6 +85,26 @@ _ALL = (
         ("output", "input"),
         True,
         "the gradient of the tensor, summed over all its uses",
+    ),
+    Kind(
+        "function",
+        "module",
+        "micro_step",
+        ("output", "input"),
+        ("output", "input"),
+        False,
+        "the result or the arguments of a torch function that the module calls",
+        of_functions=True,
+    ),
+    Kind(
+        "function_grad",
+        "module",
+        "micro_step",
+        ("grad_output",),
+        ("grad_output",),
+        True,
+        "the gradient of the function's result, summed over all its uses",
+        of_functions=True,
     ),
     Kind(
         "parameter_grad",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ..errors import Problem
 from .config import RunConfig
+from .kinds import KINDS
 
 
 def mode_problems(config: RunConfig) -> Iterator[Problem]:
@@ -44,3 +45,10 @@ def _hook_problems(config: RunConfig) -> Iterator[Problem]:
         elif spec.phase == "forward" and spec.definition.gradient and not config.forward.grad:
             message = "requires gradients, which mode: forward computes only with forward.grad=true"
             yield Problem(f"hooks.{name}.kind", message, given=spec.kind, fix="set forward.grad=true")
+        if spec.definition.of_functions and config.train.compile:
+            message = (
+                "torch.compile replaces the functions of a module by compiled code, in which no function is called"
+            )
+            allowed = [other for other, kind in KINDS.items() if not kind.of_functions]
+            fix = "set train.compile=false, or hook the modules instead"
+            yield Problem(f"hooks.{name}.kind", message, given=spec.kind, allowed=allowed, fix=fix)

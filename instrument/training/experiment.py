@@ -24,7 +24,7 @@ from ..plan.cost import Length
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
-from ..plan.tensor_path_checks import check_paths
+from ..plan.tensor_path_checks import check_functions, check_paths
 from ..spec.config import RunConfig
 from ..spec.field_types import Target
 from ..spec.schedule import Evaluations
@@ -164,6 +164,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         config,
         task,
         model,
+        plan,
         trials,
         functions,
         find_unused=trains and strategy.needs_all_gradients and find_unused is None,
@@ -327,6 +328,7 @@ def _check_shapes(
     Raises:
         ConfigError: A spec does not fit the shape of its tensors, or names a path that no tensor has.
     """
+    check_functions(plan, inferred_by_phase)
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
     sizes: dict[str, Callable[[int], Sequence[int]]] = {config.mode: batches.sizes}
@@ -353,6 +355,7 @@ def _infer_shapes(
     config: RunConfig,
     task: Task,
     model: nn.Module,
+    plan: HookPlan,
     trials: Mapping[str, Any],
     functions: FunctionCheck,
     *,
@@ -364,6 +367,7 @@ def _infer_shapes(
         config: The configuration.
         task: The task.
         model: The model.
+        plan: The plan.
         trials: The first batch of each phase. The phase of steps is the first one.
         functions: Calls the custom hook functions.
         find_unused: Whether to search for parameters without a gradient.
@@ -400,6 +404,8 @@ def _infer_shapes(
             partial(forward_and_check, phase),
             training=phase == "train",
             observe=partial(functions.check_tensors, phase=phase),
+            function_sites=[site for site in plan.sites if site.spec.definition.of_functions],
+            observe_function=partial(functions.check_function, phase=phase),
         )
         for phase in trials
     }

@@ -58,7 +58,8 @@ class FunctionCheck:
         self.called: set[tuple[AttachedHook, str]] = set()
         self.by_module: dict[int, list[AttachedHook]] = {}
         for attached in self.attached_hooks:
-            if attached.site.spec.definition.family == "module":
+            definition = attached.site.spec.definition
+            if definition.family == "module" and not definition.of_functions:
                 self.by_module.setdefault(id(attached.site.layer.module), []).append(attached)
 
     def check_tensors(self, module: nn.Module, role: str, value: Any, phase: str = "train") -> None:
@@ -74,9 +75,26 @@ class FunctionCheck:
             spec = attached.site.spec
             if spec.phase != phase or role != ("input" if "input" in spec.tensor_role else "output"):
                 continue
-            for path, tensor in iter_tensors(value):
-                if attached.accepts(tensor, path) and (tensor.requires_grad or not spec.definition.gradient):
-                    self._call(attached, tensor, path)
+            self._check(attached, value)
+
+    def check_function(self, site: Site, role: str, value: Any, phase: str = "train") -> None:
+        """Call the functions at a site of a function kind with the tensors of one call of a torch function.
+
+        Args:
+            site: The site.
+            role: `input` or `output`.
+            value: The tensors by their complete paths.
+            phase: `train` (default) or `eval`.
+        """
+        for attached in self.attached_hooks:
+            spec = attached.site.spec
+            if attached.site is site and spec.phase == phase and (role == "input") == (spec.tensor_role == "input"):
+                self._check(attached, value)
+
+    def _check(self, attached: AttachedHook, value: Any) -> None:
+        for path, tensor in iter_tensors(value):
+            if attached.accepts(tensor, path) and (tensor.requires_grad or not attached.site.spec.definition.gradient):
+                self._call(attached, tensor, path)
 
     def check_loss(self, loss: Tensor) -> None:
         """Call the functions of kind `loss` with the loss."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from test_no_waiting import CHANGES, KINDS, possible, tables_of
+from test_no_waiting import CHANGES, FUNCTION_KINDS, KINDS, possible, spec_of, tables_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -77,8 +77,8 @@ class EndlessCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("kinds.attached_hook", "kinds.module_tensors", "kinds.plain_record", "kinds.tensor_gradients"):
-        monkeypatch.setattr(f"instrument.{module}.unreadable", lambda tensor: None, raising=False)
+    for module in ("attached_hook", "functions", "module_tensors", "plain_record", "tensor_gradients"):
+        monkeypatch.setattr(f"instrument.kinds.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)
@@ -100,7 +100,7 @@ def test_every_function_is_tried() -> None:
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> None:
-    spec = {"layers": "0", "kind": kind, **CHANGES[change]}
+    spec = spec_of(change, kind)
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.ReLU())
         with instrument.attach(model, {change: spec}) as probe:
@@ -196,7 +196,7 @@ def test_hook_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spec = {"layers": "0", "kind": kind, **CHANGES[change]}
+    spec = spec_of(change, kind)
     with instrument.attach(model, {change: spec}, optimizer=optimizer) as probe:
         for step in range(2):
             with Launches() as launches:
@@ -216,7 +216,8 @@ def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[
     def train(device: str, spec: dict[str, Any], out: Path | None = None) -> list[list[str]]:
         model = nn.Sequential(nn.Linear(4, 4, device=device), nn.ReLU(), nn.Linear(4, 4, device=device))
         optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
-        hooks = {"h": {"layers": "0", "kind": kind, **spec}}
+        functions = {"functions": "linear"} if kind in FUNCTION_KINDS else {}
+        hooks = {"h": {"layers": "0", "kind": kind, **functions, **spec}}
         with instrument.attach(model, hooks, optimizer=optimizer, out=out) as probe:
             for _ in range(3):
                 with Launches() as launches:

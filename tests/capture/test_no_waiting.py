@@ -74,6 +74,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return fired
 
 
+FUNCTION_KINDS = ("function", "function_grad")
 CHANGES: dict[str, dict[str, Any]] = {
     "record": {"action": "record", "stats": "all", "quantiles": True, "histogram": True},
     "print": {"action": "print", "stats": "all"},
@@ -100,7 +101,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "heads": {"action": "record", "heads": {"of": 2, "take": [1]}},
     "slice": {"action": "clip", "norm": 0.1, "slice": "1:"},
 }
-KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor", "parameter_grad")
+KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor", "parameter_grad", *FUNCTION_KINDS)
+
+
+def spec_of(change: str, kind: str) -> dict[str, Any]:
+    functions = {"functions": "linear"} if kind in FUNCTION_KINDS else {}
+    return {"layers": "0", "kind": kind, **functions, **CHANGES[change]}
 
 
 def tables_of(change: str) -> tuple[str, ...]:
@@ -109,7 +115,7 @@ def tables_of(change: str) -> tuple[str, ...]:
 
 def possible(change: str, kind: str) -> bool:
     if change == "reverse":
-        return kind.startswith("forward")
+        return kind.startswith("forward") or kind == "function"
     return not (
         kind == "parameter_grad" and change in ("clip_samples", "channels", "swap", "from_sample")
     )  # parameter_grad has no samples, and its own shape
@@ -119,7 +125,7 @@ def possible(change: str, kind: str) -> bool:
 def test_no_hook_waits_for_the_device(guarded: list[str], change: str, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spec = {"layers": "0", "kind": kind, **CHANGES[change]}
+    spec = spec_of(change, kind)
     with instrument.attach(model, {change: spec}, optimizer=optimizer) as probe:
         for _ in range(2):
             batch = torch.randn(3, 4, requires_grad=True)

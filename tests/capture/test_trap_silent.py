@@ -461,6 +461,14 @@ def test_fast_path_disabled_by_hooks_is_reported() -> None:
     (event,) = probe.sink.records("events")
     assert (event["rule"], event["severity"], event["layer"]) == ("fast_path", "info", "layers.0")
     assert "disable PyTorch's fast path" in event["message"]
+    functions = {**hook(".", "function"), "functions": "linear"}
+    with torch.no_grad(), instrument.attach(model, {"seen": functions}) as probe:
+        assert torch.allclose(model(batch), baseline, atol=1e-6)
+        probe.end_step()
+    (event,) = probe.sink.records("events")
+    assert event["message"].startswith(
+        "hooks inside layers.0, layers.0.self_attn, layers.1, layers.1.self_attn disable"
+    )
     with torch.no_grad(), instrument.attach(model, {"seen": hook(".", "forward")}) as probe:
         assert torch.equal(model(batch), baseline)  # the fast path is restored
         probe.end_step()

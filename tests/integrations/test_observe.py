@@ -51,7 +51,7 @@ def test_observe_leaves_no_trace(training: bool, has_gradients: bool) -> None:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(fired.append)
     before = state(model)
-    instrument.observe(model, batch)
+    instrument.observe(model, batch, functions="*")
     assert state(model) == before
     assert all(one is other.grad for one, other in zip(gradients, model.parameters(), strict=True))
     assert batch.grad is None
@@ -160,3 +160,19 @@ def test_recomputed_passes_are_not_repeated() -> None:
 
     frame = instrument.observe(Checkpointed(), torch.ones(1, 2), "layer")
     assert frame.role.tolist() == ["output", "grad_output"]
+
+
+def test_observe_describes_results_of_functions_and_their_gradients() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(x @ x.mT, -1).sum(-1) + 1
+
+    frame = instrument.observe(Attention(), torch.ones(3, 2, requires_grad=True), functions=["softmax", "add"])
+    assert [(row.role, row.path, row.shape, row.mean) for row in frame.itertuples()] == [
+        ("output", "softmax.0", (3, 3), pytest.approx(1 / 3)),
+        ("output", "add.0", (3,), 2.0),
+        ("output", "", (3,), 2.0),
+        ("grad_output", "add.0", (3,), 1.0),
+        ("grad_output", "", (3,), 1.0),
+        ("grad_output", "softmax.0", (3, 3), 1.0),
+    ]

@@ -210,3 +210,38 @@ def test_every_nested_tensor_is_recorded_with_its_gradient(name: str) -> None:
     assert all(torch.equal(value, gradients["grad_output", *key[1:]]) for key, value in own.items())
     for hook, layer, path in PATHS[name]:
         assert (hook, layer, path, 0) in seen
+
+
+VISION = {"image_size": 8, "patch_size": 4, "num_channels": 1, "num_labels": 3}
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"])
+def test_attention_functions_of_transformers_are_recorded(name: str, implementation: str) -> None:
+    """The recorded softmax equals the attentions that the model returns; the context equals the argument of its next step."""
+    import transformers
+
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64} if "GPT2" in name else WIDE
+    is_vision = name.startswith("ViT")
+    config_class = getattr(transformers, name).config_class
+    config = config_class(**sizes, **(VISION if is_vision else {"bos_token_id": 0, "eos_token_id": 1}))
+    model = getattr(transformers, name)._from_config(config, attn_implementation=implementation).eval()
+    given = {"pixel_values": torch.randn(2, 1, 8, 8)} if is_vision else {"input_ids": TOKENS, "use_cache": False}
+    function = "softmax" if implementation == "eager" else "scaled_dot_product_attention"
+    spec = {**KEEP, "layers": "**", "types": "*Attention", "kind": "function", "functions": function}
+    inputs = {**spec, "role": "input"}
+    with instrument.attach(model, {"results": spec, "arguments": inputs}) as probe, torch.no_grad():
+        attentions = model(**given, output_attentions=implementation == "eager").attentions
+        probe.end_step()
+    rows = [row for row in probe.sink.records("tensors") if row["hook"] == "results"]
+    assert [row["path"] for row in rows] == [f"{function}.0"] * 2
+    if implementation == "eager":
+        assert all(torch.equal(row["values"], each) for row, each in zip(rows, attentions, strict=True))
+        return
+    arguments = {
+        row["path"]: row["values"] for row in probe.sink.records("tensors") if row["layer"] == rows[0]["layer"]
+    }
+    query, key, value = (arguments[f"{function}.0.{i}"] for i in range(3))
+    causal = not is_vision
+    result = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    assert torch.allclose(rows[0]["values"], result, atol=1e-6)

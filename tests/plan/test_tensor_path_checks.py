@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from instrument import ConfigError
+from instrument.errors import Problem
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
-from instrument.plan.tensor_path_checks import check_paths
+from instrument.plan.tensor_path_checks import check_functions, check_paths
 from instrument.spec.parse import parse_hooks
 
 MODEL = nn.Sequential(nn.LSTM(4, 8, batch_first=True))
@@ -45,3 +48,41 @@ def test_path_check_skips_modules_that_were_not_called() -> None:
     check_paths(plan, {"train": {}})
     with pytest.raises(ConfigError):
         check_paths(plan, {"train": infer_shapes(MODEL, lambda: MODEL(torch.randn(2, 3, 4)), training=True)})
+
+
+class Residual(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.softmax(x, x.dim() - 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "where", "near"),
+    [
+        ({"functions": ["softmax", "sofmax"]}, "functions", ["softmax"]),
+        ({"functions": "dim"}, "functions", []),
+        ({"functions": "softmax", "layers": "."}, "functions", ["softmax"]),
+        ({"functions": "*", "path": "add.1"}, "path", ["add.0"]),
+        ({"functions": "add", "role": "input", "path": "add.0.2"}, "path", ["add.0.0", "add.0.1"]),
+        ({"functions": "dim", "role": "input"}, None, []),
+        ({"functions": ["add", "soft*"], "path": "softmax.0"}, None, []),
+    ],
+    ids=str,
+)
+def test_functions_and_their_paths_are_checked(spec: dict[str, Any], where: str | None, near: list[str]) -> None:
+    model = nn.Sequential(Residual(), nn.Linear(4, 4))
+    own = {"own": True} if spec.get("layers") == "." else {}
+    plan = make_plan(
+        parse_hooks({"mine": {"layers": "0", "kind": "function", "action": "record", **spec, **own}}), model
+    )
+    inferred = infer_shapes(model, lambda: model(torch.randn(2, 4)), training=True, function_sites=plan.sites)
+    problems: list[Problem] = []
+    for check in (check_functions, check_paths):
+        try:
+            check(plan, {"train": inferred})
+        except ConfigError as error:
+            problems += error.problems
+    assert [problem.where for problem in problems] == ([] if where is None else [f"hooks.mine.{where}"])
+    if own:
+        assert problems[0].allowed == "none: these modules call no torch function themselves"
+    elif problems:
+        assert set(near) <= set(problems[0].similar)

@@ -44,6 +44,37 @@ def test_tree_contains_the_shapes_of_outputs() -> None:
     ]
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = torch.softmax(self.linear(x) / x.dim(), -1)
+        return probabilities.chunk(2, 1)[0]
+
+
+def test_tree_lists_the_functions_of_matched_modules() -> None:
+    model = nn.Sequential(Attention(), nn.Flatten())
+    functions = {"kind": "function", "functions": "softmax", "action": "record"}
+    hooks = {
+        "probabilities": {**functions, "layers": "0"},
+        "scores": {**functions, "layers": "0", "functions": "div"},
+        "own": {**functions, "layers": "0", "own": True},
+    }
+    plan = make_plan(parse_hooks(hooks), model)
+    inferred = infer_shapes(model, lambda: model(torch.ones(2, 4)), training=True, function_sites=plan.sites)
+    inside = "div.0 [2, 4], softmax.0 [2, 4], chunk.0 [2, 2]"
+    assert tree(model, inferred=inferred, **hooks) == [
+        ". Sequential  [2, 2]",
+        "0 Attention  [2, 2]  probabilities → scores → own",
+        f"probabilities, scores: linear.0 [2, 4], {inside}",
+        f"own: {inside}",
+        "linear Linear  20 parameters  [2, 4]",
+        "1 Flatten  [2, 2]",
+    ]
+
+
 def test_equal_blocks_are_collapsed() -> None:
     assert tree(nn.Sequential(*(block() for _ in range(60))), seen=ALL) == [
         ". Sequential  seen",

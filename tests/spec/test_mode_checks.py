@@ -33,6 +33,11 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
 @pytest.mark.parametrize(
     ("changes", "where", "words"),
     [
+        (
+            {"hooks": {"h": {**OUTPUTS, "kind": "function", "functions": "*"}}, "train": {"steps": 1, "compile": True}},
+            "hooks.h.kind",
+            "torch.compile replaces the functions",
+        ),
         ({"hooks": {"h": {**OUTPUTS, "phase": "forward"}}}, "hooks.h.phase", "mode: train has no such phase"),
         (
             {"mode": "forward", "hooks": {"h": {**OUTPUTS, "phase": "eval"}}},

@@ -88,9 +88,13 @@ def test_null_entry_keeps_other_specs() -> None:
     assert list(parse_hooks({"a": None, "b": RECORD})) == ["b"]
 
 
+def functions_for(kind: str) -> dict[str, Any]:
+    return {"functions": "softmax"} if KINDS[kind].of_functions else {}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> None:
-    spec = {"layers": "**", "kind": kind, "action": "record"}
+    spec = {"layers": "**", "kind": kind, "action": "record", **functions_for(kind)}
     assert parse_hooks({"x": spec})["x"].tensor_role == KINDS[kind].roles[0]
     for role in KINDS[kind].roles:
         exact = role.replace(".*", ".exp_avg")
@@ -100,7 +104,8 @@ def test_every_kind_records_its_roles_and_defaults_to_the_first(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_allows_interventions_on_its_changeable_roles_only(kind: str) -> None:
     for role in KINDS[kind].roles:
-        spec = {"layers": "**", "kind": kind, "role": role.replace(".*", ".exp_avg"), "action": "scale", "factor": 2}
+        spec = {"layers": "**", "kind": kind, "role": role.replace(".*", ".exp_avg"), **functions_for(kind)}
+        spec |= {"action": "scale", "factor": 2}
         if role in KINDS[kind].changes:
             assert parse_hooks({"x": spec})["x"].tensor_role == spec["role"]
         else:
@@ -304,6 +309,11 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (SCALE, {"factor": -math.inf}, "factor", "finite"),
     (SCALE, {"factor": "half"}, "factor", "number"),
     (SCALE, {"factor": True}, "factor", "not true or false"),
+    (RECORD, {"kind": "function"}, "", "requires 'functions'"),
+    (RECORD, {"functions": "add"}, "", "require kind function or function_grad, not forward"),
+    (RECORD, {"own": True}, "", "require kind function or function_grad, not forward"),
+    (RECORD, {"kind": "function", "functions": "[a"}, "functions.0", "is not closed"),
+    (RECORD, {"kind": "function", "functions": "a", "prepend": True}, "", "'prepend' requires"),
     (SCALE, {"factor": 2.0, "role": "input"}, "", "cannot change role input; forward_pre and tensor can"),
     (SCALE, {"factor": 2.0, "kind": "step_post", "role": "update"}, "", "cannot change role update"),
     (NOISE, {}, "std", "is missing"),

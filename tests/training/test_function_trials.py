@@ -74,7 +74,15 @@ def try_function(function: Callable[..., Any], *, evaluate: bool = False, **fiel
         trial.check_loss(model(batch).sum())
         trial.check_parameters()
 
-    infer_shapes(model, forward, training=True, observe=trial.check_tensors)
+    sites = [attached.site for attached in trial.attached_hooks if attached.site.spec.functions]
+    infer_shapes(
+        model,
+        forward,
+        training=True,
+        observe=trial.check_tensors,
+        function_sites=sites,
+        observe_function=trial.check_function,
+    )
     if evaluate:
         infer_shapes(
             model,
@@ -101,6 +109,9 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "step_post", "role": "param"},
     {"kind": "state_dict_post"},
     {"kind": "loss"},
+    {"kind": "function", "functions": "linear"},
+    {"kind": "function", "functions": "linear", "role": "input"},
+    {"kind": "function_grad", "functions": "linear"},
 ]
 
 

@@ -33,6 +33,8 @@ HOOKS = {
     "own": {"layers": "**", "kind": "full_backward", "action": "record"},
     "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
     "total": {"layers": "**", "kind": "tensor", "role": "input", "action": "record", "stats": ["l2"]},
+    "functions": {"layers": "**", "kind": "function", "functions": "*", "action": "record", "stats": ["mean"]},
+    "results": {"layers": "**", "kind": "function_grad", "functions": "*", "action": "record", "stats": ["l2"]},
     "sums": {"layers": "**", "kind": "post_accumulate_grad", "action": "record"},
     "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
     "updates": {"layers": "**", "kind": "step_post", "role": "update", "action": "record"},
