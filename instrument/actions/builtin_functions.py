@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -36,8 +37,10 @@ def project(tensor: Tensor, basis: Tensor, dim: int, *, out: bool) -> Tensor:
     Returns:
         The projected tensor, same shape and dtype.
     """
-    vectors = tensor.movedim(dim, -1).to(basis.dtype)
-    part = vectors @ basis.T @ basis
+    vectors, device = tensor.movedim(dim, -1).to(basis.dtype), tensor.device.type
+    # Autocast would multiply in half precision.
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
+        part = vectors @ basis.T @ basis
     return (vectors - part if out else part).movedim(-1, dim).to(tensor.dtype)
 
 

@@ -93,7 +93,13 @@ class UnitVectors:
                     f"one number for each of the {part} units{complete}",
                 )
             )
-        return orthonormal(vectors) if isinstance(self.spec, ProjectSpec) else vectors
+        if not isinstance(self.spec, ProjectSpec):
+            return vectors
+        basis = orthonormal(vectors)
+        if not len(basis):
+            where = "" if selection is None else " in the selected units"
+            raise ConfigError(Problem(f"{self.where}.{self._field}", f"all directions are zero{where}", self._given))
+        return basis
 
     def _find(self, context: Context) -> Tensor:
         """Return the vectors of a site in float64, [vectors, units]. Those of runs are computed once per archive."""
@@ -188,9 +194,14 @@ def principal_components(tensors: Iterator[Tensor]) -> Tensor:
 
 
 def orthonormal(vectors: Tensor) -> Tensor:
-    """Return an orthonormal basis of the space of linearly independent vectors, float64 [vectors, units]."""
-    basis: Tensor = torch.linalg.qr(vectors.T).Q.T
-    return basis.contiguous()
+    """Return an orthonormal basis of the space that vectors span, float64 [dimensions, units].
+
+    Linearly dependent vectors span fewer dimensions. The rank is that of `torch.linalg.matrix_rank`.
+    """
+    _, sizes, basis = torch.linalg.svd(vectors, full_matrices=False)
+    tolerance = sizes.max() * max(vectors.shape) * torch.finfo(vectors.dtype).eps
+    kept: Tensor = basis[sizes > tolerance]
+    return kept.contiguous()
 
 
 def load_vectors(path: str, key: str | None, where: str) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
-from ..spec.base import parse_slice
+from ..spec.base import InterventionSpec, parse_slice
 from ..spec.clip_and_scale import ScaleSpec
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
@@ -253,5 +253,7 @@ def tensors_at(site: Site, inferred: InferredCalls) -> list[tuple[int, TensorInf
         (call, info)
         for call, infos in enumerate(calls_at(site, inferred))
         for info in infos
-        if (spec.path is None or matches(spec.path, info.path)) and (info.requires_grad or not spec.definition.gradient)
+        if (spec.path is None or matches(spec.path, info.path))
+        and (info.requires_grad or not spec.definition.gradient)
+        and (info.dtype.is_floating_point or not isinstance(spec, InterventionSpec))
     ]

@@ -27,9 +27,9 @@ class ModifySpec(InterventionSpec):
     @model_validator(mode="after")
     def _validate_straight_through(self) -> ModifySpec:
         is_set = self.straight_through and "straight_through" in self.model_fields_set
-        if is_set and self.kind not in ("forward", "forward_pre"):
+        if is_set and self.kind not in ("forward", "forward_pre", "function"):
             raise ValueError(
-                f"'straight_through' requires kind forward or forward_pre; kind {self.kind} changes no forward value"
+                f"'straight_through' requires kind forward, forward_pre or function; kind {self.kind} changes no forward value"
             )
         return self
 

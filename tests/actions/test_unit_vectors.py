@@ -24,6 +24,7 @@ def folder(workdir: Path) -> Path:
     np.save(workdir / "one.npy", DIRECTIONS[0].numpy())
     np.save(workdir / "two.npy", DIRECTIONS.numpy())
     np.save(workdir / "three.npy", np.arange(3.0))
+    np.save(workdir / "last.npy", np.eye(12)[11])
     for name, factor in (("a", 1.0), ("b", 2.0)):
         record = {"kind": "forward", "action": "record", "tensors": True}
         hooks = {
@@ -93,6 +94,10 @@ def test_projection_equals_the_formula_and_has_its_gradient() -> None:
     output, _ = result(images, fn="project_out", vector="three.npy")
     expected = images - torch.einsum("nchw,c,d->ndhw", images, unit, unit)
     assert torch.allclose(output, expected, rtol=0, atol=1e-14)
+    np.save("same.npy", DIRECTIONS[[0, 0]].numpy())  # linearly dependent
+    assert torch.allclose(
+        result(SEQUENCE, fn="project_out", vector="same.npy")[0], SEQUENCE - along, rtol=0, atol=1e-14
+    )
     module = nn.Identity()
     for fn in ("project_out", "project_onto"):
         spec = {"layers": ".", "kind": "forward", "action": "modify", "fn": fn, "vector": "two.npy", "slice": "1:, -1"}
@@ -123,6 +128,7 @@ PROBLEMS = [
     ({"fn": "add", "vector": "oen.npy"}, r"hooks\.h\.vector: this file does not exist(.|\n)*similar  one\.npy"),
     ({"fn": "add", "vector": "one.txt"}, r"hooks\.h\.vector: unknown type of file(.|\n)*a \.npy or \.safetensors"),
     ({"fn": "add", "vector": "two.npy"}, r"hooks\.h\.vector: add requires one vector, but this file has 2"),
+    ({"fn": "project_out", "vector": "last.npy", "units": [0, 1]}, r"vector: all directions are zero in the selected units"),
     ({"fn": "add", "vector": "one.npy", "key": "a"}, r"hooks\.h\.key: a \.npy file has no keys"),
     (
         {"fn": "project_out", "vector": "three.npy"},
@@ -143,6 +149,16 @@ PROBLEMS = [
     ({"fn": "mean_ablate", "run": "a", "layer": "1"}, r"hooks\.h\.run: several hooks of this run recorded layer '1': again, other"),
     ({"fn": "project_out", "run": "a", "components": 13}, r"hooks\.h\.components: .* has 12 components(.|\n)*1 to 12"),
 ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_projection_keeps_its_precision_under_autocast(dtype: torch.dtype) -> None:
+    np.save("ones.npy", np.ones(64))
+    tensor = torch.full((2, 64), 20000.0)
+    with torch.autocast("cpu", dtype):
+        output, _ = result(tensor, fn="project_onto", vector="ones.npy")
+    assert torch.allclose(output, tensor, rtol=1e-6)
 
 
 @pytest.mark.usefixtures("folder")

@@ -241,7 +241,8 @@ def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, An
     np.save("vector.npy", np.ones(4))
     model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))
     optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
-    spec = {"layers": "0", "kind": kind, "action": "modify", "vector": "vector.npy", **fields}
+    functions = {"functions": "linear"} if kind in FUNCTION_KINDS else {}
+    spec = {"layers": "0", "kind": kind, **functions, "action": "modify", "vector": "vector.npy", **fields}
     with instrument.attach(model, {"h": spec}, optimizer=optimizer) as probe:
         for _ in range(3):
             with Launches() as launches:

@@ -748,3 +748,14 @@ def test_attention_backends_and_python_functions_are_one_call() -> None:
             model = Calls(lambda x: F.scaled_dot_product_attention(x, x, x))
             output, probe = run(model, {"h": record("scaled*")}, torch.randn(1, 2, 5, 8))
         assert torch.equal(recorded(probe)["", "scaled_dot_product_attention.0"], output)
+
+
+def test_straight_through_passes_the_gradient_of_a_function() -> None:
+    model, x = Calls(lambda x: x.mul(3.0)), torch.tensor([-2.0, 5.0], requires_grad=True)
+    spec = {"layers": ".", "kind": "function", "functions": "mul", "action": "modify", "fn": "sign"}
+    with instrument.attach(model, {"h": {**spec, "straight_through": True}}):
+        output = model(x)
+    output.sum().backward()
+    assert output.tolist() == [-1.0, 1.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]

@@ -209,3 +209,15 @@ def test_slice_of_a_smaller_later_tensor_is_clamped() -> None:
             model(torch.ones(samples, 3))
             probe.end_step()
     assert [row["shape"] for row in probe.sink.records("tensors")] == [[4, 3], [2, 3]]
+
+
+def test_selection_of_an_intervention_ignores_integers() -> None:
+    class Classes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x.argmax(1)
+
+    model = Classes()
+    for fields in ({"kind": "forward"}, {"kind": "function", "functions": ["mul", "argmax"]}):
+        plan = make_plan(parse_hooks({"h": {"layers": ".", **fields, **ZERO, "units": [4]}}), model)
+        inferred = infer_shapes(model, lambda: model(torch.zeros(2, 5)), training=True, function_sites=plan.sites)
+        check_shapes(plan, {"train": inferred})
