@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -43,7 +43,7 @@ class NotKeptError(LookupError):
     """A hook function asks for tensors that no hook has kept in this step."""
 
 
-class KeptTensors(dict[str, dict[str, Tensor]]):
+class KeptTensors(dict[str, Mapping[str, Tensor]]):
     """The tensors that hooks with `keep_as` kept in this step: by the name, then by the layer.
 
     For nested values, the path follows the layer and a dot. A later call or micro-step replaces the tensor.
@@ -52,7 +52,7 @@ class KeptTensors(dict[str, dict[str, Tensor]]):
         NotKeptError: No hook has kept a tensor by this name.
     """
 
-    def __missing__(self, name: str) -> dict[str, Tensor]:
+    def __missing__(self, name: str) -> Mapping[str, Tensor]:
         kept = ", ".join(self) or "none"
         raise NotKeptError(f"no hook has kept a tensor as {name!r} in this step before this call (kept: {kept})")
 

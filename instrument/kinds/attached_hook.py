@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ..actions.base import Action, Context
+from ..actions.base import Action, Context, KeptTensors
 from ..actions.builtin_functions import straight_through
 from ..actions.intervention import describe
 from ..actions.selection import Selector
@@ -28,7 +28,7 @@ from ..spec.schedule import STEP_PHASES
 from ..stats.flatten import unreadable
 from .clock import FIRST_CALL, Clock, Firing
 from .distributed_scope import scope_of
-from .module_calls import Calls
+from .module_calls import Calls, is_first_reentrant_pass, recomputed_segment
 from .reasons import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, default_reason
 
 
@@ -337,7 +337,32 @@ class AttachedHook:
             seed=self.clock.seed,
             scope=self.scope,
             rank=self.clock.rank,
-            tensors=self.clock.kept,
+            tensors=self._kept_tensors(firing),
+        )
+
+    def _kept_tensors(self, firing: Firing) -> KeptTensors:
+        """Return the kept tensors that the action may use."""
+        store = self.clock.kept
+        if not store.original and not firing.recompute:
+            return KeptTensors()
+        if self.is_record_hook or self.site.spec.definition.gradient or self.frequency == "step":
+            return store.all()
+        segment = recomputed_segment() if firing.recompute else None
+        return store.for_intervention(is_recomputed=firing.recompute, segment=segment)
+
+    @property
+    def runs_in_recomputation(self) -> bool:
+        """Whether it also runs when activation checkpointing recomputes a forward pass: it changes or keeps a tensor."""
+        return not self.is_record_hook or self.site.spec.keep_as is not None
+
+    def _keep(self, name: str, tensor: Tensor, context: Context) -> None:
+        """Keep a tensor for hook functions. A gradient belongs to the original pass, also that of a recomputed one."""
+        is_recomputed = context.recompute and not self.site.spec.definition.gradient
+        location = ".".join(part for part in (context.layer, context.path) if part)
+        segment = recomputed_segment() if is_recomputed else None
+        has_lost_graph = not self.site.spec.definition.gradient and is_first_reentrant_pass()
+        self.clock.kept.keep(
+            name, location, tensor, is_recomputed=is_recomputed, segment=segment, has_lost_graph=has_lost_graph
         )
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
@@ -357,6 +382,11 @@ class AttachedHook:
                 f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
                 "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
             )
+        name = self.site.spec.keep_as
+        if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
+            if name is not None:
+                self._keep(name, tensor, context)
+            return tensor  # recorded in the original pass
         try:
             selector = self.selector
             new = self.action(tensor, context) if selector is None else selector.apply(self.action, tensor, context)
@@ -367,9 +397,8 @@ class AttachedHook:
             message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
             raise HookError(message) from error
         result = tensor if new is None else new
-        if (name := self.site.spec.keep_as) is not None and not context.recompute:
-            location = ".".join(part for part in (context.layer, context.path) if part)
-            self.clock.kept.setdefault(name, {})[location] = result.clone()  # it may be modified in place later
+        if name is not None:
+            self._keep(name, result, context)
         return result
 
 

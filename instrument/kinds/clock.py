@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..actions.base import KeptTensors, StepContext
+from ..actions.base import StepContext
 from .distributed_scope import Parallel
 from .hook_timer import HookTimer
+from .kept_tensors import TensorStore
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Clock:
     parallel: Parallel | None = None
     rank: int = 0
     phases: set[str] = field(default_factory=set)
-    kept: KeptTensors = field(default_factory=KeptTensors)
+    kept: TensorStore = field(default_factory=TensorStore)
     in_checkpoint: bool = False
 
     @property

@@ -111,6 +111,19 @@ def current_segment() -> object | None:
     return next((segment for segment, _ in _segments()), None) if may_be_in_segment else None
 
 
+def recomputed_segment() -> object | None:
+    """Return the innermost checkpoint segment that is being recomputed; None if there is none."""
+    return next((segment for segment, is_being_recomputed in _segments() if is_being_recomputed), None)
+
+
+def is_first_reentrant_pass() -> bool:
+    """Return whether the current code is the first pass of a reentrant segment, which has no graph."""
+    if torch.is_grad_enabled():
+        return False
+    innermost = next(_segments(), None)
+    return innermost is not None and not innermost[1] and not isinstance(innermost[0], checkpoint._CheckpointFrame)
+
+
 def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
     """Return whether a call will not return. Checkpointing recomputes no more of a segment than required."""
     return (

@@ -205,7 +205,9 @@ class ModuleHooks(InertWhenCopied):
 
     def _act(self, attached_hooks: list[AttachedHook], value: Any, call: Call) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
-        active_hooks = [attached for attached in attached_hooks if not (call.is_recomputed and attached.is_record_hook)]
+        active_hooks = [
+            attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
+        ]
         fired: set[AttachedHook] = set()
         obstacles: dict[AttachedHook, str] = {}
 

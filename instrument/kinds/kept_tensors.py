@@ -1,0 +1,118 @@
+"""The tensors that hooks with `keep_as` kept in a step, and which of them a hook function may use.
+
+A pass that activation checkpointing recomputes has its own tensors. An intervention in it must use these, since a later call
+may have replaced those of the original pass. Gradients are not recomputed: their hooks use the tensors of the original pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ..actions.base import KeptTensors, NotKeptError
+
+
+class Kept(NamedTuple):
+    """A kept tensor.
+
+    Attributes:
+        tensor: The tensor.
+        has_lost_graph: Whether it belongs to the first pass of a reentrant checkpoint, which has no graph.
+    """
+
+    tensor: Tensor
+    has_lost_graph: bool
+
+
+class TensorStore:
+    """The kept tensors of a step, by name and location: those of the original pass, and those of each recomputed segment."""
+
+    def __init__(self) -> None:
+        self.original: dict[str, dict[str, Kept]] = {}
+        self.recomputed: WeakKeyDictionary[object, dict[str, dict[str, Kept]]] = WeakKeyDictionary()
+
+    def clear(self) -> None:
+        """Remove all tensors."""
+        self.original.clear()
+        self.recomputed.clear()
+
+    def keep(
+        self,
+        name: str,
+        location: str,
+        tensor: Tensor,
+        *,
+        is_recomputed: bool,
+        segment: object | None,
+        has_lost_graph: bool,
+    ) -> None:
+        """Keep a copy of a tensor, since it may be modified in place later.
+
+        Args:
+            name: The value of `keep_as`.
+            location: The layer and the path.
+            tensor: The tensor.
+            is_recomputed: Whether activation checkpointing recomputes the pass.
+            segment: The segment that is being recomputed; None if it is unknown.
+            has_lost_graph: Whether this is the first pass of a reentrant checkpoint.
+        """
+        if is_recomputed and segment is None:
+            return
+        by_name = self.recomputed.setdefault(segment, {}) if is_recomputed else self.original
+        by_name.setdefault(name, {})[location] = Kept(tensor.clone(), has_lost_graph)
+
+    def all(self) -> KeptTensors:
+        """Return the tensors of the original pass."""
+        return KeptTensors({name: _tensors(by_location) for name, by_location in self.original.items()})
+
+    def for_intervention(self, *, is_recomputed: bool, segment: object | None) -> KeptTensors:
+        """Return the tensors that an intervention in a forward pass may use. The others raise an error when it uses them.
+
+        Args:
+            is_recomputed: Whether activation checkpointing recomputes the pass.
+            segment: The segment that is being recomputed; None if it is unknown.
+        """
+        usable = self.original
+        if is_recomputed:
+            usable = {} if segment is None else self.recomputed.get(segment, {})
+        needs_graph = torch.is_grad_enabled()
+        result = KeptTensors()
+        for name in {**self.original, **usable}:
+            of_name = usable.get(name, {})
+            refused = {*self.original.get(name, {})} - {*of_name}
+            refused |= {location for location, kept in of_name.items() if needs_graph and kept.has_lost_graph}
+            result[name] = _UsableTensors(name, _tensors(of_name), refused) if refused else _tensors(of_name)
+        return result
+
+
+class _UsableTensors(Mapping[str, Tensor]):
+    """The tensors of one name, some of which cannot be used."""
+
+    def __init__(self, name: str, tensors: dict[str, Tensor], refused: set[str]) -> None:
+        self.name, self.tensors, self.refused = name, tensors, refused
+
+    def __getitem__(self, location: str) -> Tensor:
+        if location in self.refused:
+            raise self._error([location])
+        return self.tensors[location]
+
+    def __iter__(self) -> Iterator[str]:
+        raise self._error(sorted(self.refused))
+
+    def __len__(self) -> int:
+        raise self._error(sorted(self.refused))
+
+    def _error(self, locations: list[str]) -> NotKeptError:
+        layers = ", ".join(repr(location or ".") for location in locations)
+        return NotKeptError(
+            f"the tensor that was kept as {self.name!r} at {layers} cannot be used across activation checkpoints: the "
+            "gradients would be wrong; keep and use it within one checkpoint, or disable checkpointing"
+        )
+
+
+def _tensors(by_location: Mapping[str, Kept]) -> dict[str, Tensor]:
+    return {location: kept.tensor for location, kept in by_location.items()}
