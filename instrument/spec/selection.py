@@ -49,6 +49,10 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
             raise SelectionError(field, message, f"one of {fields[dim]!r} and {field!r}")
         fields[dim] = field
         value = getattr(spec, field)
+        if isinstance(value, Heads) and count >= 4 and shape[1] == value.of:
+            message = f"'heads' divides the last dimension, but dimension 1 contains the {value.of} heads of"
+            allowed = "'units: [...]' for these heads, or 'slice' for features of the last dimension"
+            raise SelectionError(field, message, allowed)
         found[dim] = (
             _indices_of_heads(value, dim, shape[dim])
             if isinstance(value, Heads)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
-from instrument import HookError
+from instrument import ConfigError, HookError
 from instrument.distributed.unsupported import shard_problems
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import DEFAULT
@@ -292,3 +292,39 @@ def test_sparse_gradient_with_a_selection_is_refused() -> None:
         model(torch.tensor([1])).sum().backward()
         with pytest.raises(HookError, match="selects elements, which requires a dense tensor"):
             optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.softmax(-1), lambda x: nn.functional.scaled_dot_product_attention(x, x, x)],
+    ids=["softmax", "attention"],
+)
+def test_heads_of_a_tensor_with_a_dimension_of_heads_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    x = torch.randn(1, 4, 3, 8)
+    fields = {"layers": ".", "kind": "function", "functions": "*", "action": "modify", "fn": "zero"}
+    model = Model()
+    expected = model(x)
+    expected[:, 1] = 0
+    with (
+        pytest.raises(
+            ConfigError, match=r"hooks\.h\.heads: .*dimension 1 contains the 4 heads(.|\n)*units: \[\.\.\.\]"
+        ),
+        instrument.attach(model, {"h": {**fields, "heads": {"of": 4, "take": [1]}}}),
+    ):
+        model(x)
+    with instrument.attach(model, {"h": {**fields, "units": [1]}}):
+        output = model(x)
+    assert torch.equal(output, expected)
+
+
+def test_later_tensor_with_a_dimension_of_heads_is_reported() -> None:
+    model = nn.Identity()
+    hook = {"layers": ".", "kind": "forward", "action": "modify", "fn": "zero", "heads": {"of": 4, "take": [1]}}
+    with instrument.attach(model, {"h": hook}):
+        model(torch.ones(2, 3, 8))
+        with pytest.raises(HookError, match=r"dimension 1 contains the 4 heads of the tensor of shape \[2, 4, 3, 8\]"):
+            model(torch.ones(2, 4, 3, 8))
