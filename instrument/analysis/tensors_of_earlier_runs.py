@@ -143,19 +143,23 @@ class RunArchive:
         """
         rows = self.index(run)
         rows = rows[rows["hook"] == hook] if hook is not None else rows
-        same_role = rows[(rows["role"] == context.role) & (rows["path"] == context.path) & (rows["backward"] == 0)]
-        found = same_role[same_role["layer"] == layer]
+        same_role = rows[(rows["role"] == context.role) & (rows["backward"] == 0)]
+        found = same_role[(same_role["layer"] == layer) & (same_role["path"] == context.path)]
         hooks = sorted(set(found["hook"]))
         if not hooks:
-            recorded = same_role.drop_duplicates("layer")
-            shapes = {
-                str(name) or ".": [int(size) for size in shape]
-                for name, shape in zip(recorded["layer"], recorded["shape"], strict=True)
-            }
-            message = f"this run recorded no tensors of layer {layer or '.'!r} with role {context.role!r}"
-            allowed = [f"{name} {shape}" for name, shape in shapes.items()][:20] or "none"
-            fix = "set 'layer' to a recorded layer, or record this one with 'tensors: true'"
-            raise ConfigError(Problem(where, message, run, allowed, similar_names(layer, shapes), fix=fix))
+            recorded = same_role.drop_duplicates(["layer", "path"])
+            same_layer = recorded["layer"] == layer
+            recorded = recorded[same_layer] if same_layer.any() else recorded
+            layers = [str(name) or "." for name in recorded["layer"]]
+            shapes = [[int(size) for size in shape] for shape in recorded["shape"]]
+            located = [f"{name} {path}".strip() for name, path in zip(layers, recorded["path"], strict=True)]
+            allowed = [f"{location} {shape}" for location, shape in zip(located, shapes, strict=True)][:20] or "none"
+            path = f" and path {context.path!r}" if context.path or same_layer.any() else ""
+            message = f"this run recorded no tensors of layer {layer or '.'!r} with role {context.role!r}{path}"
+            similar = () if same_layer.any() else similar_names(layer, layers)
+            target = "record this one" if same_layer.any() else "set 'layer' to a recorded layer, or record this one"
+            fix = f"{target} with 'tensors: true'"
+            raise ConfigError(Problem(where, message, run, allowed, similar, fix=fix))
         if len(hooks) > 1:
             message = f"several hooks of this run recorded layer {layer or '.'!r}: {', '.join(hooks)}"
             raise ConfigError(Problem(where, message, run, fix="set 'hook'"))

@@ -132,3 +132,16 @@ def test_run_that_is_still_recorded_is_not_read_ahead(tmp_path: Path) -> None:
                 recording.end_step()
                 recorded = nn.functional.linear(batch, model[0].weight, model[0].bias)
                 assert torch.equal(output, other[2](recorded.relu()))
+
+
+def test_other_path_of_the_same_layer_is_reported(tmp_path: Path, clean: Path) -> None:
+    """The message has the path, and the recorded paths and shapes of the layer."""
+    relu = {"layers": "1", "kind": "function", "functions": "relu"}
+    run(model_of(0), {"kept": {**relu, "action": "record", "tensors": True}}, tmp_path / "functions")
+    mean = {"action": "modify", "fn": "mean_ablate"}
+    message = r"no tensors of layer '1' with role 'output' and path 'relu\.0'\n(.|\n)*allowed .*1 \[5, 4\]"
+    with pytest.raises(ConfigError, match=message):
+        run(model_of(0), {"h": {**relu, **mean, "run": str(clean)}})
+    message = r"no tensors of layer '1' with role 'output' and path ''\n(.|\n)*allowed .*1 relu\.0 \[5, 4\]"
+    with pytest.raises(ConfigError, match=message):
+        run(model_of(0), {"h": {"layers": "1", "kind": "forward", **mean, "run": str(tmp_path / "functions")}})
