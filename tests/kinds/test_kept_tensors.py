@@ -130,3 +130,18 @@ def test_kept_gradient_of_a_reentrant_checkpoint_is_available() -> None:
 
 def use_gradient(tensor: Tensor, context: Context) -> Tensor:
     return tensor * context.tensors["k"]["layers.3"]
+
+
+@REENTRANT
+def test_changed_result_of_a_function_in_the_same_checkpoint_is_kept(reentrant: bool) -> None:
+    def use_relu(tensor: Tensor, context: Context) -> Tensor:
+        return tensor * context.tensors["k"]["layers.1.relu.0"]
+
+    function = {"layers": "layers.*", "kind": "function"}
+    hooks = {
+        "keep": {**function, "functions": "relu", **SCALE},
+        "use": {**function, "functions": "sigmoid", "action": "modify", "fn": use_relu},
+    }
+    model = Checkpointed()
+    for gradient, wanted in zip(gradients(model, reentrant, hooks), gradients(model, None, hooks), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-13)

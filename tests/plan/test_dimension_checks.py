@@ -103,7 +103,7 @@ def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
         ("fc", {**ZERO, "positions": [0]}, "positions", "which has shape [2, 5]", "'slice' for any dimension"),
         ("fc", {**ZERO, "heads": {"of": 4, "take": [0]}}, "heads.of", "4 heads do not divide dimension 1", "a divisor of 5, such as 1, 5"),
         ("fc", {**ZERO, "heads": {"of": 5, "take": [5]}}, "heads.take", "5 is out of range for the 5 heads of", "-5 to 4"),
-        ("conv", {**ZERO, "heads": {"of": 3, "take": [0]}}, "heads", "dimension 1 contains the 3 heads of the output of 'conv'", "'units: [...]'"),
+        ("conv", {**ZERO, "heads": {"of": 3, "take": [0]}}, "heads", "dimension 1 contains the 3 heads of", "'units: [...]'"),
         ("fc", {**ZERO, "samples": [2]}, "samples", "2 is out of range for dimension 0", "-2 to 1"),
         ("fc", {**ZERO, "slice": "[:, 5]"}, "slice", "5 is out of range for dimension 1", "-5 to 4"),
         (".", {**ZERO, "units": [0]}, "units", "'units' requires a dimension of units in the output of '.', which has shape []", "'slice'"),
