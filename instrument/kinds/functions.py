@@ -107,7 +107,9 @@ class HookedFunctions(FunctionMode):
             if is_transformed:
                 running.obstacles[attached] = TRANSFORMED
             elif not (
-                running.call.is_recomputed and attached.is_record_hook and not attached.site.spec.definition.gradient
+                running.call.is_recomputed
+                and not attached.runs_in_recomputation
+                and not attached.site.spec.definition.gradient
             ):
                 by_role[attached.site.spec.tensor_role].append(owner)
         inputs, outputs, gradients = by_role.values()

@@ -133,13 +133,14 @@ def use_gradient(tensor: Tensor, context: Context) -> Tensor:
 
 
 @REENTRANT
-def test_changed_result_of_a_function_in_the_same_checkpoint_is_kept(reentrant: bool) -> None:
+@pytest.mark.parametrize("keep", [RECORD, SCALE], ids=["record", "scale"])
+def test_result_of_a_function_in_the_same_checkpoint_is_kept(reentrant: bool, keep: dict[str, Any]) -> None:
     def use_relu(tensor: Tensor, context: Context) -> Tensor:
         return tensor * context.tensors["k"]["layers.1.relu.0"]
 
     function = {"layers": "layers.*", "kind": "function"}
     hooks = {
-        "keep": {**function, "functions": "relu", **SCALE},
+        "keep": {**function, "functions": "relu", **keep},
         "use": {**function, "functions": "sigmoid", "action": "modify", "fn": use_relu},
     }
     model = Checkpointed()
