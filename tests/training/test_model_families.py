@@ -251,7 +251,7 @@ def test_targets_of_a_task_with_named_labels_are_found() -> None:
     experiment = experiment_of("vit")
     experiment.task.labels = "classes"  # type: ignore[attr-defined]
     classes = torch.tensor([1, 0])
-    assert experiment.batch_with_targets({"classes": classes, "label": classes + 1}) == {"labels": classes}
+    assert experiment.batch_with_targets({"classes": classes, "label": classes + 1}) == {"target": classes}
 
 
 def experiment_of(name: str, kind: str = "", **overrides: Any) -> Experiment:
