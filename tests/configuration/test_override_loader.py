@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins import basic_launcher
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
@@ -120,7 +122,11 @@ def test_override_is_recorded_as_given() -> None:
     assert list(config.hydra.overrides.task) == ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=5"]
 
 
-def test_pickled_loader_composes_the_same_jobs() -> None:
+def test_pickled_loader_composes_the_same_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Hydra keeps the first classes of its sources if a launcher imports the plugins again, and cannot pickle them.
+    sources = SourcesRegistry.instance().types
+    latest = {scheme: getattr(sys.modules[kind.__module__], kind.__name__) for scheme, kind in sources.items()}
+    monkeypatch.setattr(SourcesRegistry.instance(), "types", latest)
     loader, config = composed("hooks.tame.every=5,6", "hydra.sweep.dir=out", mode=RunMode.MULTIRUN)
     copy = pickle.loads(pickle.dumps(loader))
     job = copy.load_sweep_config(config, ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=6"])
