@@ -112,7 +112,7 @@ def current_segment() -> object | None:
 
 
 def recomputed_segment() -> object | None:
-    """Return the innermost checkpoint segment that is being recomputed; None if there is none."""
+    """Return the innermost checkpoint segment that is being recomputed; None outside of a recomputation."""
     return next((segment for segment, is_being_recomputed in _segments() if is_being_recomputed), None)
 
 

@@ -95,7 +95,7 @@ class SelectsTargets(Protocol):
             batch: The batch from the data loader.
 
         Returns:
-            One number per sample: [samples]. None, or a tensor of another shape, if there is none; `target` is then null.
+            One number per sample: [samples]. For None or a tensor of another shape, `target` is null.
         """
 
 
