@@ -30,10 +30,11 @@ if KERNEL_DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's interpreter runs the kernels of a GPU on the CPU.
 
 # The examples are the same in every run, and a slow example is not an error.
-settings.register_profile(
-    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+SAME_EXAMPLES = settings(
+    deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow], max_examples=200
 )
-settings.load_profile("tests")
+settings.register_profile("all", SAME_EXAMPLES)
+settings.register_profile("quick", SAME_EXAMPLES, max_examples=25)
 
 pytest_plugins = ("report_fixtures", "buckets")
 
@@ -45,6 +46,11 @@ LONGEST = {
 }
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the number of examples of hypothesis: fewer without the slow tests."""
+    settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -40,7 +40,6 @@ def test_clip_values_keeps_bounds_and_inner_values(tensor: Tensor, a: float, b: 
     assert torch.equal(clipped[inside], tensor[inside])
 
 
-@settings(max_examples=200)
 @given(tensors(), st.floats(1e-3, 1e5), st.sampled_from([1.0, 2.0, 3.0, math.inf]), st.booleans())
 def test_clip_norm_keeps_the_bound_and_smaller_norms(
     tensor: Tensor, bound: float, order: float, per_sample: bool
@@ -204,7 +203,6 @@ def test_bounds_are_rounded_inwards(bound: float, dtype: torch.dtype) -> None:
     assert round_up(-bound, dtype) == -round_down(bound, dtype)
 
 
-@settings(max_examples=50)
 @given(st.integers(0, 2**32), st.floats(1e-3, 1.0), st.sampled_from(DTYPES))
 def test_clip_ratio_bounds_every_unit(seed: int, ratio: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)

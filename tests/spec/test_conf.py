@@ -11,11 +11,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from tiers import tiered
 from torch import nn
 
 from instrument import ConfigError
 from instrument.cli.validated_config import read_config
+from instrument.configuration.search_path import config_loader
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.config import RunConfig
 from instrument.targets import build
@@ -43,8 +45,7 @@ def options(group: str) -> list[str]:
 
 
 def config_of(*overrides: str) -> RunConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return read_config(compose("config", list(overrides)))[0]
+    return read_config(config_loader().load_configuration("config", list(overrides), RunMode.RUN))[0]
 
 
 def config_with_option(group: str, option: str) -> RunConfig:

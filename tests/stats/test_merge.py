@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -64,7 +64,6 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=150)
 @given(st.lists(st.lists(numbers, max_size=20), min_size=1, max_size=5))
 def test_merged_statistics_equal_those_of_the_full_tensor(values: list[list[float]]) -> None:
     check_merge([torch.tensor(part, dtype=torch.float32) for part in values])
