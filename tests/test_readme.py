@@ -115,5 +115,5 @@ def test_overrides_named_in_the_readme_are_accepted(follow: Callable[[str], Answ
         base = (
             "model=mlp data=random" if override.startswith("hooks=") else "+exp=mnist_hooks model=mnist_cnn data=random"
         )
-        answer = follow(f"python -m instrument {base} plan=true '{override}'")
+        answer = follow(f"python -m instrument {base} train.batch_size=4 plan=true '{override}'")
         assert answer.code == 0, (override, answer.err)
