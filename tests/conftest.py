@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tiers import mark_combinations
 
 # These settings apply to this process and all processes started by tests. They are set before torch and transformers
 # are imported. Each process uses one thread by default, because `make test` runs several processes.
@@ -50,11 +51,13 @@ MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the number of examples of hypothesis: fewer without the slow tests."""
-    settings.load_profile("quick" if config.getoption("markexpr") == "not slow" else "all")
+    settings.load_profile("quick" if config.getoption("markexpr") else "all")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the longest modules to the front, and skip tests marked `gpu` if CUDA is not available."""
+    """Mark combinations as slow, move the longest modules to the front, and skip tests marked `gpu` without CUDA."""
+    mark_combinations(items)
     items.sort(key=lambda item: item.path.stem not in LONGEST)
     missing = [item for item in items if item.get_closest_marker("gpu")]
     if missing:

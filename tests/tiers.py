@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import itertools
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
 
 import pytest
 from _pytest.mark import ParameterSet
@@ -34,3 +37,26 @@ def portions(quick: int, total: int, size: int) -> list[ParameterSet]:
         pytest.param(each, id=f"{each.start}-{each.stop - 1}", marks=pytest.mark.slow if each.start else ())
         for each in ranges
     ]
+
+
+def mark_combinations(items: Sequence[pytest.Item]) -> None:
+    """Mark most combinations of parameters as slow, in tests with the marker `combinations`.
+
+    `make test` runs a selection in which each value of each parameter occurs; with `combinations(2)`, each pair of
+    values of two parameters.
+
+    Args:
+        items: Collected tests.
+    """
+    tested: dict[str, set[tuple[tuple[str, str], ...]]] = defaultdict(set)  # by test function
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):  # This order mixes the values.
+        marker = item.get_closest_marker("combinations")
+        if marker is None:
+            continue
+        assert isinstance(item, pytest.Function)
+        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+        found = set(itertools.combinations(values, *marker.args or (1,)))
+        done = tested[item.nodeid.partition("[")[0]]
+        if found <= done:
+            item.add_marker("slow")
+        done |= found

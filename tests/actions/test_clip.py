@@ -130,6 +130,7 @@ def test_clip_keeps_shape_dtype_device_and_graph(dtype: torch.dtype, fields: dic
     assert tensor.grad.any()
 
 
+@pytest.mark.combinations(2)
 @pytest.mark.parametrize("special", [[], [0.5], [-0.25], [-0.0], [math.nan], [math.inf], [-math.inf]], ids=str)
 @pytest.mark.parametrize("bounds", [(-0.25, 0.5), (0.0, 0.5), (None, 0.5), (-0.25, None), (0.5, -0.25)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

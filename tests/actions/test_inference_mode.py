@@ -104,6 +104,7 @@ def result(spec: dict[str, Any], mode: Any, *, trained: bool = True) -> tuple[Te
     return hidden, effects
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 @pytest.mark.parametrize("name", ACTIONS)
 def test_interventions_equal_those_under_no_grad(

@@ -96,6 +96,7 @@ def test_every_function_is_tried() -> None:
     assert (tried - {"patch"}) | PENALTIES == known  # patch from another run is tried below
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("kind", ["forward", "forward_pre"])
 @pytest.mark.parametrize("change", CHANGES)
@@ -191,6 +192,7 @@ def test_hook_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) ->
                 model(torch.empty(3, 4, device="cuda"))
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
 def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) -> None:

@@ -182,6 +182,7 @@ def rows_of(model: nn.Module, specs: dict[str, Any]) -> Rows:
     return {table: list(rows) for table, rows in probe.sink.rows.items() if table not in ("metrics", "layers")}
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("specs", [SPECS, INTERVENTIONS, {**SPECS, **INTERVENTIONS}], ids=["record", "change", "both"])
 @pytest.mark.parametrize("name", MODELS)
 def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> None:

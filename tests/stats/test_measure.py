@@ -161,6 +161,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.combinations(2)
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", SHAPES)
@@ -171,6 +172,7 @@ def test_statistics_of_every_layout_and_float_type(
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.combinations(2)
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
@@ -197,6 +199,7 @@ def test_non_finite_values_are_counted_and_excluded(
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.combinations(2)
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -429,6 +432,7 @@ ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 }
 
 
+@pytest.mark.combinations(2)
 @pytest.mark.parametrize("size", [5, 700, 20_091, 2 * BLOCK + 3])
 @pytest.mark.parametrize("scale", [1e-13, 1e-11, 1e-3, 1.0, 1e12, 3e15, 1e17])
 @pytest.mark.parametrize("adversary", ADVERSARIES)
@@ -466,6 +470,7 @@ def test_compiled_kernel_is_available() -> None:
     assert single_pass.native is not None
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 4095, 4096, 4097, 4111, 4112, 8191, 8192, 8209])
 def test_special_values_at_lane_and_chunk_edges(dtype: torch.dtype, size: int) -> None:
