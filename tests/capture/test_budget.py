@@ -65,7 +65,7 @@ def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_se
     return (simulated.spent - before) / (step_seconds * steps)
 
 
-@pytest.mark.parametrize("number", tiered(range(10), [1]))
+@pytest.mark.parametrize("number", tiered(range(10), [2]))
 def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     draw = random.Random(number)
     layers, step_seconds = draw.randrange(8, 40), 10 ** draw.uniform(-3, -1)
