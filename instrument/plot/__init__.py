@@ -9,10 +9,11 @@ The functions do not use or change the state of pyplot. matplotlib is part of th
 the first figure is drawn.
 """
 
+from .attention import attention
 from .compare import compare
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
 from .histogram_over_time import histogram_over_time
 
-__all__ = ["compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
+__all__ = ["attention", "compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
