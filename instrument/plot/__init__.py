@@ -15,5 +15,6 @@ from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
 from .histogram_over_time import histogram_over_time
+from .patching import patching
 
-__all__ = ["attention", "compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
+__all__ = ["attention", "compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time", "patching"]
