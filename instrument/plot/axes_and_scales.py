@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, log10
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -29,6 +30,7 @@ ROW = 0.17  # height of the row of a location, in inches
 MOST_ROWS = 240  # maximum number of row labels
 LONGEST = 44  # maximum length of a name, in characters
 MOST_NUMBERS = 300  # maximum number of cells whose values are written into them
+MOST_DECIMALS = 4  # maximum number of decimals of a number in a cell
 LONGEST_TOKEN = 12  # maximum length of the label of a token, in characters
 INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 BLANK = "#d9d9d9"  # color of missing values
@@ -184,10 +186,13 @@ def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: 
     """
     if values.size > MOST_NUMBERS or width / values.shape[1] < 5 * LETTER:
         return
+    largest = float(np.nanmax(np.abs(values), initial=0.0, where=np.isfinite(values)))
+    decimals = max(0, 2 - ceil(log10(largest))) if largest else 0  # two digits of the largest value
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
             shade = shade_on(cells, value)
-            axes.text(x + 0.5, y + 0.5, f"{value:.2g}", ha="center", va="center", fontsize=SMALL - 1, color=shade)
+            number = f"{value:.2g}" if decimals > MOST_DECIMALS else f"{value:.{decimals}f}"
+            axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", fontsize=SMALL - 1, color=shade)
 
 
 def shade_on(cells: ScalarMappable, value: float) -> str:

@@ -60,7 +60,7 @@ def logit_lens(
         return str(token) if tokens is None else token_label(tokens(token) if callable(tokens) else str(tokens[token]))
 
     probabilities = np.full((len(layers), len(shown)), np.nan)
-    figure = new_figure(CELL * len(shown) + width_of(layers) + 1.5, ROW * len(layers) + 1.5)
+    figure = new_figure(CELL * len(shown) + width_of(layers) + 1.5, max(1.2, ROW * len(layers)) + 1.5)
     axes = figure.subplots()
     labels = {position: str(position) for position in shown}
     texts = []
@@ -88,7 +88,7 @@ def logit_lens(
     axes.set_xticks([i + 0.5 for i in range(len(shown))], list(labels.values()), fontsize=SMALL, rotation=90)
     has_targets = rows["target"].notna().any()
     axes.set_xlabel("position: target" if has_targets else "position")
-    colour_bar(axes, cells, "probability of the most probable token", ROW * len(layers))
+    colour_bar(axes, cells, "probability", ROW * len(layers))
     more = f", {len(shown)} of {len(positions)} positions" if len(shown) < len(positions) else ""
     note = "\nframed: the target" if any(is_target for *_, is_target in texts) else ""
     axes.set_title(plain(f"logit lens, sample {name}{more}", 80) + note, fontsize=10)
