@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class InterventionGrid:
         Returns:
             float64, shape [rows, columns]; NaN for cells without a run, or without a baseline if others have one.
         """
+        number = cache(number)  # several runs have the same baseline
         found: dict[tuple[int, int], list[float]] = {}
         for cell in self.cells:
             value = number(cell.treated)
@@ -199,7 +201,8 @@ def _field(training: Training, hook: str, field: str) -> Any:
 def _ordered(run: RunTables, values: Any) -> list[str]:
     """Return the different values as JSON: layers in their order, indices in ascending order, others as they come."""
     unique = list(dict.fromkeys(map(canonical_json, values)))
-    layers = {name or ".": rank for rank, name in enumerate(dict.fromkeys(run.read("layers", ["layer"])["layer"]))}
+    first = RunTables(run.folders[0], run.folders[:1])
+    layers = {name or ".": rank for rank, name in enumerate(first.read("layers", ["layer"])["layer"])}
 
     def order(text: str) -> tuple[Any, ...]:
         value = json.loads(text)

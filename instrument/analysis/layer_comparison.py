@@ -46,7 +46,8 @@ def layer_similarity(
         other: Another run, such as one with another seed. Samples are matched by id. Default: the same run.
         layers: The layers of `run`. Default: all recorded ones, in forward order.
         other_layers: The layers of `other`. Default: all recorded ones; `layers`, if `other` is not given.
-        hook: Name of the hook that recorded the tensors; required if several hooks recorded a layer.
+        hook: Name of the hook that recorded the tensors; required if several hooks recorded a layer. One of kind
+            `forward` is preferred.
         role: Role of the tensors.
         phase: Phase of the tensors; required if a layer was recorded in several.
         step: The recorded step; required if the samples occur in several steps.
@@ -62,21 +63,23 @@ def layer_similarity(
     Warns:
         InstrumentWarning: Samples that some layers lack are left out.
     """
-    recorded = Recorded(hook, role, phase, step, path)
-    rows = recorded.layers(run, layers)
-    columns = rows if other is None and other_layers is None else recorded.layers(other or run, other_layers)
+    selection = Recorded(hook, role, phase, step, path)
+    of_rows, of_columns = (selection.preferring_outputs(each) for each in (run, other or run))
+    rows = of_rows.layers(run, layers)
+    columns = rows if other is None and other_layers is None else of_columns.layers(other or run, other_layers)
     with TemporaryDirectory() as folder:
         features, ids = {}, {}
-        for number, (side, source, names) in enumerate((("rows", run, rows), ("columns", other or run, columns))):
-            if number and source is run and columns == rows:
-                continue
+        sides = [("rows", run, of_rows, rows)]
+        if other is not None or columns != rows:
+            sides.append(("columns", other or run, of_columns, columns))
+        for side, source, recorded, names in sides:
             for i, layer in enumerate(names):
                 found = recorded.read(source, layer, Path(folder) / f"{side}_{i}.npy")
                 features[side, layer], ids[side, layer] = found.flat, found.ids
         common = _common(list(ids.values()))
         centered = {key: _Centered(features[key], positions_of(ids[key], common)) for key in features}
         sizes = {key: _product_norm(each, each) for key, each in centered.items()}
-        side = "columns" if ("columns", columns[0]) in centered else "rows"
+        side = sides[-1][0]
         values = np.empty((len(rows), len(columns)))
         for i, one in enumerate(rows):
             for j, two in enumerate(columns):

@@ -59,7 +59,8 @@ def logit_lens(
         targets: The targets instead: [N, positions], or [N] for one target per sample. Negative ones are ignored. Default: the next
             tokens; without them, the targets of the samples.
         top: Number of most probable tokens.
-        hook: Name of the hook that recorded the residual streams; required if several hooks recorded a layer.
+        hook: Name of the hook that recorded the residual streams; required if several hooks recorded a layer. One of kind
+            `forward` is preferred.
         role: Role of the tensors.
         phase: Phase of the tensors; required if a layer was recorded in several.
         step: The recorded step; required if the samples occur in several steps.
@@ -77,7 +78,7 @@ def logit_lens(
     Raises:
         InstrumentError: A layer was not recorded, the selection is ambiguous, the sizes do not fit, or the run has no such weights.
     """
-    recorded = Recorded(hook, role, phase, step, path)
+    recorded = Recorded(hook, role, phase, step, path).preferring_outputs(run)
     normalize = _normalization(run, norm)
     project, features = _projection(run, unembed)
     frames = []

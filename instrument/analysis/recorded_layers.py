@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,17 @@ class Recorded:
     def conditions(self) -> dict[str, Any]:
         """The conditions on columns of the tensors table."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+    def preferring_outputs(self, run: Run) -> Recorded:
+        """Return the same selection with the hook of kind `forward`, if no hook is selected and there is only one.
+
+        Hooks on functions may have recorded other tensors of the same layers.
+        """
+        if self.hook is not None:
+            return self
+        rows = run.read("tensors", ["hook", "kind", "role"])
+        hooks = rows[(rows["kind"] == "forward") & (rows["role"] == self.role)]["hook"].unique()
+        return replace(self, hook=hooks[0]) if len(hooks) == 1 else self
 
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
         """Return the names of recorded layers, in forward order.

@@ -202,8 +202,9 @@ def shade_on(cells: ScalarMappable, value: float) -> str:
 
 
 def token_label(token: str) -> str:
-    """Return a token as a short label in which blanks are visible."""
-    return plain(token.translate(INVISIBLE), LONGEST_TOKEN)
+    """Return a token as a short label in which blanks and control characters are visible."""
+    shown = token.translate(INVISIBLE)
+    return plain(shown if shown.isprintable() else shown.encode("unicode_escape").decode(), LONGEST_TOKEN)
 
 
 def add_legend(figure: Figure, *, beside: bool = False) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,6 +112,17 @@ def test_figure_shows_the_table(run: instrument.Run) -> None:
     assert axes.collections[0].get_clim() == (0.0, 1.0)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "0"]
     assert (axes.get_title(), bar.get_ylabel()) == ("similarity of layers, 30 samples", "linear CKA")
+
+
+def test_outputs_are_preferred_to_results_of_functions() -> None:
+    hooks = {"inside": {**RECORD, "kind": "function", "functions": "linear"}, "outputs": RECORD}
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(6, 4)
+    with torch.no_grad(), instrument.attach(model, hooks) as probe:
+        probe.batch(ids=torch.arange(6))
+        model(batch)
+        probe.end_step()
+    expected = layer_similarity(recorded(model, batch, torch.arange(6)))
+    pd.testing.assert_frame_equal(layer_similarity(probe.run), expected)
 
 
 def test_missing_layers_are_errors(run: instrument.Run) -> None:
