@@ -105,7 +105,7 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
     """
     finished, left_out = trainings(run)
     fields = {name: _differing_fields(finished, name) for name in _interventions(finished)}
-    hook = _select(run, finished, {name: keys for name, keys in fields.items() if keys}, intervention)
+    hook = _select(run, finished, left_out, {name: keys for name, keys in fields.items() if keys}, intervention)
     keys = sorted(fields[hook], key=lambda key: key != LAYERS)  # stable
     if len(keys) > 2:
         names = [f"{HOOKS}.{hook}.{key}" for key in keys]
@@ -157,7 +157,11 @@ def _differing_fields(finished: Sequence[Training], hook: str) -> list[str]:
 
 
 def _select(
-    run: RunTables, finished: Sequence[Training], fields: Mapping[str, Sequence[str]], intervention: str | None
+    run: RunTables,
+    finished: Sequence[Training],
+    left_out: Mapping[int, str],
+    fields: Mapping[str, Sequence[str]],
+    intervention: str | None,
 ) -> str:
     """Return the intervention whose fields differ."""
     swept = [f"{HOOKS}.{hook}.{key}" for hook, keys in fields.items() for key in keys]
@@ -171,9 +175,9 @@ def _select(
         raise InstrumentError(str(Problem("sweep", message, ", ".join(swept), fix=fix)))
     if not fields:
         overrides = ", ".join(differing_overrides(run)[:MOST_NAMES]) or "none"
-        states = Counter(str(info["status"]) for info in run.infos)
-        counts = ", ".join(f"{count} {status}" for status, count in states.items())
-        message = f"the finished runs do not differ in any field of an intervention ({len(finished)} runs are finished of {counts})"
+        reasons = "; ".join(f"{count} left out: {reason}" for reason, count in Counter(left_out.values()).items())
+        compared = f"{len(finished)} of {len(run.infos)} runs are compared" + (f"; {reasons}" if reasons else "")
+        message = f"the runs do not differ in any field of an intervention ({compared})"
         fix = "sweep over it: -m 'hooks.patch.layers=blocks.0,blocks.1' 'hooks.patch.positions=[0],[1]'"
         raise InstrumentError(str(Problem("sweep", message, f"overrides that differ: {overrides}", fix=fix)))
     return intervention or next(iter(fields))

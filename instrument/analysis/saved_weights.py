@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InstrumentError, Problem
@@ -25,9 +26,10 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
     import torch
 
     source = (run.info.get("init_from") or {}).get("path")
-    for folder in (run.path, *([] if source is None else [type(run.path)(source)])):
+    for folder in (run.path, *([] if source is None else [Path(source)])):
         if (folder / WEIGHTS).is_file():
-            weights: dict[str, Tensor] = torch.load(folder / WEIGHTS, weights_only=True, map_location="cpu")
+            with (folder / WEIGHTS).open("rb") as file:
+                weights: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
             return weights
     message = f"the run saved no weights: it has no {WEIGHTS}"
     fix = "train with train.save=true, or pass the module or its weight"

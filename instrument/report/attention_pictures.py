@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.attention_maps import AttentionTensor, attention_tensors, sample_ids, token_ids
+from ..analysis.attention_maps import AttentionTensor, Maps, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
 from ..analysis.tensor_images import smaller
 from .numbers import rounded
@@ -24,11 +24,11 @@ class AttentionLayer:
 
     Attributes:
         tensor: The tensor that holds them.
-        values: Its recorded values.
+        maps: Those of the first recorded sample.
     """
 
     tensor: AttentionTensor
-    values: np.ndarray
+    maps: Maps
 
 
 def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
@@ -39,8 +39,11 @@ def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
         is_output = tensor.series.role == "output" and not tensor.series.is_gradient
         if is_output and (at not in last or tensor.batch.step > last[at].batch.step):
             last[at] = tensor
-    found = [AttentionLayer(tensor, tensor.read(run)) for tensor in last.values()]
-    found = [each for each in found if each.tensor.are_probabilities(each.values)]
+    found = []
+    for tensor in last.values():
+        values = tensor.read(run)
+        if tensor.are_probabilities(values):
+            found.append(AttentionLayer(tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
     ranks = {layer: rank for rank, layer in enumerate(order)}
     return sorted(found, key=lambda each: ranks.get(each.tensor.layer, len(ranks)))
 
@@ -50,15 +53,14 @@ def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]
 
     The number of values on the page is limited: maps are averaged over squares if they have too many.
     """
-    heads = sum(min(MOST_HEADS, each.values.shape[1] if each.values.ndim == 4 else 1) for each in layers)
+    heads = sum(min(MOST_HEADS, len(each.maps.values)) for each in layers)
     pixels = int(np.clip((ROOM / max(1, heads)) ** 0.5, FEWEST_PIXELS, PIXELS))
     return [_picture(run, each, pixels) for each in layers[: ROOM // FEWEST_PIXELS**2 // MOST_HEADS]]
 
 
 def _picture(run: Run, layer: AttentionLayer, pixels: int) -> dict[str, Any]:
-    tensor = layer.tensor
+    tensor, maps = layer.tensor, layer.maps
     position = tensor.indices[0][0]
-    maps = tensor.maps(layer.values, position)
     small = smaller(maps.values[:MOST_HEADS], pixels)
     known = {places: name for name, all_places in sample_ids(run, [tensor.batch]).items() for places in all_places}
     ids = token_ids(run, tensor.batch, position, tensor.shape[-1])

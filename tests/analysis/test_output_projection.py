@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,15 @@ def test_output_layers_of_all_forms_are_equal(model: Model, run: instrument.Run,
     for unembed in (model.head.weight.detach().numpy(), tmp_path / "head.npy", str(tmp_path / "head.safetensors")):
         pd.testing.assert_frame_equal(logit_lens(run, unembed), bare)
     assert not bare["target_log_prob"].equals(expected["target_log_prob"])
+
+
+def test_weights_are_those_that_the_run_was_started_from(
+    model: Model, tokens: Tensor, run: instrument.Run, tmp_path: Path
+) -> None:
+    again = recorded(model, tokens, [20, 10, 30], tmp_path / "again", **HOOKS)
+    file = again.path / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_from": {"path": str(run.path)}}))
+    pd.testing.assert_frame_equal(logit_lens(instrument.load(again.path), "head"), logit_lens(run, "head"))
 
 
 def test_targets_and_tokens_can_be_given(model: Model, tokens: Tensor, run: instrument.Run) -> None:
