@@ -1,4 +1,6 @@
-"""Create the screenshots of reports in docs/images. The script repeats the runs of docs/report.md and opens their reports.
+"""Create the pictures in docs/images: screenshots of reports, and figures of the guides.
+
+The script repeats the runs of docs/report.md and opens their reports, and runs the code of docs/guides/attention.md.
 
     python docs/screenshots.py
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +25,8 @@ from playwright.sync_api import Browser, sync_playwright
 import instrument.report
 
 IMAGES = Path(__file__).parent / "images"
+GUIDE = Path(__file__).parent / "guides" / "attention.md"
+FIGURES = ("attention", "positions", "lens")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
 RUNS = {
@@ -95,11 +100,21 @@ def take_screenshot(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
     return Image.open(io.BytesIO(image)).convert("RGB")
 
 
+def make_figures(folder: Path) -> None:
+    """Run the Python code of a guide in a folder, and copy its figures."""
+    text = GUIDE.read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.S | re.M))
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    for name in FIGURES:
+        Image.open(folder / f"{name}.png").convert("RGB").save(IMAGES / f"guide-{name}.png", optimize=True)
+
+
 def main() -> None:
-    """Make all runs and write all screenshots."""
+    """Make all runs and write all pictures."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     IMAGES.mkdir(exist_ok=True)
     with TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        make_figures(Path(scratch))
         make_runs(Path(scratch))
         browser = playwright.chromium.launch(executable_path=executable, args=FLAGS)
         for shot in SHOTS:

@@ -308,7 +308,7 @@ def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
     hidden = small_report.page.evaluate(
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
     )
-    assert hidden == ["flow", "maps", "interventions"]
+    assert hidden == ["flow", "attention", "maps", "interventions"]
     links = small_report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
     assert links == ["#findings", "#training", "#layers", "#units", "#coverage", "#events", "#model"]
     assert "Set histogram: true" in small_report.page.inner_text("#layer-histogram-note")
