@@ -1,8 +1,7 @@
-"""Attached sites: the action of a site, its schedule state, and its coverage counts."""
+"""Attached sites: the action of a site, the state of its schedule, and what happens when it fires."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,58 +24,39 @@ from ..spec.modify import FunctionSpec, PenaltySpec
 from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
-from ..stats.flatten import unreadable
 from .clock import FIRST_CALL, Clock, Firing
 from .distributed_scope import scope_of
-from .module_calls import Calls, is_first_reentrant_pass, recomputed_segment
-from .reasons import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, default_reason
+from .hook_coverage import HookCoverage
+from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .reasons import INFERENCE, NO_GRAD, NO_GRAPH
 
 
-class AttachedHook:
-    """An attached site: its action, and its coverage: expected and actual firings, and reasons for missing ones."""
+class AttachedHook(HookCoverage):
+    """An attached site: its action, the state of its schedule, and its coverage."""
 
     __slots__ = (
-        "_exempt",
-        "_fired",
-        "_misses",
-        "_opportunities",
         "_scheduled_step_and_phase",
         "action",
         "checked_paths",
-        "clock",
-        "copied",
-        "default_reason",
-        "exemptions",
-        "expected",
-        "fired",
-        "frequency",
         "is_paused",
         "is_record_hook",
         "is_scheduled",
-        "module_calls",
-        "other_phases",
-        "reasons",
-        "requires_grad_at_start",
         "scheduled_count",
         "scope",
         "selector",
-        "site",
         "subsampling",
         "was_ever_scheduled",
     )
 
     def __init__(self, site: Site, action: Action, clock: Clock, *, shapes_checked: bool = False) -> None:
-        self.site = site
+        super().__init__(site, clock)
         # Paths whose shapes were checked; None if shape inference has checked all.
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
-        self.clock = clock
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
-        self.frequency = site.spec.definition.frequency
         self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
-        self.default_reason = default_reason(site.spec.definition)
         self.is_scheduled = False
         self.was_ever_scheduled = False
         # Whether a record hook is paused in steps, to measure them without it.
@@ -84,17 +64,6 @@ class AttachedHook:
         self.subsampling = 1  # with a budget, it runs at every n-th scheduled step
         self.scheduled_count = 0  # steps at which its schedule is active
         self._scheduled_step_and_phase: tuple[int, str] | None = None
-        self.expected = 0
-        self.fired = 0
-        self.reasons: Counter[str] = Counter()  # of expected firings
-        self.exemptions: Counter[str] = Counter()  # of opportunities that do not count as expected
-        self.other_phases: set[str] = set()  # phases in which it had an opportunity but was not scheduled
-        self.copied = False  # whether its module was copied together with its hooks
-        self.module_calls: Calls | None = None  # of its module, if that has a forward hook
-        self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
-        self._opportunities = self._fired = 0  # in the current micro-step
-        self._misses: list[str] = []
-        self._exempt: list[str] = []
 
     def update_schedule(self, scheduled: bool) -> bool:
         """Update whether the hook runs at the new time of the clock. Return whether that changed."""
@@ -111,119 +80,19 @@ class AttachedHook:
         self.is_scheduled = scheduled
         return changed
 
-    def count_opportunity(self) -> None:
-        """Count an opportunity: its module was called, or its optimizer made a step."""
-        self._opportunities += 1
-
-    @property
-    def opportunity_index(self) -> int:
-        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
-        return self._opportunities - 1
-
-    def count_firing(self) -> None:
-        """Count a firing."""
-        self._fired += 1
-
-    def count_hit(self) -> None:
-        """Count an opportunity and its firing."""
-        self._opportunities += 1
-        self._fired += 1
-
-    def count_and_check_readable(self, tensor: Tensor) -> bool:
-        """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
-        self.count_opportunity()
-        reason = unreadable(tensor)
-        if reason is None:
-            self.count_firing()
-        else:
-            self.count_miss(reason)
-        return reason is None
-
-    def count_miss(self, reason: str) -> None:
-        """Note why it could not fire at an opportunity."""
-        self._misses.append(reason)
-
-    def count_exempt(self, reason: str) -> None:
-        """Note an opportunity at which it is not expected to fire, for example because its parameter is frozen."""
-        self._exempt.append(reason)
-
-    def count_unscheduled(self) -> None:
-        """Note an opportunity while the hook is not scheduled."""
-        self.other_phases.add(self.clock.moment.phase)
-
-    @property
-    def is_phase_counted(self) -> bool:
-        """Whether an opportunity while it is not scheduled is noted for this phase already."""
-        return self.clock.moment.phase in self.other_phases
-
-    def update_coverage(self, reason: str | None = None) -> None:
-        """End a micro-step in which the hook was scheduled, and update its coverage.
-
-        Args:
-            reason: The reason if there was no opportunity; the default reason of the kind if None.
-        """
-        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
-        if fired >= opportunities > 0 and not exemptions:  # the usual case
-            self.expected += opportunities
-            self.fired += fired
-            self._opportunities = self._fired = 0
-            self._misses.clear()
-            return
-        if not self.has_opportunities and self.frequency == "micro_step" and self.is_frozen:
-            self.count_exempt(FROZEN)
-        self.expected += opportunities if opportunities or exemptions else 1
-        self.fired += fired
-        self.exemptions.update(exemptions)
-        if not opportunities and not fired and not exemptions:
-            self.reasons[self._refine_reason(reason or self.default_reason)] += 1
-        elif fired < opportunities:
-            # A recomputed forward pass may fire where the original one could not.
-            misses = self._misses[: opportunities - fired]
-            self.reasons.update(misses)
-            if more := opportunities - fired - len(misses):
-                self.reasons[self._refine_reason(NO_GRADIENT)] += more
-        self._opportunities = self._fired = 0
-        self._misses.clear()
-        self._exempt.clear()
-
-    def _refine_reason(self, reason: str) -> str:
-        """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""
-        if self.site.parameter is not None and self.current_parameter() is None:
-            return REMOVED
-        return RAISED if self.module_calls is not None and self.module_calls.has_unfinished else reason
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether its parameter requires no gradient, or required none when the step began."""
-        parameter = None if self.site.parameter is None else self.current_parameter()
-        return parameter is not None and not (self.requires_grad_at_start and parameter.requires_grad)
-
-    @property
-    def has_opportunities(self) -> bool:
-        """Whether it had any opportunity in the current micro-step."""
-        return bool(self._opportunities or self._fired or self._exempt)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the coverage counts between two micro-steps."""
+        """Return the coverage counts and the state of the schedule between two micro-steps."""
         return {
-            "expected": self.expected,
-            "fired": self.fired,
-            "reasons": dict(self.reasons),
-            "exemptions": dict(self.exemptions),
-            "other_phases": sorted(self.other_phases),
-            "copied": self.copied,
+            **super().state_dict(),
             "was_ever_scheduled": self.was_ever_scheduled,
-            "default_reason": self.default_reason,
             "subsampling": self.subsampling,
             "scheduled_count": self.scheduled_count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore coverage counts."""
-        self.expected, self.fired = state["expected"], state["fired"]
-        self.reasons, self.exemptions = Counter(state["reasons"]), Counter(state["exemptions"])
-        self.other_phases, self.copied = set(state["other_phases"]), state["copied"]
-        self.was_ever_scheduled, self.default_reason = state["was_ever_scheduled"], state["default_reason"]
+        """Restore the coverage counts and the state of the schedule."""
+        super().load_state_dict(state)
+        self.was_ever_scheduled = state["was_ever_scheduled"]
         self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
 
     def matches_path(self, path: str) -> bool:
@@ -253,10 +122,6 @@ class AttachedHook:
         """Whether it sees gradients that a gradient scaler has multiplied, if there is one."""
         definition = self.site.spec.definition
         return definition.gradient and definition.frequency == "micro_step"
-
-    def current_parameter(self) -> Parameter | None:
-        """Return the parameter that is at the site now; None if it was removed from the module."""
-        return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
 
     def fire(
         self,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..actions.intervention import describe
 from ..errors import HookError
-from ..lazy_compiler import exclude_from_graphs, has_compiled
+from ..lazy_compiler import exclude_from_graphs
 from ..nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
 from ..spec.base import HookBase
@@ -35,7 +35,7 @@ from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
 from .plain_record import PlainRecord
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, RAISED, TRANSFORMED
-from .suspendable_hook import SuspendableHook
+from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import CallGradients, versions_of
 
 _UNMEASURED = nullcontext()
@@ -219,8 +219,7 @@ class FunctionHooks(InertWhenCopied):
             module.register_forward_pre_hook(enter),
             module.register_forward_hook(leave, prepend=True, always_call=True),
         )
-        self.hooks = [SuspendableHook(handle) for handle in handles]
-        self._may_suspend = suspend
+        self.hooks = SuspendableHooks(handles, may_suspend=suspend)
 
     def refresh(self) -> None:
         """Update the scheduled sites."""
@@ -228,21 +227,8 @@ class FunctionHooks(InertWhenCopied):
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
         records = [(attached, PlainRecord.of(attached)) for attached in self.scheduled.values()]
         self.plain = {attached: record for attached, record in records if record is not None}
-        if self.scheduled or has_compiled() or not all(each.is_phase_counted for each in self.unscheduled):
-            for hook in self.hooks:
-                hook.resume()
-        else:
-            self._suspend()
-
-    def _suspend(self) -> None:
-        if self._may_suspend and not has_compiled():
-            for hook in self.hooks:
-                hook.suspend()
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether the module does not call the hooks."""
-        return any(hook.is_suspended for hook in self.hooks)
+        are_counted = all(each.is_phase_counted for each in self.unscheduled)
+        self.hooks.update(are_needed=bool(self.scheduled) or not are_counted)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook: starts to observe functions."""
@@ -271,7 +257,7 @@ class FunctionHooks(InertWhenCopied):
             attached.count_unscheduled()
         self.unscheduled = []
         if not self.scheduled:
-            self._suspend()
+            self.hooks.suspend()
         return bool(self.scheduled)
 
     def _miss(self, reason: str) -> None:
@@ -292,8 +278,7 @@ class FunctionHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks, the hooks on leaf tensors, and the mode of this thread."""
-        while self.hooks:
-            self.hooks.pop().remove()
+        self.hooks.remove()
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
 

@@ -258,7 +258,7 @@ def run_inside(model: nn.Module, specs: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def test_mode_is_only_active_inside_of_scheduled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.kinds.functions.has_compiled", lambda: False)  # other tests may compile code
+    monkeypatch.setattr("instrument.kinds.suspendable_hook.has_compiled", lambda: False)  # other tests may compile code
     depths: list[int] = []
 
     def look(x: Tensor) -> Tensor:
