@@ -165,9 +165,13 @@ class HookedFunctions(FunctionMode):
             return map_tensors(value, act)
 
     def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
-        """Register hooks on the gradients of the result of a function. Return the result for the caller."""
+        """Register hooks on the gradients of the result of a function. Return the result for the caller.
+
+        With aliases, the gradient reaches the hook that was registered last first.
+        """
+        needs_alias = needs_alias and any(not owner.observer.is_record_hook for owner in owners)
         with self._clock.timer or _UNMEASURED:
-            for running, attached, path in owners:
+            for running, attached, path in reversed(owners) if needs_alias else owners:
                 gradients = running.gradients.get(attached)
                 if gradients is None:
                     gradients = running.gradients[attached] = CallGradients([attached], running.call, self._clock)
@@ -177,7 +181,7 @@ class HookedFunctions(FunctionMode):
                     value,
                     versions,
                     running.leaf_hooks,
-                    needs_alias=needs_alias and not attached.is_record_hook,
+                    needs_alias=needs_alias,
                     root=path,
                 )
         return value

@@ -112,16 +112,16 @@ class CallGradients:
             output: The output of a module or a function.
             versions: The versions of the input tensors before the call, by identity.
             leaf_hooks: The hooks on leaf tensors.
-            needs_alias: Whether the caller gets an alias of a new tensor too.
+            needs_alias: Whether the caller gets an alias of every tensor.
             root: The path of the output.
         """
         read_only = all(attached.is_record_hook for attached in self.attached_hooks)
         for path, tensor in self.tensors_with_gradient(output, root):
             if (hook := self.hook(path, tensor)) is not None:
                 is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
-                if (is_new and not needs_alias) or (read_only and not tensor.is_leaf):
+                if not needs_alias and (is_new or (read_only and not tensor.is_leaf)):
                     TensorGradientHook(tensor, hook).finish_registration()
-                elif read_only:
+                elif read_only and not needs_alias:
                     leaf_hooks.register(tensor, hook)
                 else:
                     TensorGradientHook(self.alias(tensor), hook).finish_registration()
