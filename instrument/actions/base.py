@@ -67,7 +67,8 @@ class Context:
         role: The role of the tensor, such as `output` or `grad_input`.
         layer: The name of the module; empty for the root module.
         module: The module.
-        path: The path of the tensor in a nested value, or the name of the parameter within its module.
+        path: The path of the tensor in a nested value, or the name of the parameter within its module. With
+            `together: true`, the path of the function call, or empty.
         moment: Step, micro-step, epoch and phase.
         call: The index of the module's call within the micro-step, from 0. -1 if it is unknown: a mechanism other than
             torch.utils.checkpoint recomputes one of several calls.
@@ -76,13 +77,14 @@ class Context:
         recompute: Whether activation checkpointing recomputes the forward pass.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
             the update. Otherwise None.
+        values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
-            its method `of` returns the same part of another tensor. None for a complete tensor.
-        complete: The complete tensor, if the hook selects a part of it. Otherwise None.
+            its method `of` returns the same part of another tensor. None for a complete tensor, and for several tensors.
+        complete: The complete tensor, if the hook selects a part of one tensor. Otherwise None.
         tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
             complete tensor after the action, with its graph.
     """
@@ -98,6 +100,7 @@ class Context:
     backward: int = 0
     recompute: bool = False
     value: Tensor | Parameter | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] = ()
     seed: int = 0
     scope: str = "global"

@@ -19,6 +19,7 @@ from ..actions.record import Record
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
+from ..kinds.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
@@ -171,8 +172,10 @@ class Probe:
             self._finish(exc)
         finally:
             self.sink.close()
-        if isinstance(exc, RuntimeError) and IN_PLACE_ERROR in str(exc):
-            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from exc
+        messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
+        for part, message in messages.items() if isinstance(exc, RuntimeError) else ():
+            if part in str(exc):
+                raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     @property
     def _is_rank_zero(self) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,9 +14,9 @@ from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Action, Context, KeptTensors
-from ..actions.builtin_functions import straight_through
 from ..actions.intervention import describe
 from ..actions.selection import Selector
+from ..actions.together import Together, path_of_call
 from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
 from ..errors import HookError, InstrumentError, user_code_location
 from ..plan.dimension_checks import check_shape
@@ -26,9 +29,13 @@ from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from .clock import FIRST_CALL, Clock, Firing
 from .distributed_scope import scope_of
+from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .module_calls import is_first_reentrant_pass, recomputed_segment
 from .reasons import INFERENCE, NO_GRAD, NO_GRAPH
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
 class AttachedHook(HookCoverage):
@@ -45,6 +52,7 @@ class AttachedHook(HookCoverage):
         "scope",
         "selector",
         "subsampling",
+        "together",
         "was_ever_scheduled",
     )
 
@@ -53,6 +61,7 @@ class AttachedHook(HookCoverage):
         # Paths whose shapes were checked; None if shape inference has checked all.
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
+        self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
@@ -152,9 +161,7 @@ class AttachedHook(HookCoverage):
             ConfigError: The spec does not fit the shape of the site's first tensor.
         """
         shard = is_sharded(tensor)
-        if self.checked_paths is not None and path not in self.checked_paths and not shard:
-            self.checked_paths.add(path)
-            check_shape(self.site, path, tensor)
+        self._check_shape(path, tensor)
         if shard and value is not None:
             value = (local_shard if self.is_record_hook else full_tensor)(value)
         context = self.context(path, firing, value)
@@ -163,25 +170,46 @@ class AttachedHook(HookCoverage):
         if self.is_scaled and self.clock.amp_scale is not None:
             amp_scale = self.clock.amp_scale()
         part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
-        new = self.run(part, context) if amp_scale is None else self._fire_scaled(part, context, amp_scale)
-        if new is part:
-            return tensor
-        return sharded_like(new, tensor) if is_sharded(tensor) else new
+        if amp_scale is None:
+            new = self.run(part, context)
+        else:
+            given = unscaled(part, amp_scale)
+            new = rescaled(self.run(given, context), given, part, amp_scale)
+        return _replaced(tensor, part, new)
 
-    def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
-        """Run the action on a gradient without the factor of a gradient scaler.
+    def fire_together(
+        self, tensors: Mapping[str, Tensor], firing: Firing = FIRST_CALL, *, values: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Run an action with `together: true` on all tensors of a call; see `fire`.
 
-        Elements that the action does not change stay bit-identical for any factor.
+        Args:
+            tensors: The tensors by path.
+            firing: Which of several firings this is.
+            values: The tensors that gradients belong to, by path. Default: None, unknown or no gradients.
+
+        Returns:
+            The tensors that replace them; the same object for a tensor that is unchanged.
         """
-        unscaled_gradient = unscaled(tensor, scale)
-        new = self.run(unscaled_gradient, context)
-        if new is unscaled_gradient:
-            return tensor
-        scaled = (new * scale.to(tensor.device)).to(tensor.dtype)
-        if tensor.is_sparse:
-            return scaled
-        is_unchanged = (new == unscaled_gradient) | (new.isnan() & unscaled_gradient.isnan())
-        return straight_through(scaled, torch.where(is_unchanged, tensor, scaled))
+        for path, tensor in tensors.items():
+            self._check_shape(path, tensor)
+        context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
+        if any(map(is_sharded, tensors.values())):
+            context.scope = "averaged"
+        context.values = {path: full_tensor(value) for path, value in (values or {}).items() if path in tensors}
+        amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
+        parts = {path: full_tensor(tensor) for path, tensor in tensors.items()}
+        if amp_scale is None:
+            new = self._run_together(parts, context)
+        else:
+            given = {path: unscaled(part, amp_scale) for path, part in parts.items()}
+            changed = self._run_together(given, context)
+            new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
+        return {path: _replaced(tensor, parts[path], new[path]) for path, tensor in tensors.items()}
+
+    def _check_shape(self, path: str, tensor: Tensor) -> None:
+        if self.checked_paths is not None and path not in self.checked_paths and not is_sharded(tensor):
+            self.checked_paths.add(path)
+            check_shape(self.site, path, tensor)
 
     def context(self, path: str, firing: Firing, value: Tensor | Parameter | None = None) -> Context:
         """Return the context of a call; see `fire`."""
@@ -242,35 +270,58 @@ class AttachedHook(HookCoverage):
             return self._run(tensor, context)
 
     def _run(self, tensor: Tensor, context: Context) -> Tensor:
-        if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise HookError(
-                f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
-                "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
-            )
+        _check_not_captured(tensor, context)
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
             if name is not None:
                 self._keep(name, tensor, context)
             return tensor  # recorded in the original pass
-        try:
-            selector = self.selector
-            new = self.action(tensor, context) if selector is None else selector.apply(self.action, tensor, context)
-        # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
-        except (InstrumentError, _StopRecomputationError):
-            raise
-        except Exception as error:
-            message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
-            raise HookError(message) from error
+        action = self.action if self.selector is None else partial(self.selector.apply, self.action)
+        new = _call(action, tensor, context)
         result = tensor if new is None else new
         if name is not None:
             self._keep(name, result, context)
         return result
 
+    def _run_together(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
+        assert self.together is not None, "only its hooks get several tensors"
+        with nullcontext() if self.clock.timer is None else self.clock.timer.measure_action(self):
+            for tensor in tensors.values():
+                _check_not_captured(tensor, context)
+            change = self.together.change
+            action = change if self.selector is None else partial(self.selector.apply_together, self.together)
+            new = _call(action, tensors, context)
+            if (name := self.site.spec.keep_as) is not None:
+                for path, tensor in new.items():
+                    self._keep(name, tensor, replace(context, path=path))
+            return new
 
-def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return gradient.to(wide) / scale.to(gradient.device)
+
+def _check_not_captured(tensor: Tensor, context: Context) -> None:
+    if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise HookError(
+            f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
+            "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
+        )
+
+
+def _call(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
+    """Call an action. An error of another class becomes a `HookError` that names the hook."""
+    try:
+        return action(given, context)
+    # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
+    except (InstrumentError, _StopRecomputationError):
+        raise
+    except Exception as error:
+        message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
+        raise HookError(message) from error
+
+
+def _replaced(tensor: Tensor, part: Tensor, new: Tensor) -> Tensor:
+    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`."""
+    if new is part:
+        return tensor
+    return sharded_like(new, tensor) if is_sharded(tensor) else new
 
 
 def fire_all(

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -36,7 +37,8 @@ from .module_tensors import ModuleHooks
 from .plain_record import PlainRecord
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
-from .tensor_gradients import CallGradients, versions_of
+from .tensor_gradients import CallGradients, gradient_groups, versions_of
+from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -142,8 +144,8 @@ class HookedFunctions(FunctionMode):
     def _act(self, owners: Sequence[Owner], value: Any) -> Any:
         """Run hooks on every tensor of the arguments or the result of a function."""
 
-        def act(path: str, tensor: Tensor) -> Tensor:
-            for running, attached, function_path in owners:
+        def act(group: Sequence[Owner], path: str, tensor: Tensor) -> Tensor:
+            for running, attached, function_path in group:
                 full_path = f"{function_path}.{path}" if path else function_path
                 if not attached.accepts(tensor, full_path):
                     continue
@@ -162,7 +164,24 @@ class HookedFunctions(FunctionMode):
         if not owners:
             return value
         with self._clock.timer or _UNMEASURED:
-            return map_tensors(value, act)
+            for group in groups_of(owners, _is_together):
+                value = (
+                    self._act_together(group[0], value)
+                    if _is_together(group[0])
+                    else map_tensors(value, partial(act, group))
+                )
+            return value
+
+    def _act_together(self, owner: Owner, value: Any) -> Any:
+        """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""
+        running, attached, path = owner
+        firing = Firing(running.call.index, recompute=running.call.is_recomputed)
+        value, obstacle = act_together(attached, value, firing, path)
+        if obstacle is None:
+            running.fired.add(attached)
+        else:
+            running.obstacles[attached] = obstacle
+        return value
 
     def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
         """Register hooks on the gradients of the result of a function. Return the result for the caller.
@@ -177,6 +196,9 @@ class HookedFunctions(FunctionMode):
                     gradients = running.gradients[attached] = CallGradients([attached], running.call, self._clock)
                 gradients.registered.clear()
                 gradients.aliases.clear()
+                if gradient_groups([attached], value, path)[1]:
+                    value = gradients.join(value, path)
+                    continue
                 value = gradients.register_outputs(
                     value,
                     versions,
@@ -184,6 +206,8 @@ class HookedFunctions(FunctionMode):
                     needs_alias=needs_alias,
                     root=path,
                 )
+            for running, attached, _ in owners:
+                running.gradients[attached].finish_registration()
         return value
 
 
@@ -300,6 +324,11 @@ class FunctionThreads(threading.local):
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         self.mode = HookedFunctions(specs, clock)
+
+
+def _is_together(owner: Owner) -> bool:
+    """Return whether the hook of an owner has `together: true`."""
+    return is_together(owner.observer)
 
 
 def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

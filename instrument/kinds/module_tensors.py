@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from .plain_record import PlainModuleHooks
 from .reasons import NO_TENSOR, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
+from .together import act_together, groups_of, is_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -196,15 +198,26 @@ class ModuleHooks(InertWhenCopied):
         fired: set[AttachedHook] = set()
         obstacles: dict[AttachedHook, str] = {}
 
-        def act(path: str, tensor: Tensor) -> Tensor:
-            accepting = [attached for attached in active_hooks if attached.accepts(tensor, path)]
+        firing = Firing(call.index, recompute=call.is_recomputed)
+
+        def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
+            accepting = [attached for attached in group if attached.accepts(tensor, path)]
             if accepting and (reason := unreadable(tensor)) is not None:
                 obstacles.update(dict.fromkeys(accepting, reason))
                 return tensor
             fired.update(accepting)
-            return fire_all(accepting, tensor, path, Firing(call.index, recompute=call.is_recomputed))
+            return fire_all(accepting, tensor, path, firing)
 
-        new = map_tensors(value, act)
+        new = value
+        for group in groups_of(active_hooks, is_together):
+            if not is_together(group[0]):
+                new = map_tensors(new, partial(act, group))
+                continue
+            new, obstacle = act_together(group[0], new, firing)
+            if obstacle is None:
+                fired.add(group[0])
+            else:
+                obstacles[group[0]] = obstacle
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.count_opportunity()

@@ -37,6 +37,7 @@ from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contr
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
+from .together import groups_of, is_together, join_gradients
 
 
 class CallGradients:
@@ -56,6 +57,7 @@ class CallGradients:
         self.expected_paths: set[str] = set()
         self.registered: set[tuple[AttachedHook, int]] = set()
         self.aliases: dict[int, Tensor] = {}
+        self.unfinished: list[TensorGradientHook] = []
         self.fired: set[AttachedHook] = set()
 
     def tensors_with_gradient(self, value: Any, root: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -108,6 +110,8 @@ class CallGradients:
     ) -> Any:
         """Register hooks for the gradients of all tensors of an output. Return the output for the caller.
 
+        Call `finish_registration` afterwards.
+
         Args:
             output: The output of a module or a function.
             versions: The versions of the input tensors before the call, by identity.
@@ -120,12 +124,59 @@ class CallGradients:
             if (hook := self.hook(path, tensor)) is not None:
                 is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
                 if not needs_alias and (is_new or (read_only and not tensor.is_leaf)):
-                    TensorGradientHook(tensor, hook).finish_registration()
+                    self.unfinished.append(TensorGradientHook(tensor, hook))
                 elif read_only and not needs_alias:
                     leaf_hooks.register(tensor, hook)
                 else:
-                    TensorGradientHook(self.alias(tensor), hook).finish_registration()
+                    self.unfinished.append(TensorGradientHook(self.alias(tensor), hook))
         return self.with_aliases(output)
+
+    def finish_registration(self) -> None:
+        """Register the hooks for outputs that are modified in place later. They act in the order of these calls."""
+        for hook in self.unfinished:
+            hook.finish_registration()
+        self.unfinished.clear()
+
+    def join(self, value: Any, root: str = "") -> Any:
+        """Register a hook with `together: true` for all gradients of a value. Return the aliases of its tensors.
+
+        All of them are joined, also those whose path the hook does not match. A tensor at several paths has one gradient.
+
+        Args:
+            value: The output or the inputs of a module, or the output of a function.
+            root: The path of the value.
+        """
+        (attached,) = self.attached_hooks
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        # A tensor has the first of its paths that the hook matches.
+        for path, tensor in sorted(
+            self.tensors_with_gradient(value, root), key=lambda item: not attached.matches_path(item[0])
+        ):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensors[path] = tensor
+        values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
+        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
+        paths, passes = list(tensors), count()
+
+        def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            given = {
+                path: gradient
+                for path, gradient in zip(paths, gradients, strict=True)
+                if gradient is not None and path in values
+            }
+            if clock.closed or not given:
+                return gradients
+            if attached not in fired:
+                fired.add(attached)
+                attached.count_firing()
+            new = attached.fire_together(given, Firing(index, next(passes), is_recomputed), values=values)
+            return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
+
+        aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
+        self.aliases = {id(tensor): alias for tensor, alias in zip(tensors.values(), aliases, strict=True)}
+        return self.with_aliases(value)
 
     def alias(self, tensor: Tensor) -> Tensor:
         """Return the alias of a tensor in this call."""
@@ -156,6 +207,22 @@ class CallGradients:
             else:
                 attached.count_opportunity()
                 attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+
+
+def gradient_groups(
+    attached_hooks: Sequence[AttachedHook], value: Any, root: str = ""
+) -> tuple[Sequence[Sequence[AttachedHook]], bool]:
+    """Return the hooks on the gradients of a value in groups, and whether hooks with `together: true` join the gradients.
+
+    If a hook acts on several gradients together, the hooks before and after it are groups of their own. Otherwise all hooks
+    are one group.
+    """
+    together = [attached for attached in attached_hooks if is_together(attached)]
+    if together and torch.is_grad_enabled():
+        paths = [path for path, tensor in iter_tensors(value, root) if tensor.requires_grad]
+        if any(sum(map(attached.matches_path, paths)) > 1 for attached in together):
+            return groups_of(attached_hooks, is_together), True
+    return [attached_hooks], False
 
 
 class PendingInputGradients:
@@ -220,10 +287,9 @@ class InputGradients:
 
     def register(self, module: nn.Module, value: Any, call: Call) -> Any:
         """Register hooks for all input tensors. Return the input with which to call the module."""
-        contributions = CallGradients(self.contribution_hooks, call, self.clock)
-        totals = CallGradients(self.total_hooks, call, self.clock)
+        groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
-        read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
+        totals = CallGradients(self.total_hooks, call, self.clock)
         pending = PendingInputGradients()
         call.on_output = pending.complete
         for path, tensor in totals.tensors_with_gradient(value):
@@ -235,6 +301,22 @@ class InputGradients:
                     self.leaf_hooks.register(tensor, hook)
                 else:
                     TensorGradientHook(tensor, hook).finish_registration()
+        # The hook that is next to the module sees its gradients first.
+        for group in reversed(groups):
+            contributions = CallGradients(group, call, self.clock)
+            if joins and is_together(group[0]):
+                value = contributions.join(value)
+            else:
+                value = self._register_contributions(contributions, value, pending, in_place=in_place)
+            contributions.count_opportunities(missing_is_expected=True)
+        totals.count_opportunities(missing_is_expected=True)
+        return value
+
+    def _register_contributions(
+        self, contributions: CallGradients, value: Any, pending: PendingInputGradients, *, in_place: bool
+    ) -> Any:
+        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs."""
+        read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
         for path, tensor in contributions.tensors_with_gradient(value):
             if (hook := contributions.hook(path, tensor)) is None:
                 continue
@@ -245,8 +327,6 @@ class InputGradients:
             else:
                 alias = contributions.alias(tensor)
                 pending.aliases.append((alias, TensorGradientHook(alias, hook)))
-        contributions.count_opportunities(missing_is_expected=True)
-        totals.count_opportunities(missing_is_expected=True)
         return contributions.with_aliases(value)
 
     def _contribution(self, tensor: Tensor, hook: Hook) -> ModuleContribution:
@@ -278,17 +358,26 @@ class OutputGradients:
 
     def register(self, module: nn.Module, output: Any, call: Call) -> Any:
         """Register hooks for all output tensors. Return the output for the caller."""
-        gradients = CallGradients(self.attached_hooks, call, self.clock)
-        needs_alias = any(
-            not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
-            for attached in gradients.attached_hooks
-        )
-        new = gradients.register_outputs(output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias)
-        missing_is_expected = (
-            call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
-        )
-        gradients.count_opportunities(missing_is_expected=missing_is_expected)
-        return new
+        groups, joins = gradient_groups(self.attached_hooks, output)
+        # The hook that is next to the caller sees its gradients first.
+        for group in reversed(groups):
+            gradients = CallGradients(group, call, self.clock)
+            if joins and is_together(group[0]):
+                output = gradients.join(output)
+            else:
+                needs_alias = any(
+                    not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
+                    for attached in gradients.attached_hooks
+                )
+                output = gradients.register_outputs(
+                    output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias
+                )
+                gradients.finish_registration()
+            missing_is_expected = (
+                call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+            )
+            gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        return output
 
 
 def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -389,6 +389,7 @@ def _infer_shapes(
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
             loss, generates = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+        functions.check_outputs()
         _check_target_selection(task, batch)
         if generates and phase in ("forward", "eval"):
             generating.add(phase)

@@ -486,16 +486,20 @@ def test_changed_gradient_reaches_the_arguments(name: str) -> None:
     assert torch.allclose(x.grad, 3 * 2 * 5 * (2 * x).exp())
 
 
-@pytest.mark.parametrize("function", [torch.relu, torch.Tensor.relu_])
+@pytest.mark.parametrize(
+    "function",
+    [torch.sin, torch.Tensor.sin_, lambda x: torch.sin(x).add_(1)],
+    ids=["new", "in_place", "then_in_place"],
+)
 def test_gradient_hooks_act_in_the_written_order(function: Callable[..., Tensor]) -> None:
     on_gradient = {"kind": "function_grad"}
     specs = {
-        "before": record("relu*") | on_gradient,
-        "tripled": scale("relu*", 3.0) | on_gradient,
-        "limited": {"layers": ".", "functions": "relu*", "action": "clip", "value": 2.0} | on_gradient,
-        "after": record("relu*") | on_gradient,
+        "before": record("sin*") | on_gradient,
+        "tripled": scale("sin*", 3.0) | on_gradient,
+        "limited": {"layers": ".", "functions": "sin*", "action": "clip", "value": 2.0} | on_gradient,
+        "after": record("sin*") | on_gradient,
     }
-    x = torch.ones(3, requires_grad=True)
+    x = torch.zeros(3, requires_grad=True)
     _, probe = run(Calls(lambda x: function(x * 1.0) * 1.0), specs, x, backward=True)
     found = [next(iter(recorded(probe, name).values())).unique().tolist() for name in ("before", "after")]
     assert (found, x.grad.unique().tolist()) == ([[1.0], [2.0]], [2.0])
