@@ -334,6 +334,7 @@ class Probe:
         """
         names = checked_ids(ids)
         numbers = checked_targets(targets, len(names))
+        self.clock.name_samples(names)
         if self.recorder.samples.are_kept:
             batch = SampleBatch(self.clock.moment, self.clock.rank, names, numbers, is_checked=True)
             self.recorder.samples.begin(batch)
@@ -345,6 +346,7 @@ class Probe:
             indices: The index of each sample of this process in the complete dataset.
             batch: The batch of the data loader, or a mapping with its targets; see `targets_of`.
         """
+        self.clock.name_samples(indices)
         if self.recorder.samples.are_kept:
             moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
             named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch, len(indices)), is_checked=False)

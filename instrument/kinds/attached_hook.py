@@ -230,6 +230,7 @@ class AttachedHook(HookCoverage):
             seed=self.clock.seed,
             scope=self.scope,
             rank=self.clock.rank,
+            ids=self.clock.ids,
             tensors=self._kept_tensors(firing),
         )
 
