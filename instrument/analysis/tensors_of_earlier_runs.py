@@ -17,7 +17,7 @@ from torch import Tensor
 from ..actions.base import Context
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
-from .features import Features
+from .features import MOST_SHOWN, Features
 from .folders import NoRunError
 from .load import Run, load
 
@@ -91,8 +91,12 @@ def _of_spec(problem: Problem, where: str) -> Problem:
     """Return a problem with the tensors of a run as one of the spec that uses them."""
     fields = {"layer": "layers", "call": "layers", "samples": "run", "phase": "hook"}
     fix = "set 'step' to one of them, or record each sample once" if problem.where == "step" else problem.fix
+    message = f"in the other run, {problem.message}"
     return replace(
-        problem, where=f"{where}.{fields.get(problem.where, problem.where)}", fix=fix.replace("pass ", "set ")
+        problem,
+        message=message,
+        where=f"{where}.{fields.get(problem.where, problem.where)}",
+        fix=fix.replace("pass ", "set "),
     )
 
 
@@ -132,9 +136,14 @@ class RunArchive:
         """
         if run not in self._runs:
             try:
-                self._runs[run] = load(Path(run))
+                found = load(Path(run))
             except NoRunError as error:
                 raise ConfigError(Problem(f"{where}.{field}", str(error), run, "the folder of a run")) from None
+            if found.folders != [found.path]:
+                message = "this folder contains runs, but is not the folder of a run"
+                allowed = [str(folder) for folder in found.folders[:MOST_SHOWN]]
+                raise ConfigError(Problem(f"{where}.{field}", message, run, allowed))
+            self._runs[run] = found
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
             raise ConfigError(
@@ -248,8 +257,7 @@ class RunArchive:
                 features = self._runs[run].features(layer or ".", **conditions)
             except ConfigError as error:
                 raise ConfigError(*(_of_spec(problem, where) for problem in error.problems)) from None
-            if not isinstance(features, Features):
-                raise ConfigError(Problem(f"{where}.run", "this is the folder of a sweep", run, "the folder of a run"))
+            assert isinstance(features, Features), "open refuses the folder of a sweep"
             rows = {name: row for row, name in enumerate(features.ids.tolist())}
             self._samples[key] = RecordedSamples(torch.from_numpy(features.X), rows)
         return self._samples[key]

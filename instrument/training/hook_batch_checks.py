@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from ..analysis.tensors_of_earlier_runs import Place, RunArchive
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, Problem, similar_names
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfits_in_smaller_batches, selected_shape_at, tensors_at
 from ..plan.hook_plan import HookPlan, Site
@@ -242,9 +242,13 @@ class _RecordingCheck:
         # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
         if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
             message = f"the other run recorded no tensors with role {self.spec.tensor_role!r} at {shorten([*map(str, missing)])}"
-            yield self._problem(
-                "layers", message, list(self.spec.globs), shorten(sorted(map(str, self.recorded))) or "none"
-            )
+            names = sorted(map(str, self.recorded))
+            shapes = {
+                str(location): next(iter(tensors.values()))[0].shape for location, tensors in self.recorded.items()
+            }
+            allowed = shorten([f"{name} {list(shapes[name] or ())}" for name in names]) or "none"
+            similar = similar_names(str(missing[0]), names)
+            yield self._problem("layers", message, list(self.spec.globs), allowed, similar)
             return
         steps = {step for tensors in self.recorded.values() for step, _ in tensors}
         if missing_steps := sorted({self._source_step(step) for step in due} - steps):
@@ -349,10 +353,17 @@ class _RecordingCheck:
         return self._problem("run", message, self.spec.run, fix=fix)
 
     def _problem(
-        self, key: str, message: str, written: object, allowed: Sequence[str] | str = (), *, fix: str = ""
+        self,
+        key: str,
+        message: str,
+        written: object,
+        allowed: Sequence[str] | str = (),
+        similar: Sequence[str] = (),
+        *,
+        fix: str = "",
     ) -> Problem:
         """Return the problem of a key of the spec."""
-        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed, fix=fix)
+        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed, similar, fix=fix)
 
 
 def _scaled(shape: Shape, samples: int, size: int) -> Shape:

@@ -30,6 +30,8 @@ FORWARD = [
     '+hooks.seen={layers: "**", kind: forward, action: record}',
     '+hooks.flow={layers: "**", kind: full_backward, action: record}',
     '+hooks.sums={layers: "**", kind: post_accumulate_grad, action: record, tensors: true}',
+    '+hooks.called={layers: "**", kind: function, functions: "*", action: record}',
+    '+hooks.arriving={layers: "**", kind: function_grad, functions: "*", action: record}',
 ]
 TRAINING = [*COMMON, "train.steps=3", "optimizer=adam", "train.save=true", "train.checkpoint.every=3"]
 PROBED = [
@@ -67,7 +69,9 @@ def rows_of(run: instrument.Run, phase: str, *hooks: str) -> pd.DataFrame:
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_forward_in_two_processes_equals_one_process(executed: Callable[..., instrument.Run], parallel: str) -> None:
     one, two = executed(*FORWARD), executed(*FORWARD, parallel=parallel)
-    hooks = ["seen", "flow"] if parallel == "ddp" else ["seen", "flow", "sums"]  # ddp: gradients of each process
+    hooks = ["seen", "flow", "called", "arriving"]
+    hooks += ["sums"] if parallel == "fsdp2" else []  # ddp: gradients of each process
+    assert {*hooks} <= {*two.stats.hook}
     pd.testing.assert_frame_equal(
         rows_of(one, "forward", *hooks), rows_of(two, "forward", *hooks), rtol=1e-4, atol=1e-6, check_dtype=False
     )

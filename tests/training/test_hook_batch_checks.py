@@ -168,7 +168,7 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
         (
             {"layers": "."},
             {},
-            r"put.layers: the other run recorded no tensors with role 'output' at '\.'\n(.|\n)*allowed  'layers.0'",
+            r"put.layers: the other run recorded no tensors with role 'output' at '\.'\n(.|\n)*allowed  'layers.0' \[16, 16\], 'layers.1'",
         ),
         (
             {"kind": "forward_pre"},
@@ -435,7 +435,11 @@ def test_samples_get_their_values_in_any_batch(clean: str, phase: str, part: dic
             r"put.run: the other run has no values of 10 of the 60 samples at 'layers.1'(.|\n)*indices 50, 51,",
         ),
         ({"steps": [0]}, {"data": {"slice": {"start": 45, "stop": 80}}}, r"no values of 27 of the 32 samples"),
-        ({"layers": "."}, {}, r"put.layers: no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1"),
+        (
+            {"layers": "."},
+            {},
+            r"put.layers: in the other run, no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1",
+        ),
         (
             {"layers": "layers.0"},
             {"model": {**CONFIG["model"], "sizes": [64, 12, 10]}},
@@ -459,7 +463,8 @@ def test_samples_of_several_steps_require_a_step(tmp_path: Path) -> None:
     run = recorded(tmp_path / "twice", {"kept": RECORD}, steps=4)
     put = {**REPLACE, "run": run, "match": "id"}
     with pytest.raises(
-        ConfigError, match=r"put.step: the samples occur in several steps(.|\n)*set 'step' to one of them"
+        ConfigError,
+        match=r"put.step: in the other run, the samples occur in several steps(.|\n)*set 'step' to one of them",
     ):
         prepare_only({"put": put})
     prepare_only({"put": {**put, "step": 0, "steps": [0]}}, steps=1)
