@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..actions.intervention import describe
+from ..dtensor import sharding_hooks
 from ..errors import HookError
 from ..lazy_compiler import exclude_from_graphs
 from ..nested import iter_tensors, join_arguments, map_tensors, split_arguments
@@ -92,7 +93,7 @@ class HookedFunctions(FunctionMode):
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         # The mode of another probe sees what these functions call.
         of_this_mode = (HookedFunctions._act, HookedFunctions._register, _copy_of, _write, _overwrite)
-        super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode))
+        super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode, *sharding_hooks()))
         self._clock = clock
 
     def run(
