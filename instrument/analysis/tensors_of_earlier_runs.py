@@ -110,7 +110,12 @@ class RunArchive:
     Args:
         ranks: Number of processes of the current run.
         shard: Maps the samples of a batch to those of this process; None if this is unknown.
+
+    Attributes:
+        substitutes_samples: Whether values of another sample replace missing ones. A dry run uses batches of other steps.
     """
+
+    substitutes_samples = False
 
     def __init__(self, ranks: int = 1, shard: Callable[[range], range] | None = None) -> None:
         self.ranks = ranks
@@ -232,9 +237,10 @@ class RunArchive:
         place = Place(context.layer, context.role, context.path, context.call)
         recorded = self.by_sample(run, hook, step, place, f"hooks.{context.hook}")
         ids = context.ids.tolist() if isinstance(context.ids, Tensor) else context.ids
-        if missing := [name for name in ids if name not in recorded.rows]:
+        missing = [name for name in ids if name not in recorded.rows]
+        if missing and not self.substitutes_samples:
             raise LookupError(f"{run} has no values of sample {missing[0]!r} at layer {context.layer or '.'!r}")
-        return recorded.values[[recorded.rows[name] for name in ids]]
+        return recorded.values[[recorded.rows.get(name, 0) for name in ids]]
 
     def by_sample(self, run: str, hook: str | None, step: int | None, place: Place, where: str) -> RecordedSamples:
         """Return all values that were recorded at a place, by sample. They are read once and stay in memory.

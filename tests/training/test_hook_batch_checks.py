@@ -491,3 +491,12 @@ def test_attach_names_the_samples(tmp_path: Path) -> None:
         probe.batch(ids=["a", "x"])
         with pytest.raises(instrument.HookError, match="has no values of sample 'x' at layer '1'"):
             model(inputs[:2])
+
+
+def test_dry_run_uses_values_of_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "SECONDS", 0.0)
+    data = {"slice": {"stop": 64}}
+    run = recorded(tmp_path / "second", {"kept": {**RECORD, "steps": [1]}}, data=data)
+    put = {"put": {**REPLACE, "run": run, "match": "id", "steps": [1]}}
+    experiment = prepare(parse_config(CONFIG | {"hooks": put, "data": CONFIG["data"] | data}))
+    assert dry_run(experiment).cost["put"].firings == 1  # with a batch of step 0, which has no recorded values
