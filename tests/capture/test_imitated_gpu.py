@@ -114,6 +114,25 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
 
 
 @pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize("kind", ["forward_pre", "full_backward"])
+def test_function_of_several_tensors_neither_waits_nor_copies(kind: str) -> None:
+    def halve(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {path: tensor / 2 for path, tensor in tensors.items()}
+
+    model = nn.Bilinear(3, 4, 2, device="meta")
+    spec = {"layers": ".", "kind": kind, "action": "modify", "fn": halve, "together": True}
+    with instrument.attach(model, {"h": spec}) as probe:
+        for _ in range(2):
+            inputs = [torch.empty(5, size, device="meta", requires_grad=True) for size in (3, 4)]
+            with Launches() as launches:
+                model(*inputs).sum().backward()
+            assert launches.copies == []
+            probe.end_step()
+    assert [row["fired"] for row in probe.coverage()] == [2]
+    assert len(probe.sink.rows["effects"]) == 4
+
+
+@pytest.mark.usefixtures("imitated")
 def test_samples_on_a_fake_gpu_are_copied_when_the_step_ends() -> None:
     with FakeTensorMode():
         model = nn.Linear(4, 4, device="cuda")

@@ -213,6 +213,16 @@ def test_context_has_the_values_and_selected_parts() -> None:
     assert [row["changed_fraction"] for row in probe.sink.records("effects")][:2] == [1.0, 0.0]
 
 
+def test_function_gets_gradients_without_the_factor_of_a_scaler() -> None:
+    found = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", enabled=False)):
+        model, batch = Model(), torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+        with instrument.attach(model, {"h": spec("full_backward")}, scaler=scaler):
+            scaler.scale(model(batch).sum()).backward()
+        found.append([batch.grad / scaler.get_scale(), model.before.weight.grad / scaler.get_scale()])
+    assert_same(*found)
+
+
 def test_checkpointed_module_gives_the_same_gradients() -> None:
     class Checkpointed(Model):
         def forward(self, batch: Tensor) -> Tensor:
