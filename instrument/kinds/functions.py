@@ -30,6 +30,7 @@ from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule,
 from ..spec.base import HookBase
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
+from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock, Firing
 from .gradient_hooks import LeafHooks
 from .hook_group_interface import InertWhenCopied
@@ -38,7 +39,7 @@ from .module_tensors import ModuleHooks
 from .plain_record import PlainRecord
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
-from .tensor_gradients import CallGradients, gradient_groups, versions_of
+from .tensor_gradients import versions_of
 from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()

@@ -77,7 +77,7 @@ class EndlessCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("hook_coverage", "functions", "module_tensors", "plain_record", "tensor_gradients", "together"):
+    for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "plain_record", "together"):
         monkeypatch.setattr(f"instrument.kinds.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned

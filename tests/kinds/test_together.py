@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -221,6 +222,20 @@ def test_function_gets_gradients_without_the_factor_of_a_scaler() -> None:
             scaler.scale(model(batch).sum()).backward()
         found.append([batch.grad / scaler.get_scale(), model.before.weight.grad / scaler.get_scale()])
     assert_same(*found)
+
+
+def test_graph_is_freed_immediately() -> None:
+    batch = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    model, hooks = Model(), {"a": spec("full_backward"), "b": spec("full_backward_pre")}
+    with instrument.attach(model, hooks):
+        inside = []
+        handle = model.split.register_forward_pre_hook(lambda module, args: inside.append(weakref.ref(args[0])))
+        output = model(batch)
+        handle.remove()
+        assert inside[0]() is not None, "the graph refers to it"
+        output.sum().backward()
+        del output
+        assert inside[0]() is None
 
 
 def test_checkpointed_module_gives_the_same_gradients() -> None:
