@@ -81,6 +81,19 @@ def test_forward_in_two_processes_equals_one_process(executed: Callable[..., ins
         assert two.info["metrics"][name] == pytest.approx(one.info["metrics"][name], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_values_of_samples_are_found_by_id(executed: Callable[..., instrument.Run], parallel: str) -> None:
+    kept = "+hooks.kept={layers: layers.0, kind: forward, action: record, tensors: true}"
+    source = executed(*COMMON, "mode=forward", kept)
+    fields = f"layers: layers.0, kind: forward, action: modify, fn: replace, run: {source.path}, match: id"
+    changed = [*COMMON, "seed=3", "train.steps=2", f"+hooks.put={{{fields}}}", kept]
+    found = executed(*changed, "train.batch_size=16", parallel=parallel)
+    wanted, values = source.features("layers.0"), found.features("layers.0")
+    assert len(values.ids) == 32
+    np.testing.assert_array_equal(values.X, wanted.X[np.searchsorted(wanted.ids, values.ids)])
+
+
 def test_parameter_gradients_of_forward_are_those_of_each_process(executed: Callable[..., instrument.Run]) -> None:
     one, two = executed(*FORWARD), executed(*FORWARD, parallel="ddp")
     rows = two.stats[two.stats.hook == "sums"]
