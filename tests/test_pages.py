@@ -13,7 +13,10 @@ import yaml
 from conftest import REPOSITORY, Answer
 
 DOCS = REPOSITORY / "docs"
-PAGES = [*(DOCS / f"{name}.md" for name in ("index", "start", "concepts")), *sorted((DOCS / "guides").glob("*.md"))]
+PAGES = [
+    *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
+    *sorted((DOCS / "guides").glob("*.md")),
+]
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.M)
 
