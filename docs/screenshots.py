@@ -1,14 +1,20 @@
-"""Create the screenshots of reports in docs/images. The script repeats the runs of docs/report.md and opens their reports.
+"""Create the pictures in docs/images.
+
+The script repeats the runs of docs/report.md and opens their reports. Then it runs the code of the guides in FIGURES and copies the
+figures that it saves.
 
     python docs/screenshots.py
 
-It requires Chromium (Debian: chromium) and takes about a minute.
+It requires Chromium (Debian: chromium) and takes about two minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,6 +61,10 @@ class Shot:
     choices: tuple[tuple[str, str], ...] = ()
 
 
+# Guides whose code saves figures. They use the runs of the guides before them.
+FIGURES = ("induction", "causal_tracing", "linear_steering")
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
+
 SHOTS = (
     Shot("report.png", "mnist_hooks", height=1650),
     Shot("report-phone.png", "mnist_hooks", width=400, height=1800, dark=True),
@@ -95,8 +105,22 @@ def take_screenshot(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
     return Image.open(io.BytesIO(image)).convert("RGB")
 
 
+def make_figures(folder: Path) -> None:
+    """Run the code of the guides in a folder, and copy the figures that it saves."""
+    for name in FIGURES:
+        namespace: dict[str, object] = {}
+        for language, text in BLOCK.findall((IMAGES.parent / "guides" / f"{name}.md").read_text()):
+            if language == "python":
+                exec(text, namespace)
+            else:
+                command = re.sub("^python", shlex.quote(sys.executable), text, flags=re.M)
+                subprocess.run(command, shell=True, check=True, cwd=folder)
+    for figure in folder.glob("*.png"):
+        Image.open(figure).convert("RGB").save(IMAGES / figure.name, optimize=True)
+
+
 def main() -> None:
-    """Make all runs and write all screenshots."""
+    """Make all runs, screenshots and figures."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     IMAGES.mkdir(exist_ok=True)
     with TemporaryDirectory() as scratch, sync_playwright() as playwright:
@@ -105,6 +129,8 @@ def main() -> None:
         for shot in SHOTS:
             take_screenshot(browser, shot, Path(scratch)).save(IMAGES / shot.file, optimize=True)
         browser.close()
+        with contextlib.chdir(scratch):
+            make_figures(Path(scratch))
 
 
 if __name__ == "__main__":
