@@ -1,7 +1,6 @@
-"""Create the pictures in docs/images.
+"""Create the pictures in docs/images: screenshots of reports, and figures of the guides.
 
-The script repeats the runs of docs/report.md and opens their reports. Then it runs the code of the guides in FIGURES and copies the
-figures that it saves.
+The script repeats the runs of docs/report.md and opens their reports, and runs the code of the guides in FIGURES.
 
     python docs/screenshots.py
 
@@ -28,6 +27,15 @@ from playwright.sync_api import Browser, sync_playwright
 import instrument.report
 
 IMAGES = Path(__file__).parent / "images"
+GUIDES = Path(__file__).parent / "guides"
+# The figures that the code of each guide saves. A guide may use the runs of the guides before it.
+FIGURES = {
+    "attention": ("attention", "positions", "lens"),
+    "induction": ("induction-attention", "induction-ablation", "induction-training"),
+    "causal_tracing": ("causal-tracing",),
+    "linear_steering": ("linear-steering",),
+}
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
 RUNS = {
@@ -60,10 +68,6 @@ class Shot:
     dark: bool = False
     choices: tuple[tuple[str, str], ...] = ()
 
-
-# Guides whose code saves figures. They use the runs of the guides before them.
-FIGURES = ("induction", "causal_tracing", "linear_steering")
-BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 
 SHOTS = (
     Shot("report.png", "mnist_hooks", height=1650),
@@ -106,17 +110,18 @@ def take_screenshot(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
 
 
 def make_figures(folder: Path) -> None:
-    """Run the code of the guides in a folder, and copy the figures that it saves."""
-    for name in FIGURES:
+    """Run the commands and the Python code of the guides in a folder, and copy their figures."""
+    for guide, names in FIGURES.items():
         namespace: dict[str, object] = {}
-        for language, text in BLOCK.findall((IMAGES.parent / "guides" / f"{name}.md").read_text()):
-            if language == "python":
-                exec(text, namespace)
-            else:
+        for language, text in BLOCK.findall((GUIDES / f"{guide}.md").read_text(encoding="utf-8")):
+            if language == "sh":
                 command = re.sub("^python", shlex.quote(sys.executable), text, flags=re.M)
                 subprocess.run(command, shell=True, check=True, cwd=folder)
-    for figure in folder.glob("*.png"):
-        Image.open(figure).convert("RGB").save(IMAGES / figure.name, optimize=True)
+                continue
+            with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+                exec(text, namespace)
+        for name in names:
+            Image.open(folder / f"{name}.png").convert("RGB").save(IMAGES / f"guide-{name}.png", optimize=True)
 
 
 def main() -> None:
@@ -124,13 +129,12 @@ def main() -> None:
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     IMAGES.mkdir(exist_ok=True)
     with TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        make_figures(Path(scratch))
         make_runs(Path(scratch))
         browser = playwright.chromium.launch(executable_path=executable, args=FLAGS)
         for shot in SHOTS:
             take_screenshot(browser, shot, Path(scratch)).save(IMAGES / shot.file, optimize=True)
         browser.close()
-        with contextlib.chdir(scratch):
-            make_figures(Path(scratch))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,7 @@ class InterventionGrid:
         Returns:
             float64, shape [rows, columns]; NaN for cells without a run, or without a baseline if others have one.
         """
+        number = cache(number)  # several runs have the same baseline
         found: dict[tuple[int, int], list[float]] = {}
         for cell in self.cells:
             value = number(cell.treated)
@@ -103,7 +105,7 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
     """
     finished, left_out = trainings(run)
     fields = {name: _differing_fields(finished, name) for name in _interventions(finished)}
-    hook = _select(run, finished, {name: keys for name, keys in fields.items() if keys}, intervention)
+    hook = _select(run, finished, left_out, {name: keys for name, keys in fields.items() if keys}, intervention)
     keys = sorted(fields[hook], key=lambda key: key != LAYERS)  # stable
     if len(keys) > 2:
         names = [f"{HOOKS}.{hook}.{key}" for key in keys]
@@ -155,7 +157,11 @@ def _differing_fields(finished: Sequence[Training], hook: str) -> list[str]:
 
 
 def _select(
-    run: RunTables, finished: Sequence[Training], fields: Mapping[str, Sequence[str]], intervention: str | None
+    run: RunTables,
+    finished: Sequence[Training],
+    left_out: Mapping[int, str],
+    fields: Mapping[str, Sequence[str]],
+    intervention: str | None,
 ) -> str:
     """Return the intervention whose fields differ."""
     swept = [f"{HOOKS}.{hook}.{key}" for hook, keys in fields.items() for key in keys]
@@ -169,9 +175,9 @@ def _select(
         raise InstrumentError(str(Problem("sweep", message, ", ".join(swept), fix=fix)))
     if not fields:
         overrides = ", ".join(differing_overrides(run)[:MOST_NAMES]) or "none"
-        states = Counter(str(info["status"]) for info in run.infos)
-        counts = ", ".join(f"{count} {status}" for status, count in states.items())
-        message = f"the finished runs do not differ in any field of an intervention ({len(finished)} runs are finished of {counts})"
+        reasons = "; ".join(f"{count} left out: {reason}" for reason, count in Counter(left_out.values()).items())
+        compared = f"{len(finished)} of {len(run.infos)} runs are compared" + (f"; {reasons}" if reasons else "")
+        message = f"the runs do not differ in any field of an intervention ({compared})"
         fix = "sweep over it: -m 'hooks.patch.layers=blocks.0,blocks.1' 'hooks.patch.positions=[0],[1]'"
         raise InstrumentError(str(Problem("sweep", message, f"overrides that differ: {overrides}", fix=fix)))
     return intervention or next(iter(fields))
@@ -199,7 +205,8 @@ def _field(training: Training, hook: str, field: str) -> Any:
 def _ordered(run: RunTables, values: Any) -> list[str]:
     """Return the different values as JSON: layers in their order, indices in ascending order, others as they come."""
     unique = list(dict.fromkeys(map(canonical_json, values)))
-    layers = {name or ".": rank for rank, name in enumerate(dict.fromkeys(run.read("layers", ["layer"])["layer"]))}
+    first = RunTables(run.folders[0], run.folders[:1])
+    layers = {name or ".": rank for rank, name in enumerate(first.read("layers", ["layer"])["layer"])}
 
     def order(text: str) -> tuple[Any, ...]:
         value = json.loads(text)

@@ -15,7 +15,7 @@ from ..analysis.load import Run
 from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
 from ..analysis.series_selection import MOST_NAMES, check_choice, select_series
 from ..errors import InstrumentError, Problem
-from .axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain
+from .axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain, token_label
 from .source import check_columns, check_single_run
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 MOST_LAYERS, MOST_HEADS = 8, 64  # maximum numbers of rows of layers, and of heads in each of them
 TOKEN, LABEL = 0.17, 0.1  # size of a token, and the smallest distance of two labels, in inches
 ONE, MANY, WIDEST = (3.0, 9.0), (1.2, 2.6), 20.0  # limits of the size of a map alone and of several; of a figure
-LONGEST_TOKEN = 12  # maximum length of a label, in characters
-INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 
 Tokens = Sequence[str] | Sequence[int] | Callable[[int], str] | None
 
@@ -230,14 +228,9 @@ def _labels(
         if len(names) != keys:
             message = f"the number of tokens is not that of the keys of {row.tensor.location}"
             raise InstrumentError(str(Problem("tokens", message, len(names), str(keys))))
-    of_keys = [_token_label(name) for name in names] if names else [str(at) for at in range(keys)]
+    of_keys = [token_label(name) for name in names] if names else [str(at) for at in range(keys)]
     of_queries = of_keys if names and queries == keys else [str(at) for at in range(queries)]
     return [of_queries[at] for at in row.maps.queries], [of_keys[at] for at in row.maps.keys]
-
-
-def _token_label(token: str) -> str:
-    """Return a token as a short label in which blanks are visible."""
-    return plain(token.translate(INVISIBLE), LONGEST_TOKEN)
 
 
 # ------------------------------------------------------------------------------------------------ drawing

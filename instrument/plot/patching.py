@@ -22,7 +22,9 @@ from .axes_and_scales import (
     label_locations,
     new_figure,
     plain,
+    token_label,
     width_of,
+    write_numbers,
 )
 from .compare import METRICS
 from .run_labels import combine_runs
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
 CELL, ROW = 0.42, 0.28  # size of a cell, in inches
 NARROWEST, WIDEST = 3.0, 12.0  # limits of the width of the chart without labels, in inches
-MOST_NUMBERS = 300  # maximum number of cells whose values are written into them
-LONGEST_TOKEN = 12
 
 
 def patching(
@@ -112,8 +112,7 @@ def _draw_figure(
     _label_columns(axes, labels, width)
     if not np.isfinite(values).all():
         add_hatch(axes, 0, columns, "no finished run" + (" with a baseline" if grid.has_baseline else ""))
-    if values.size <= MOST_NUMBERS and width / columns >= 5 * LETTER:
-        _write_numbers(axes, values, cells)
+    write_numbers(axes, values, cells, width)
     name = METRICS.get(metric) or axis_name(metric)
     colour_bar(axes, cells, f"{name} minus baseline" if is_difference else name, height)
     add_legend(figure)
@@ -140,7 +139,7 @@ def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int]
         if outside:
             message = f"there is no token at position {outside[0]}"
             raise InstrumentError(str(Problem("tokens", message, f"{len(names)} tokens")))
-        labels.append(f"{' '.join(names[each] for each in positions)[:LONGEST_TOKEN]} ({text})")
+        labels.append(f"{token_label(' '.join(names[each] for each in positions))} ({text})")
     return labels
 
 
@@ -161,15 +160,6 @@ def _label_columns(axes: Axes, labels: Sequence[str], width: float) -> None:
     shown = range(0, len(labels), every) if any(labels) else ()
     axes.set_xticks([i + 0.5 for i in shown], [plain(labels[i], 24) for i in shown], fontsize=SMALL)
     axes.tick_params(axis="x", rotation=90 if is_wide else 0)
-
-
-def _write_numbers(axes: Axes, values: np.ndarray, cells: Any) -> None:
-    """Write the value of each cell in black or white, whichever differs more from the color of the cell."""
-    for (y, x), value in np.ndenumerate(values):
-        if np.isfinite(value):
-            red, green, blue, _ = cells.cmap(cells.norm(value))
-            shade = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-            axes.text(x + 0.5, y + 0.5, f"{value:.2g}", ha="center", va="center", fontsize=SMALL - 1, color=shade)
 
 
 def _notes(grid: InterventionGrid) -> list[str]:

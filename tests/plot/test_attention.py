@@ -144,7 +144,10 @@ def test_tokens_are_labels(run: instrument.Run) -> None:
     texts = ["a", " _", "b", r"\$", "c", "↵"]
     words = ["one", "two", "three", "a long word indeed", "five", "␣six"]
     cases = [(None, ids), (chr, texts), (list("a_b$c\n"), texts), (TOKENS[1], ids)]
-    cases += [(["one", "two", "three", "a long word indeed", "five", " six"], [*words[:3], "a␣lon…indeed", *words[4:]])]
+    cases += [
+        (["\x07", "b", "c", "d", "e", "f"], [r"\x07", *"bcdef"]),
+        (["one", "two", "three", "a long word indeed", "five", " six"], [*words[:3], "a␣lon…indeed", *words[4:]]),
+    ]
     for tokens, expected in cases:
         (axes,) = maps_of(attention(run, "blocks.0", head=0, sample=3, tokens=tokens)).values()
         assert labels_of(axes) == (expected, expected)

@@ -300,7 +300,7 @@ def test_sections_without_records_are_hidden(open_page: Open, tmp_path: Path) ->
         hidden = report.page.evaluate(
             "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
         )
-        assert hidden == ["flow", "maps", "interventions"]
+        assert hidden == ["flow", "attention", "maps", "interventions"]
         links = report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
         assert links == [
             "#findings",
