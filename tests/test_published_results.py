@@ -19,6 +19,7 @@ from tiers import tiered
 from torch import Tensor
 from torch.nn import functional as F
 
+import instrument
 from instrument import MemorySink
 from instrument.capture.probe import Probe
 from instrument.cli.validated_config import read_config
@@ -101,13 +102,26 @@ def induction_scores(sink: MemorySink, layer: int) -> Tensor:
     return mean_attention(sink, layer, PERIOD - 1, range(PERIOD, 2 * PERIOD))
 
 
-def test_loss_drops_where_tokens_repeat(intact: tuple[float, MemorySink]) -> None:
+def evaluation_loss(run: Path) -> float:
+    loss: float = instrument.load(run).info["metrics"]["loss"]
+    return loss
+
+
+def test_loss_drops_where_tokens_repeat(study: Study, intact: tuple[float, MemorySink]) -> None:
+    assert evaluation_loss(study.folder / "runs/induction") < 1.4
     loss, sink = intact
     tokens, logits = recorded(sink, "tokens"), recorded(sink, "logits")
     losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), tokens[:, 1:], reduction="none").mean(0)  # by position
     assert losses[: PERIOD - 1].min() > 2.3  # not less than the entropy of the remaining tokens
     assert losses[PERIOD:].max() < 0.3
     assert loss < 0.2
+
+
+@pytest.mark.slow
+def test_one_layer_does_not_learn_to_continue_repetitions(tmp_path: Path) -> None:
+    answer = run_in(tmp_path, "+exp=induction", "model.layers=1", "hydra.run.dir=runs/one", "quiet=true")
+    assert answer.code == 0, answer.err
+    assert evaluation_loss(tmp_path / "runs/one") > 1.7
 
 
 def test_layer_0_has_a_previous_token_head_and_layer_1_an_induction_head(intact: tuple[float, MemorySink]) -> None:
