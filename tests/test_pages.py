@@ -26,7 +26,7 @@ FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
 @pytest.mark.parametrize(
     "pages",
-    [*([page] for page in PAGES if page not in SERIES), SERIES],
+    [*([page] for page in PAGES if page not in SERIES), pytest.param(SERIES, marks=pytest.mark.slow)],
     ids=lambda pages: str(pages[0].relative_to(DOCS)),
 )
 def test_blocks_of_a_page_run(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, run_in
-from hydra import compose, initialize_config_dir
+from conftest import run_in
+from hydra.types import RunMode
 from tiers import tiered
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,6 +23,7 @@ import instrument
 from instrument import MemorySink
 from instrument.capture.probe import Probe
 from instrument.cli.validated_config import read_config
+from instrument.configuration.search_path import config_loader
 from instrument.spec.parse import parse_config
 from instrument.training.experiment import prepare
 from instrument.training.forward import run_forward
@@ -44,8 +45,8 @@ class Study:
     def config(self, name: str) -> dict[str, Any]:
         """Return a copy of the configuration of an experiment."""
         if name not in self.configs:
-            with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-                self.configs[name] = read_config(compose("config", [f"+exp={name}"]))[1]
+            config = config_loader().load_configuration("config", [f"+exp={name}"], RunMode.RUN)
+            self.configs[name] = read_config(config)[1]
         return deepcopy(self.configs[name])
 
     def run(self, name: str, **interventions: dict[str, Any] | None) -> tuple[float, MemorySink]:
