@@ -191,7 +191,7 @@ def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: 
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
             shade = shade_on(cells, value)
-            number = f"{value:.2g}" if decimals > MOST_DECIMALS else f"{value:.{decimals}f}"
+            number = f"{value:.2g}" if decimals > MOST_DECIMALS else f"{value:z.{decimals}f}"
             axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", fontsize=SMALL - 1, color=shade)
 
 

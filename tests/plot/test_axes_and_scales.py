@@ -24,6 +24,7 @@ from instrument.plot.axes_and_scales import (
     new_figure,
     plain,
     scale,
+    write_numbers,
 )
 
 
@@ -147,3 +148,11 @@ def test_legend_has_each_label_once() -> None:
     figure.axes[1].plot([0], label="own")
     add_legend(figure)
     assert legend_of(figure) == ["same", "own"]
+
+
+def test_rounded_number_has_no_negative_zero() -> None:
+    figure = new_figure(4, 2)
+    axes = figure.add_subplot()
+    values = np.array([[-0.001, -2.0]])
+    write_numbers(axes, values, axes.pcolormesh(values), 4)
+    assert [text.get_text() for text in axes.texts] == ["0.0", "-2.0"]
