@@ -168,7 +168,7 @@ function drawPatching(report) {
   const ticks = (names) => ({ tickvals: names.map((_, i) => i), ticktext: names.map((name) => plain(short(name))), showgrid: false, zeroline: false });
   plot("patching-chart", [trace], {
     height: Math.max(240, 34 * rows.length + 120),
-    xaxis: { ...ticks(columns), title: { text: plain(keys[1]) } }, yaxis: { ...ticks(rows), title: { text: plain(keys[0]) }, autorange: "reversed" },
+    xaxis: { ...ticks(columns), title: { text: plain(keys[1]) } }, yaxis: { ...ticks(rows), title: { text: plain(keys[0]), standoff: 16 }, automargin: true, autorange: "reversed" },
   });
   setText("patching-note",
     (difference ? `Each cell is the ${metric} with ${hook} minus that of the run without it that has the same seed and configuration.` : `Each cell is the ${metric} with ${hook}. A run without it in the same folder would be the baseline.`) +
