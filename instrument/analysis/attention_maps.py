@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..spec.base import HookBase, parse_slice
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks
-from ..spec.selection import selected_indices
+from ..spec.selection import SelectionError, selected_indices
 from .plot_data import KEYS, RecordedSeries, location_name
 from .run_tables import RunTables
 from .tensor_decoding import is_known
@@ -21,6 +21,7 @@ from .tensor_decoding import is_known
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 TOLERANCE = 0.02  # of the sum of a row of probabilities, which may be float16 or bfloat16
+TOKENS = "input_ids"  # name of the argument of Hugging Face models for token ids
 _FLOATS = ("float", "bfloat")
 _INTEGERS = ("int", "uint")
 
@@ -129,13 +130,13 @@ def attention_tensors(run: RunTables | pd.DataFrame) -> list[AttentionTensor]:
     Args:
         run: A run, whose values are not read here, or rows of its `tensors()`.
     """
-    specs = _specs(run)
+    specs = recorded_specs(run)
     found = []
     for row in _rows(run):
         source = tuple(map(int, row["source_shape"]))
         if len(source) not in (3, 4) or KINDS[row["kind"]].family != "module" or not row["dtype"].startswith(_FLOATS):
             continue
-        indices = _recorded_indices(specs.get(row["hook"]), tuple(map(int, row["shape"])), source)
+        indices = recorded_indices(specs.get(row["hook"]), tuple(map(int, row["shape"])), source)
         if indices is not None:
             series = RecordedSeries(*(row[key] for key in KEYS))
             found.append(AttentionTensor(series, row["layer"], row["path"], row["call"], _batch(row), source, indices))
@@ -160,7 +161,8 @@ def sample_ids(run: RunTables, batches: Collection[Batch]) -> dict[int | str, li
 def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length: int) -> list[int] | None:
     """Return the token ids of a sample, if the input of the model or of its embedding was recorded.
 
-    This is the first recorded input of a module that consists of integers [N, length].
+    This is the first recorded input of a module that consists of integers [N, length]. `input_ids` is preferred to inputs with
+    other names, such as a mask.
 
     Args:
         run: The run, or rows of its `tensors()`.
@@ -168,13 +170,13 @@ def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length
         position: Index of the sample in the batch.
         length: Number of tokens.
     """
-    specs = _specs(run)
-    for row in _rows(run):
+    specs = recorded_specs(run)
+    for row in sorted(_rows(run), key=lambda row: row["path"] != TOKENS):
         source = tuple(map(int, row["source_shape"]))
         is_input = row["role"] == "input" and row["dtype"].startswith(_INTEGERS)
         if not is_input or len(source) != 2 or source[1] != length or _batch(row) != batch:
             continue
-        indices = _recorded_indices(specs.get(row["hook"]), tuple(map(int, row["shape"])), source)
+        indices = recorded_indices(specs.get(row["hook"]), tuple(map(int, row["shape"])), source)
         if indices is not None and position in indices[0] and len(indices[1]) == length:
             series = RecordedSeries(*(row[key] for key in KEYS))
             tensor = AttentionTensor(series, row["layer"], row["path"], row["call"], batch, source, indices)
@@ -202,7 +204,7 @@ def _rows_where(frame: pd.DataFrame, where: Mapping[str, Any]) -> pd.DataFrame:
     return frame[mask]
 
 
-def _specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
+def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
     """Return the hooks of a run by name; empty for a DataFrame, or if this version cannot parse them."""
     if not isinstance(run, RunTables):
         return {}
@@ -212,7 +214,7 @@ def _specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
         return {}
 
 
-def _recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tuple[tuple[int, ...], ...] | None:
+def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tuple[tuple[int, ...], ...] | None:
     """Return the recorded indices along each dimension of a tensor.
 
     Args:
@@ -223,20 +225,22 @@ def _recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tup
     Returns:
         The indices; None if the recorded elements do not form a block, or are unknown.
     """
-    indices = [range(size) for size in source]
-    if shape == source:
-        return tuple(map(tuple, indices))
-    if spec is None:
-        return tuple(tuple(range(size)) for size in shape) if len(shape) == len(source) else None
-    taken: list[Sequence[int]] = [*indices]
+    taken: list[Sequence[int]] = [range(size) for size in source]
+    if spec is None:  # a DataFrame does not contain the selections of the hooks
+        taken[0] = range(*shape[:1])
+        return tuple(map(tuple, taken)) if shape[1:] == source[1:] else None
     first = getattr(spec, "samples", None)
     if spec.slice is not None:
         taken[0] = taken[0][: first if isinstance(first, int) else None]
         for dim, part in enumerate(parse_slice(spec.slice)):
             taken[dim] = (taken[dim][part],) if isinstance(part, int) else taken[dim][part]
     else:
-        for dim, selected in selected_indices(spec, source, 1 if len(source) == 4 else len(source) - 1).items():
-            taken[dim] = selected
+        try:
+            selected = selected_indices(spec, source, 1 if len(source) == 4 else len(source) - 1)
+        except SelectionError:  # units are in another dimension, as in Conv1d
+            return None
+        for dim, of_dim in selected.items():
+            taken[dim] = of_dim
         taken[0] = taken[0][: first if isinstance(first, int) else None]
     is_block = np.prod([len(each) for each in taken]) == np.prod(shape)
     return tuple(map(tuple, taken)) if is_block else None

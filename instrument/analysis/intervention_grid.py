@@ -67,7 +67,8 @@ class InterventionGrid:
     def values(self, number: Callable[[int], float], baseline: float | None = None) -> np.ndarray:
         """Return the mean number of each cell over its runs.
 
-        If there are baselines, these are differences: the number of each run minus that of its baseline.
+        If there are baselines, these are differences: the number of each run minus that of its baseline. Runs without a baseline
+        do not count then.
 
         Args:
             number: Returns the number of a run, by the index of the run.
@@ -79,11 +80,13 @@ class InterventionGrid:
         number = cache(number)  # several runs have the same baseline
         found: dict[tuple[int, int], list[float]] = {}
         for cell in self.cells:
+            if baseline is None and self.has_baseline and cell.baseline is None:
+                continue
             value = number(cell.treated)
             if baseline is not None:
                 value -= baseline
-            elif self.has_baseline:
-                value = np.nan if cell.baseline is None else value - number(cell.baseline)
+            elif cell.baseline is not None:
+                value -= number(cell.baseline)
             found.setdefault((cell.row, cell.column), []).append(value)
         grid = np.full((len(self.rows), len(self.columns)), np.nan)
         for at, numbers in found.items():

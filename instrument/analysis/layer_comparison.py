@@ -134,7 +134,8 @@ class _Centered:
 
     def block(self, start: int, step: int) -> Array:
         """Return the features of some samples, float64 [step, features]."""
-        centered: Array = self._rows(start, step) - self.mean
+        with np.errstate(invalid="ignore"):  # features that are not finite have no similarity
+            centered: Array = self._rows(start, step) - self.mean
         return centered
 
 

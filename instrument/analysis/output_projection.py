@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from .attention_maps import TOKENS
 from .features import Array, Features
 from .load import Run
 from .recorded_layers import Recorded, positions_of
@@ -54,8 +55,9 @@ def logit_lens(
         norm: The final normalization, applied first: a module or function of tensors; or the name of an `nn.LayerNorm` in the
             saved weights, with the default eps of 1e-5. Default: none.
         layers: The layers. Default: all recorded layers with as many features as `unembed` has, in forward order.
-        tokens: The token ids of the samples, in ascending order of the ids of the samples: [N, positions]. The target of a
-            position is the next token. Default: the recorded integer inputs of the model or of its embedding.
+        tokens: The token ids of the samples, in ascending order of the ids of the samples: [N, length], also if only some
+            positions were recorded. The target of a position is the next token. Default: the recorded integer inputs of the
+            model or of its embedding.
         targets: The targets instead: [N, positions], or [N] for one target per sample. Negative ones are ignored. Default: the next
             tokens; without them, the targets of the samples.
         top: Number of most probable tokens.
@@ -69,7 +71,7 @@ def logit_lens(
     Returns:
         One row per layer, sample and position, in this order:
 
-        - `layer`, `sample`, `position`: the layer, the id of the sample, the position from 0
+        - `layer`, `sample`, `position`: the layer, the id of the sample, the position in the model, from 0
         - `top_tokens`, `top_log_probs`: lists of the `top` most probable tokens and of their log-probabilities, descending
         - `target`: the target; null if there is none
         - `target_log_prob`: its log-probability, in nats
@@ -88,15 +90,16 @@ def logit_lens(
         if residual.ndim != 3 or (features is not None and residual.shape[2] != features):
             message = f"the residual stream must have shape [N, positions, {features}] or [N, {features}]"
             raise InstrumentError(str(Problem("layers", message, f"{layer} {list(streams.X.shape)}")))
-        wanted = _targets(run, recorded, streams, residual.shape[:2], tokens, targets)
+        count = residual.shape[1]
+        positions, length = recorded.positions(run, layer, count)
+        wanted = _targets(run, recorded, streams, positions, length, tokens=tokens, targets=targets)
         numbers = _numbers(
             residual.reshape(-1, residual.shape[2]), lambda hidden: project(normalize(hidden)), wanted, top
         )
-        count = residual.shape[1]
         where = {
             "layer": layer,
             "sample": np.repeat(streams.ids, count),
-            "position": np.tile(np.arange(count), len(residual)),
+            "position": np.tile(positions, len(residual)),
         }
         frames.append(pd.DataFrame({**where, **numbers}))
     return pd.concat(frames, ignore_index=True)
@@ -143,23 +146,31 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
 
 
 def _targets(
-    run: Run, recorded: Recorded, streams: Features, shape: tuple[int, ...], tokens: Any, targets: Any
+    run: Run,
+    recorded: Recorded,
+    streams: Features,
+    positions: Sequence[int],
+    length: int,
+    *,
+    tokens: Any,
+    targets: Any,
 ) -> Array:
-    """Return the target of each position, int64 [samples * positions], negative for none.
+    """Return the target of each recorded position, int64 [samples * positions], negative for none.
 
     Raises:
         InstrumentError: Given tokens or targets do not have one row per sample.
     """
+    shape, complete = (len(streams.ids), len(positions)), (len(streams.ids), length)
     if targets is not None:
         wanted = np.asarray(targets)
         if wanted.shape == shape[:1]:
             wanted = np.repeat(wanted[:, None], shape[1], 1)
         return _checked("targets", wanted, shape).ravel()
     if tokens is not None:
-        return _next(_checked("tokens", np.asarray(tokens), shape))
-    inputs = _recorded_tokens(run, recorded, streams, shape)
+        return _next(_checked("tokens", np.asarray(tokens), complete), positions)
+    inputs = _recorded_tokens(run, recorded, streams, complete)
     if inputs is not None:
-        return _next(inputs)
+        return _next(inputs, positions)
     if streams.y is not None and np.issubdtype(streams.y.dtype, np.integer):
         return np.repeat(streams.y.astype(np.int64), shape[1])
     return np.full(shape[0] * shape[1], -1)
@@ -174,20 +185,21 @@ def _checked(where: str, given: Array, shape: tuple[int, ...]) -> Array:
     return given.astype(np.int64)
 
 
-def _next(tokens: Array) -> Array:
-    """Return the next token of each position; the last position has none."""
-    wanted: Array = np.concatenate([tokens[:, 1:], np.full((len(tokens), 1), -1)], 1)
+def _next(tokens: Array, positions: Sequence[int]) -> Array:
+    """Return the next token of each of some positions; the last position of all has none."""
+    wanted: Array = np.concatenate([tokens[:, 1:], np.full((len(tokens), 1), -1)], 1)[:, [*positions]]
     return wanted.ravel()
 
 
 def _recorded_tokens(run: Run, recorded: Recorded, streams: Features, shape: tuple[int, ...]) -> Array | None:
     """Return the recorded token ids of the samples; None if they were not recorded for all of them."""
-    inputs = run.read("tensors", ["layer", "hook", "role", "dtype", "source_shape"])
+    inputs = run.read("tensors", ["layer", "hook", "path", "role", "dtype", "source_shape"])
     is_integer = inputs["dtype"].str.startswith(("int", "uint")) & (inputs["role"] == "input")
-    for layer, hook in inputs[is_integer][["layer", "hook"]].drop_duplicates().itertuples(index=False, name=None):
+    places = inputs[is_integer][["layer", "hook", "path"]].drop_duplicates().itertuples(index=False, name=None)
+    for layer, hook, path in sorted(places, key=lambda place: place[2] != TOKENS):
         try:
-            found = replace(recorded, hook=hook, role="input", path=None).read(run, layer or ".")
-        except InstrumentError:  # for example several integer inputs
+            found = replace(recorded, hook=hook, role="input", path=path).read(run, layer or ".")
+        except InstrumentError:  # for example several calls
             continue
         at = positions_of(found.ids, streams.ids)
         if found.X.shape[1:] == shape[1:] and (at >= 0).all():

@@ -12,6 +12,7 @@ import pandas as pd
 
 from ..errors import InstrumentError, Problem, similar_names
 from ..spec.kinds import KINDS
+from .attention_maps import recorded_indices, recorded_specs
 from .features import Array, Features
 from .load import Run
 from .plot_data import UNKNOWN_ORDER, forward_order
@@ -82,6 +83,25 @@ class Recorded:
             message = "no layer was recorded" + ("" if size is None else f" with {size} features in the last dimension")
             raise InstrumentError(str(Problem("layers", message, allowed=allowed, fix=fix)))
         return list(layers) if layers is not None else sorted(found, key=lambda name: order.get(name, UNKNOWN_ORDER))
+
+    def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
+        """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model.
+
+        Args:
+            run: One run.
+            layer: Name of the layer.
+            count: The number of recorded positions.
+        """
+        columns = ["layer", "hook", "shape", "source_shape", *self.conditions]
+        rows = run.read("tensors", list(dict.fromkeys(columns)))
+        for name, value in {**self.conditions, "layer": "" if layer == "." else layer}.items():
+            rows = rows[rows[name] == value]
+        hook, shape, source = rows[["hook", "shape", "source_shape"]].iloc[0]
+        source = tuple(map(int, source))
+        indices = recorded_indices(recorded_specs(run).get(hook), tuple(map(int, shape)), source)
+        if len(source) == 3 and indices is not None and len(indices[1]) == count:
+            return list(indices[1]), source[1]
+        return list(range(count)), count
 
     def read(self, run: Run, layer: str, out: Path | None = None) -> Features:
         """Return the tensors of a layer in the order of the ids.

@@ -67,13 +67,14 @@ def attention(
     All maps of a figure have the same color scale.
 
     Args:
-        run: A run, or rows of its `tensors()`. For a probe, pass `probe.run`.
+        run: A run, or rows of its `tensors()`. For a probe, pass `probe.run`. A DataFrame does not contain the selections of the
+            hooks: pass the run if heads or positions were selected.
         layer: A layer, a location such as `blocks.0.attention[softmax.0]`, or a list of them. Default: all layers with
             attention probabilities, in forward order; the figure shows the first 8. A location with a path is also drawn if
             its values are not probabilities, such as scores; a layer is not.
         head: A head, or a list of heads, numbered from 0 as in the model. Default: all; the figure shows the first 64.
-        sample: The id of a sample, as in the table `samples`: its index in the dataset. Without ids, and for a DataFrame,
-            the index of the sample in the batch. Default: the first recorded sample.
+        sample: The id of a sample, as in the table `samples`: its index in the dataset. Without ids, the index of the sample
+            in the batch; for a DataFrame, that among the recorded samples of the batch. Default: the first recorded sample.
         tokens: The tokens of the sample as labels: strings or ids. Or a function that converts a recorded id to a string,
             such as `chr` or `tokenizer.convert_ids_to_tokens`. Default: the recorded ids, if the integer inputs of the model
             or of its embedding were recorded, and positions otherwise.
@@ -120,7 +121,8 @@ def _tensors(
         check_single_run(list(dict.fromkeys(run["run"])) if "run" in run else [])
     known = attention_tensors(run)
     if not known:
-        raise InstrumentError(str(Problem("layer", "no attention probabilities were recorded", fix=_HOW_TO_RECORD)))
+        fix = _HOW_TO_RECORD + ("" if isinstance(run, Run) else "; pass the run if the hook selects heads or positions")
+        raise InstrumentError(str(Problem("layer", "no attention probabilities were recorded", fix=fix)))
     selected = _at_layers(known, layers)
     if step is not None:
         check_choice(
@@ -171,7 +173,6 @@ def _find_sample(
     recorded: dict[Batch, set[int]] = {}
     for one in tensors:
         recorded.setdefault(one.batch, set()).update(one.indices[0])
-    last = max(batch.step for batch in recorded)
     ids = sample_ids(run, recorded) if isinstance(run, Run) else {}
     known = {
         name: [(batch, position) for batch, position in places if position in recorded[batch]]
@@ -179,9 +180,11 @@ def _find_sample(
     }
     known = {name: places for name, places in known.items() if places}
     if not known:  # without ids, a sample is known by its position in the last step
+        last = max(batch.step for batch in recorded)
         first = min(batch for batch in recorded if batch.step == last)
         known = {position: [(first, position)] for position in sorted(recorded[first])}
     if sample is None:
+        last = max(places[-1][0].step for places in known.values())  # ids may be unknown in later steps
         return next((*places[-1], name) for name, places in known.items() if places[-1][0].step == last)
     if sample not in known:
         options = [str(name) for name in known]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..analysis.config_comparison import trainings
 from ..analysis.intervention_grid import InterventionGrid, intervention_grid, metric_of, statistic_of_run
 from ..analysis.load import Run
 from ..analysis.series_selection import check_choice
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LONGEST_LABEL = 24  # maximum number of characters of the label of a column
 CELL, ROW = 0.42, 0.28  # size of a cell, in inches
 NARROWEST, WIDEST = 3.0, 12.0  # limits of the width of the chart without labels, in inches
 
@@ -78,12 +80,12 @@ def patching(
     check_choice(metric, [*METRICS, *STATISTICS, *runs.custom_statistics], "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
     number = _numbers(runs, metric, layer, hook)
-    reference = None if baseline is None else _numbers(baseline, metric, layer, hook)(0)
+    reference = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
     values = grid.values(number, reference)
     if not np.isfinite(values).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
         raise InstrumentError(str(Problem("metric", message, metric)))
-    return _draw_figure(grid, values, metric, tokens, is_difference=reference is not None or grid.has_baseline)
+    return _draw_figure(grid, values, metric, tokens, has_reference=reference is not None)
 
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
@@ -93,14 +95,26 @@ def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Cal
     return lambda index: statistic_of_run(runs, index, metric, layer="" if layer == "." else layer, hook=hook)
 
 
+def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | None, hook: str | None) -> float:
+    """Return the metric of the baseline of all runs."""
+    if len(baseline.folders) > 1:
+        message = f"the folder contains {len(baseline.folders)} runs"
+        raise InstrumentError(str(Problem("baseline", message, str(baseline.path), fix="load one of them")))
+    if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
+        message = f"this run has the intervention {grid.hook!r}, so it is no baseline"
+        raise InstrumentError(str(Problem("baseline", message, str(baseline.path), fix="pass a run without it")))
+    return _numbers(baseline, metric, layer, hook)(0)
+
+
 def _draw_figure(
     grid: InterventionGrid,
     values: np.ndarray,
     metric: str,
     tokens: Sequence[str] | Sequence[int] | None,
     *,
-    is_difference: bool,
+    has_reference: bool,
 ) -> Figure:
+    is_difference = has_reference or grid.has_baseline
     rows, columns = values.shape
     labels = _column_labels(grid, tokens)
     width = float(np.clip(CELL * columns, NARROWEST, WIDEST))
@@ -120,14 +134,16 @@ def _draw_figure(
         plain(f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}", 80), fontsize=10
     )
     axes.set_ylabel(plain(grid.row_key), fontsize=NORMAL)
-    axes.set_xlabel("\n".join([plain(grid.column_key), *_notes(grid)]).strip(), fontsize=NORMAL)
+    axes.set_xlabel(
+        "\n".join([plain(grid.column_key), *_notes(grid, has_reference=has_reference)]).strip(), fontsize=NORMAL
+    )
     return figure
 
 
 def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int] | None) -> list[str]:
     """Return the labels of the columns: tokens with their positions, or values."""
     if tokens is None:
-        return grid.columns
+        return [plain(text, LONGEST_LABEL) for text in grid.columns]
     names = [str(token) for token in np.asarray(tokens).tolist()]
     if not grid.column_key.endswith(".positions"):
         message = "tokens are labels of positions, which are not the columns of this sweep"
@@ -158,16 +174,20 @@ def _label_columns(axes: Axes, labels: Sequence[str], width: float) -> None:
     is_wide = max(map(len, labels)) * LETTER > cell - 0.05
     every = max(1, int(np.ceil((0.14 if is_wide else LETTER) / cell)))
     shown = range(0, len(labels), every) if any(labels) else ()
-    axes.set_xticks([i + 0.5 for i in shown], [plain(labels[i], 24) for i in shown], fontsize=SMALL)
+    axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown], fontsize=SMALL)
     axes.tick_params(axis="x", rotation=90 if is_wide else 0)
 
 
-def _notes(grid: InterventionGrid) -> list[str]:
+def _notes(grid: InterventionGrid, *, has_reference: bool) -> list[str]:
     """Return notes on the runs of the cells."""
+    is_matched = grid.has_baseline and not has_reference
+    shown = [cell for cell in grid.cells if cell.baseline is not None or not is_matched]
     counts = [0] * (len(grid.rows) * len(grid.columns))
-    for cell in grid.cells:
+    for cell in shown:
         counts[cell.row * len(grid.columns) + cell.column] += 1
     notes = [f"mean of {max(counts)} seeds"] if max(counts) > 1 else []
+    if len(shown) < len(grid.cells):
+        notes.append(f"{len(grid.cells) - len(shown)} runs are not shown: no baseline with the same seed")
     if grid.left_out:
         reasons = ", ".join(dict.fromkeys(grid.left_out.values()))
         notes.append(plain(f"{len(grid.left_out)} runs are not shown: {reasons}", 80))

@@ -103,6 +103,8 @@ def test_constant_layers_have_no_similarity() -> None:
     table = layer_similarity(recorded(nn.Sequential(nn.Threshold(9.0, 0.0), nn.Tanh()), torch.rand(4, 3)))
     assert table.isna().all(axis=None)
     assert plot(table).legends
+    infinite = nn.Sequential(nn.Linear(2, 2), nn.Threshold(9.0, torch.inf))
+    assert layer_similarity(recorded(infinite, torch.rand(4, 2)))["1"].isna().all()
 
 
 def test_figure_shows_the_table(run: instrument.Run) -> None:

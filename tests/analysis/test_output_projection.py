@@ -158,6 +158,43 @@ def test_runs_without_ids_and_with_vectors() -> None:
     assert table["target"].isna().all()
 
 
+@pytest.mark.parametrize(
+    ("field", "positions"), [({"positions": [-1, 1]}, [3, 1]), ({"slice": ":, 1:3"}, [1, 2]), ({"slice": ":, 2"}, [2])]
+)
+def test_recorded_positions_keep_their_numbers_and_targets(
+    model: Model, tokens: Tensor, run: instrument.Run, field: dict[str, Any], positions: list[int]
+) -> None:
+    part = recorded(
+        model,
+        tokens,
+        [20, 10, 30],
+        residual={**HOOKS["residual"], **field},
+        tokens={**HOOKS["tokens"], "kind": "forward_pre"},
+    )
+    table = logit_lens(part, model.head)
+    assert table["position"].tolist() == positions * 6
+    complete = logit_lens(run, model.head).set_index(["layer", "sample", "position"])
+    expected = complete.loc[table.set_index(["layer", "sample", "position"]).index].reset_index()
+    pd.testing.assert_frame_equal(
+        table.drop(columns="top_log_probs"), expected.drop(columns="top_log_probs"), rtol=1e-5
+    )
+    ordered = tokens[[1, 0, 2]]
+    assert logit_lens(part, model.head, tokens=ordered)["target"].equals(table["target"])
+
+
+def test_targets_are_input_ids_if_a_mask_was_recorded_too(tokens: Tensor) -> None:
+    class Masked(Model):
+        def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids * attention_mask)
+
+    model = Masked()
+    with torch.no_grad(), instrument.attach(model, HOOKS) as probe:
+        model(attention_mask=torch.ones_like(tokens), input_ids=tokens)
+        probe.end_step()
+    table = logit_lens(probe.run, model.head, layers=["blocks.0"])
+    assert table["target"].tolist()[: LENGTH - 1] == tokens[0, 1:].tolist()
+
+
 def test_figure_shows_the_most_probable_tokens(model: Model, run: instrument.Run) -> None:
     table = logit_lens(run, model.head, norm=model.norm)
     names = [chr(ord("a") + i) for i in range(VOCABULARY)]

@@ -190,6 +190,54 @@ def test_selected_heads_and_positions_keep_their_numbers(model: Model) -> None:
         attention(run, "blocks.0", hook="last", sample=5)
 
 
+def test_reordered_heads_and_samples_keep_their_numbers(model: Model) -> None:
+    run = recorded(model, ids=[5, 6], kept={**FUNCTION, "functions": "softmax", "units": [2, 0, 1], "samples": [1, 0]})
+    model(TOKENS)
+    expected = model.blocks[0].probabilities.detach()
+    maps = maps_of(attention(run, "blocks.0", sample=6))
+    assert list(maps) == ["head 2", "head 0", "head 1"]
+    np.testing.assert_array_equal(values_of(maps["head 2"]), expected[1, 2])
+
+
+def test_selected_heads_of_a_frame_are_unknown(model: Model) -> None:
+    run = recorded(model, kept={**FUNCTION, "functions": "softmax", "units": [2]})
+    with pytest.raises(InstrumentError, match=r"pass the run if the hook selects heads or positions"):
+        attention(run.tensors())
+
+
+def test_units_in_another_dimension_are_no_heads() -> None:
+    hook = {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}
+    run = recorded(nn.Sequential(nn.Conv1d(2, 8, 1)), torch.rand(2, 2, 4), units=hook)
+    with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):
+        attention(run)
+
+
+def test_ids_may_be_unknown_in_later_steps(model: Model) -> None:
+    with (
+        torch.no_grad(),
+        instrument.attach(model, {"probabilities": {**FUNCTION, "functions": "softmax"}}) as probe,
+    ):
+        for ids in ([8, 9], None):
+            if ids is not None:
+                probe.batch(ids=ids)
+            model(TOKENS)
+            probe.end_step()
+    assert attention(probe.run, "blocks.0").get_suptitle().endswith("step 0, sample 8")
+
+
+def test_input_ids_are_preferred_to_a_mask() -> None:
+    class Masked(Model):
+        def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids * attention_mask)
+
+    model, hooks = Masked(), {"probabilities": {**FUNCTION, "functions": "softmax"}, "tokens": INPUT}
+    with torch.no_grad(), instrument.attach(model, hooks) as probe:
+        model(attention_mask=torch.ones_like(TOKENS), input_ids=TOKENS)
+        probe.end_step()
+    (axes,) = maps_of(attention(probe.run, "blocks.0", head=0)).values()
+    assert labels_of(axes)[1] == [str(token) for token in TOKENS[0].tolist()]
+
+
 @pytest.mark.parametrize("average", [True, False])
 def test_weights_that_a_module_returns_are_found(average: bool) -> None:
     class Returns(nn.Module):

@@ -108,6 +108,8 @@ def test_statistic_of_a_layer_is_a_metric(model: nn.Sequential, positions: Path)
 def test_tokens_are_labels_of_positions(positions: Path) -> None:
     axes = patching(instrument.load(positions), tokens=["the", "cat", "sat", "down"]).axes[0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["the (0)", "down (-1)"]
+    axes = patching(instrument.load(positions), tokens=["$", "cat", "sat", "a_b"]).axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [r"\$ (0)", "a_b (-1)"]
     with pytest.raises(InstrumentError, match=r"(?s)tokens: there is no token at position 0.*given    0 tokens"):
         patching(instrument.load(positions), tokens=[])
 
@@ -121,6 +123,14 @@ def test_baseline_is_optional_or_an_argument(model: nn.Sequential, positions: Pa
     assert mesh_of(figure.axes[0]).get_clim() == (losses.min(), losses.max())
     figure = patching(runs, baseline=instrument.load(positions / "baseline"))
     np.testing.assert_allclose(mesh_of(figure.axes[0]).get_array(), losses - loss_of(model(BATCH)).item(), rtol=1e-6)
+
+
+def test_baseline_must_be_one_run_without_the_intervention(positions: Path) -> None:
+    sweep = instrument.load(positions)
+    with pytest.raises(InstrumentError, match=r"baseline: the folder contains 5 runs"):
+        patching(sweep, baseline=sweep)
+    with pytest.raises(InstrumentError, match=r"baseline: this run has the intervention 'patch'"):
+        patching(sweep, baseline=instrument.load(positions / "20"))
 
 
 def test_seeds_are_averaged_and_matched(positions: Path, tmp_path: Path) -> None:
@@ -139,6 +149,16 @@ def test_seeds_are_averaged_and_matched(positions: Path, tmp_path: Path) -> None
         "2 runs are not shown: its status is failed",
     ]
     assert legend_of(figure) == ["no finished run with a baseline"]
+
+
+def test_runs_of_a_seed_without_a_baseline_are_not_averaged(positions: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(positions, tmp_path / "positions"))
+    for name in ("20", "100"):
+        change(Path(shutil.copytree(root / name, root / f"{name}_seed1")), seed=1, metrics={"loss": 7.0})
+    axes = patching(instrument.load(root)).axes[0]
+    expected = mesh_of(patching(instrument.load(positions)).axes[0]).get_array()
+    np.testing.assert_array_equal(mesh_of(axes).get_array(), expected)
+    assert axes.get_xlabel().splitlines()[1:] == ["2 runs are not shown: no baseline with the same seed"]
 
 
 def test_heads_of_one_layer_are_one_row(record: Recorder, tmp_path: Path) -> None:

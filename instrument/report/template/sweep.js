@@ -172,7 +172,7 @@ function drawPatching(report) {
   });
   setText("patching-note",
     (difference ? `Each cell is the ${metric} with ${hook} minus that of the run without it that has the same seed and configuration.` : `Each cell is the ${metric} with ${hook}. A run without it in the same folder would be the baseline.`) +
-    " Runs that differ only in their seed are averaged." + (all.length < rows.length * columns.length ? " Empty cells have no finished run with a finite value." : "") + (left ? ` ${left} runs are not shown, because they are not finished.` : ""));
+    " Runs that differ only in their seed are averaged." + (all.length < rows.length * columns.length ? " Empty cells have no finished run with a finite value." : "") + (left ? ` ${left} runs are not shown, because they are not finished or cannot be compared.` : ""));
 }
 
 function plainLevel(level) {
