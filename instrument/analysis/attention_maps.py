@@ -111,8 +111,13 @@ class AttentionTensor:
         """Return whether recorded values are probabilities over the keys.
 
         They are not negative, and the sum of each row is 1. Rows without finite values, and rows of zeros, belong to masked
-        queries. If only some of the keys were recorded, a sum may be smaller than 1.
+        queries. If only some of the keys were recorded, a sum may be smaller than 1. A softmax over classes or a vocabulary has
+        the shape [N, positions, classes]: a result of this shape that is not square is no attention, unless the module returns
+        it next to another output.
         """
+        is_result = KINDS[self.series.kind].of_functions or not self.path
+        if is_result and len(self.shape) == 3 and self.shape[1] != self.shape[2]:
+            return False
         finite = values[np.isfinite(values).all(-1)].astype(np.float64)
         if not finite.size or finite.min() < 0:
             return False

@@ -258,6 +258,15 @@ def test_weights_that_a_module_returns_are_found(average: bool) -> None:
     np.testing.assert_array_equal(values_of(axes[-1]), weights[0] if average else weights[0, -1])
 
 
+@pytest.mark.parametrize("hook", [{"functions": "softmax"}, {"kind": "forward", "layers": "1"}], ids=str)
+def test_softmax_over_classes_is_no_attention(hook: dict[str, str]) -> None:
+    run = recorded(
+        nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1)), torch.rand(2, 4, 3), all={**FUNCTION, "layers": "**", **hook}
+    )
+    with pytest.raises(InstrumentError, match="these tensors are no attention probabilities"):
+        attention(run)
+
+
 def test_masked_queries_are_blank(run: instrument.Run) -> None:
     frame = run.tensors(hook="probabilities", layer="blocks.0", step=0)
     values = frame["values"].iloc[0].copy()
