@@ -70,8 +70,9 @@ def attention(
         run: A run, or rows of its `tensors()`. For a probe, pass `probe.run`. A DataFrame does not contain the selections of the
             hooks: pass the run if heads or positions were selected.
         layer: A layer, a location such as `blocks.0.attention[softmax.0]`, or a list of them. Default: all layers with
-            attention probabilities, in forward order; the figure shows the first 8. A location with a path is also drawn if
-            its values are not probabilities, such as scores; a layer is not.
+            attention probabilities, in forward order; the figure shows the first 8, and of a module that is called several times
+            in a step, the first call. A location with a path is also drawn if its values are not probabilities, such as scores;
+            a layer is not.
         head: A head, or a list of heads, numbered from 0 as in the model. Default: all; the figure shows the first 64.
         sample: The id of a sample, as in the table `samples`: its index in the dataset. Without ids, the index of the sample
             in the batch; for a DataFrame, that among the recorded samples of the batch. Default: the first recorded sample.
@@ -100,6 +101,7 @@ def attention(
     rows = [_row(run, one, position, head) for one in shown[:MOST_LAYERS]]
     figure = _draw_figure(rows, [_labels(run, row, batch, position, tokens) for row in rows])
     more = f", {MOST_LAYERS} of {len(shown)} layers" if len(shown) > MOST_LAYERS else ""
+    more += ", first call of each module" if len(first) < len(tensors) else ""
     where = f"{shown[0].location}: " if len(rows) == 1 else ""
     figure.suptitle(
         plain(f"{where}{shown[0].series.label}, step {batch.step:,}, sample {name}{more}", 110), fontsize=10

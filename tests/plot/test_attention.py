@@ -225,6 +225,16 @@ def test_ids_may_be_unknown_in_later_steps(model: Model) -> None:
     assert attention(probe.run, "blocks.0").get_suptitle().endswith("step 0, sample 8")
 
 
+def test_title_names_the_first_of_several_calls(model: Model) -> None:
+    with torch.no_grad(), instrument.attach(model, {"probabilities": {**FUNCTION, "functions": "softmax"}}) as probe:
+        model(TOKENS)
+        model(TOKENS.flip(0))
+        probe.end_step()
+    (axes,) = maps_of(figure := attention(probe.run, "blocks.0", head=0)).values()
+    assert figure.get_suptitle().endswith(", first call of each module")
+    np.testing.assert_array_equal(values_of(axes), probe.run.tensors(call=0, layer="blocks.0")["values"].iloc[0][0, 0])
+
+
 def test_input_ids_are_preferred_to_a_mask() -> None:
     class Masked(Model):
         def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
