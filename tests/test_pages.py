@@ -17,6 +17,7 @@ PAGES = [
     *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
     *sorted((DOCS / "guides").glob("*.md")),
 ]
+ATTENTION = DOCS / "guides" / "attention.md"
 # These pages use the model that the first one trains.
 SERIES = [DOCS / "guides" / f"{name}.md" for name in ("induction", "causal_tracing", "linear_steering")]
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.M | re.S)
@@ -26,7 +27,10 @@ FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
 @pytest.mark.parametrize(
     "pages",
-    [*([page] for page in PAGES if page not in SERIES), pytest.param(SERIES, marks=pytest.mark.slow)],
+    [
+        *([page] for page in PAGES if page not in (*SERIES, ATTENTION)),
+        *(pytest.param(pages, marks=pytest.mark.slow) for pages in ([ATTENTION], SERIES)),
+    ],
     ids=lambda pages: str(pages[0].relative_to(DOCS)),
 )
 def test_blocks_of_a_page_run(

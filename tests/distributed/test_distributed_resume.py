@@ -51,7 +51,7 @@ STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
     scope="module",
     params=[
         pytest.param((*STRATEGIES[0], "cpu", 20), id="ddp-global"),
-        pytest.param((*STRATEGIES[1], "cpu", 20), id="fsdp2-none"),
+        pytest.param((*STRATEGIES[1], "cpu", 20), id="fsdp2-none", marks=pytest.mark.slow),
         pytest.param((*STRATEGIES[1], "cpu", 30), id="fsdp2-none-killed-twice", marks=pytest.mark.slow),
         *(
             pytest.param((*strategy, "cuda", 20), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
