@@ -28,7 +28,7 @@ class Cell:
         row: Index of the row.
         column: Index of the column.
         treated: Index of the run with the intervention.
-        baseline: Index of the run without it that has the same seed and is equal otherwise; None if there is none.
+        baseline: Index of the run without it that has the same seed and is equal otherwise; None without such a run.
     """
 
     row: int

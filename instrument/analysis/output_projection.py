@@ -73,7 +73,7 @@ def logit_lens(
 
         - `layer`, `sample`, `position`: the layer, the id of the sample, the position in the model, from 0
         - `top_tokens`, `top_log_probs`: lists of the `top` most probable tokens and of their log-probabilities, descending
-        - `target`: the target; null if there is none
+        - `target`: the target; null without one
         - `target_log_prob`: its log-probability, in nats
         - `target_rank`: the number of tokens that are more probable than the target
 
