@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from test_pages import PAGES as EXECUTED
+from page_blocks import PAGES as EXECUTED
 
 from instrument import compact, export, recover, sweep
 from instrument.configuration.search_path import config_loader

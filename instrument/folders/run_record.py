@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -103,6 +104,7 @@ def git_revision() -> str | None:
     return answer.stdout.strip() or None
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     try:
