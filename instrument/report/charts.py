@@ -16,13 +16,13 @@ from ..analysis.plot_data import (
     StepGroups,
     forward_order,
     groups_of,
-    location_name,
     matrices,
     row_locations,
     series_in,
     statistics_in,
 )
 from ..analysis.series_selection import evenly_spaced
+from ..rules.step_rows import location_name
 from .numbers import rounded
 from .pictures import maps
 

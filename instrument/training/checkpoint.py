@@ -39,7 +39,7 @@ from .experiment import Experiment
 if TYPE_CHECKING:
     from ..distributed.process_group import Processes
 
-VERSION = 4
+VERSION = 5
 TEMPORARY_SUFFIX = ".tmp"
 
 
