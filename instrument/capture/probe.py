@@ -252,7 +252,8 @@ class Probe:
         finally:
             self.phase = previous_phase
         self.recorder.end_step(any_scheduled=any_scheduled)
-        self._rule_actions.act(self.step)
+        if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
+            self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at
         self._step_started_at += seconds  # the block is not part of the step that it interrupts
         if self.budget is not None and not any_scheduled:

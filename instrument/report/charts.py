@@ -187,8 +187,9 @@ def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return warnings and errors that belong to a step."""
-    shown = events[events["severity"].isin(["warning", "error"]) & events["step"].notna()]
+    """Return warnings, errors and all events of rules that belong to a step."""
+    is_shown = events["severity"].isin(["warning", "error"]) | events["value"].notna()
+    shown = events[is_shown & events["step"].notna()]
     return [
         {"step": int(row["step"]), "rule": row["rule"], "message": row["message"], "severity": row["severity"]}
         for row in shown.to_dict("records")

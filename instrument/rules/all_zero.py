@@ -19,7 +19,7 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
     merge = np.fmin
 
     def selects(self, location: Location) -> bool:
-        return location.is_output or location.is_gradient
+        return location.phase == "train" and (location.is_output or location.is_gradient)
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         return chosen.values(rows.column("zero_fraction"), self.merge) >= 1

@@ -208,6 +208,8 @@ def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
     ]
     run = made(config={"rules": {"mine": {"_target_": "m.Mine"}}}, events=events, stats=[{"nan_count": 1}])
     assert findings(run) == [Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0)]
+    (row,) = run.findings.to_dict("records")
+    assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
 
 
 def test_run_without_rules_has_no_findings_of_rules(made: Make) -> None:

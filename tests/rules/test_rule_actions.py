@@ -16,10 +16,11 @@ from torch import nn
 import instrument
 from instrument.analysis.rule_events import rule_events
 from instrument.capture.probe import Probe
+from instrument.capture.rule_actions import RuleActions
 from instrument.findings import main
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
-from instrument.rules.rule_set import RuleEvent
+from instrument.rules.rule_set import RuleEvent, RuleSet
 from instrument.spec.parse import parse_hooks, parse_rules
 from instrument.spec.rules import default_rules
 from instrument.spec.spec_file import read_rules
@@ -177,6 +178,23 @@ def test_state_of_actions_is_resumed() -> None:
         run_steps(second, model, SCALES[4:])
     assert [row["step"] for row in sink.records("stats") if row["hook"] == "more"] == [4, 5, 6]
     assert [row["step"] for row in sink.records("events") if row["rule"] == "big"] == [6]
+
+
+def test_processes_act_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that fires in another process only stops this one too."""
+    rules = parse_rules({"big": {**LARGE, "above": 1e9, "then": ["stop", {"call": print}]}, "other": LARGE})
+    actions = RuleActions(RuleSet(rules, [].append), None)
+    asked: list[list[bool]] = []
+
+    class OtherFired:
+        def any_rank(self, flags: list[bool]) -> list[bool]:
+            asked.append(flags)
+            return [True for _ in flags]
+
+    monkeypatch.setattr(actions, "ranks", OtherFired())
+    actions.act(3)
+    assert asked == [[False]]  # a rule that only warns needs no agreement
+    assert actions.stop_reason == "rule big: it fired in another process"
 
 
 # ------------------------------------------------------------------------------------------------ trainings
