@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..spec.rules import InputNotNormalizedRule
 from .rule import WEIGHTED, Firing, LocatedRule
 from .step_rows import Chosen, Location, StepRows
@@ -37,7 +35,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
         where = chosen.locations[0]
         if std > self.spec.std:
             yield Firing(f"std {std:.4g}, above {self.spec.std:g}", std, self.spec.std, where)
-        elif np.abs(mean) > self.spec.mean * std:
+        elif abs(mean) > self.spec.mean * std > 0:  # a constant input is no data
             bound = self.spec.mean * std
             text = f"mean {mean:.4g} with std {std:.4g}: more than {self.spec.mean:g} times the std"
             yield Firing(text, abs(mean), bound, where)
