@@ -35,6 +35,7 @@ PARTS = {
     "layers": "Layers",
     "flow": "Gradient flow",
     "units": "Units",
+    "attention": "Attention",
     "maps": "Maps",
     "interventions": "Interventions",
     "coverage": "Coverage",
