@@ -21,7 +21,9 @@ class RuleActions:
         ranks: The processes that train together; None for a single one.
 
     Attributes:
+        fired: The rules that fired in the last step or evaluation, by name: in this process, and those with actions in any process.
         stop_reason: Why the loop should stop; None if it should continue.
+        is_pruned: Whether the reason is a rule with `then: prune`.
         should_checkpoint: Whether the loop should save a checkpoint after this step.
 
     Raises:
@@ -31,7 +33,9 @@ class RuleActions:
     def __init__(self, rules: RuleSet, ranks: Ranks | None) -> None:
         self.rules = rules
         self.ranks = ranks
+        self.fired: frozenset[str] = frozenset()
         self.stop_reason: str | None = None
+        self.is_pruned = False
         self.should_checkpoint = False
         self._names = sorted(name for name, spec in rules.specs.items() if spec.actions)
         self._functions = _functions(rules.specs)
@@ -59,21 +63,21 @@ class RuleActions:
             HookError: A function of `call` failed.
         """
         self.should_checkpoint = False
-        if not self._names:
-            return
-        fired = {event.rule: event for event in self.rules.take_fired()}
-        flags = [name in fired for name in self._names]
-        if self.ranks is not None:
+        events = {event.rule: event for event in self.rules.take_fired()}
+        flags = [name in events for name in self._names]
+        if self.ranks is not None and flags:
             flags = self.ranks.any_rank(flags)
-        for name, any_fired in zip(self._names, flags, strict=True):
-            if any_fired:
-                self._carry_out(name, fired.get(name), step)
+        to_act = [name for name, any_fired in zip(self._names, flags, strict=True) if any_fired]
+        self.fired = frozenset([*events, *to_act])
+        for name in to_act:
+            self._carry_out(name, events.get(name), step)
 
     def _carry_out(self, name: str, event: RuleEvent | None, step: int) -> None:
         """Carry out the actions of one rule. `event` is None if it fired in another process only."""
         for action in self.rules.actions_of(name):
-            if action == "stop" and self.stop_reason is None and name not in self._has_stopped:
+            if action in ("stop", "prune") and self.stop_reason is None and name not in self._has_stopped:
                 self._has_stopped.add(name)
+                self.is_pruned = action == "prune"
                 self.stop_reason = f"rule {name}: {'it fired in another process' if event is None else event.message}"
             elif action == "checkpoint":
                 self.should_checkpoint = True
