@@ -136,5 +136,5 @@ def _entry(name: str, spec: Mapping[str, Any]) -> str:
 
 def _flow(value: Any) -> str:
     """Return a value as it is written inside of `{}`."""
-    text: str = yaml.safe_dump({"": value}, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
-    return text.strip()[len("{'': ") : -1]
+    text: str = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
+    return text.strip()[1:-1]
