@@ -206,7 +206,7 @@ def _convert_records(
 
 
 def _statistics(fields: Fields, experiment: Experiment) -> dict[str, Any] | None:
-    given = fields.take("stats", [])
+    given = fields.take("stats") or fields.take("type", [])  # An example of the documentation has type.
     names = [next(iter(item)) if isinstance(item, Mapping) and item else str(item) for item in _as_list(given)]
     statistics = experiment.statistics([name.lower() for name in names], STATISTICS, fields.key("stats"))
     if "std" in statistics:

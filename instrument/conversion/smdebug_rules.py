@@ -166,14 +166,13 @@ def convert_rules(
             with reading(fields.take("RuleParameters"), fields.key("RuleParameters"), experiment) as parameters:
                 invoked = str(parameters.take("rule_to_invoke", fields.left.get("RuleConfigurationName", "")))
                 name = str(fields.take("RuleConfigurationName", invoked))
-                parameters.where = f"{where}.{name}"
                 known = COUNTERPARTS.get(invoked)
                 if known is None:
                     parameters.left.clear()
                     custom = (
                         "no counterpart: a custom rule; write a class with the method update, and name it with _target_"
                     )
-                    experiment.note(parameters.where, f"{WITHOUT_COUNTERPART.get(invoked, custom)}")
+                    experiment.note(where, f"{invoked or name}: {WITHOUT_COUNTERPART.get(invoked, custom)}")
                 else:
                     _Conversion(name, invoked, known, parameters, collections, every, experiment).convert()
 
@@ -206,7 +205,8 @@ class _Conversion:
             self.experiment.add_rule(self.name, {**spec_, **({"then": actions} if actions else {})})
 
     def _note(self, message: str) -> None:
-        self.experiment.note(self.parameters.where, f"{self.invoked} becomes {self.known.rule}: {message}")
+        where = self.parameters.where.removesuffix(".RuleParameters")
+        self.experiment.note(where, f"{self.invoked} becomes {self.known.rule}: {message}")
 
     def _special(self, spec: dict[str, Any]) -> None:
         """Convert the parameters that are not a number with a factor."""
