@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from conftest import REPOSITORY
 
 from instrument.convert import main
 
@@ -17,7 +19,10 @@ SOURCES: dict[str, tuple[str, str]] = {
         "source.yaml",
         "a: {enabled: true, layers: {layer_types: [layers]}, LogTensorStats: {enabled: true, tensors: [gradient], stats: [mean]}}",
     ),
-    "msprobe": ("config.json", '{"task": "statistics", "step": [0], "level": "mix", "statistics": {"data_mode": ["forward"]}}'),
+    "msprobe": (
+        "config.json",
+        '{"task": "statistics", "step": [0], "level": "mix", "statistics": {"data_mode": ["forward"]}}',
+    ),
     "smdebug": (
         "hook.json",
         '{"HookParameters": {"save_interval": 1, "reductions": "l2"}, "CollectionConfigurations": [{"CollectionName": "weights"}]}',
@@ -39,11 +44,16 @@ def test_converted_file_runs_as_an_experiment(tool: str, cli: Callable[..., Any]
 
 def test_yaml_is_printed_without_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "my config.json"
-    source.write_text(json.dumps({"CollectionConfigurations": [{"CollectionName": "gradients"}], "LocalPath": "/tmp/a\n# b"}))
+    source.write_text(
+        json.dumps({"CollectionConfigurations": [{"CollectionName": "gradients"}], "LocalPath": "/tmp/a\n# b"})
+    )
     assert main([str(source), "--from", "smdebug"]) == 0
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["name"] == "my_config"
-    assert captured.err == "my config.json: LocalPath: pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach\n"
+    assert (
+        captured.err
+        == "my config.json: LocalPath: pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach\n"
+    )
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +79,11 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
         ("nvdlfw", "a: {enabled: maybe}", "a.enabled: must be true or false"),
         ("nvdlfw", "a: {enabled: true, layers: {layer_name_regex_pattern: '('}}", "is not a regular expression"),
         ("nvdlfw", "a: {enabled: true, layers: {layer_numbers: [x]}}", "a.layers.layer_numbers: must contain numbers"),
-        ("nvdlfw", "a: {enabled: true, layers: {layer_types: [b]}, LogTensorStats: {stats: [min]}}", "names no tensors"),
+        (
+            "nvdlfw",
+            "a: {enabled: true, layers: {layer_types: [b]}, LogTensorStats: {stats: [min]}}",
+            "names no tensors",
+        ),
         (
             "nvdlfw",
             "a: {enabled: true, layers: {layer_types: [b]}, LogTensorStats: {tensors: [weight], stats: [min], freq: 0}}",
@@ -83,7 +97,11 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
         ("msprobe", '{"task": "tensor", "tensor": []}', "tensor: must be a mapping"),
         ("msprobe", '{"level": "L0", "statistics": {"data_mode": ["up"]}}', "statistics.data_mode: unknown mode"),
         ("smdebug", "{}", "is not a configuration of SageMaker Debugger"),
-        ("smdebug", '{"HookParameters": {"save_interval": "x", "save_all": true}}', "save_interval: must be a whole number"),
+        (
+            "smdebug",
+            '{"HookParameters": {"save_interval": "x", "save_all": true}}',
+            "save_interval: must be a whole number",
+        ),
         ("smdebug", '{"HookParameters": {"save_all": "perhaps"}}', "HookParameters.save_all: must be true or false"),
         ("smdebug", '{"CollectionConfigurations": {}}', "CollectionConfigurations: must be a list of mappings"),
         ("smdebug", '{"CollectionConfigurations": [{}]}', "CollectionConfigurations[0].CollectionName: is missing"),
@@ -114,3 +132,14 @@ def test_unreadable_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     ):
         assert main([str(file), "--from", "smdebug"]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_guide_shows_the_output(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "guides" / "converting.md").read_text()
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", page, re.M | re.S)
+    shown = {language: [text for each, text in blocks if each == language] for language in ("yaml", "text")}
+    Path("debug.yaml").write_text(shown["yaml"][0])
+    assert main(["debug.yaml", "--from", "nvdlfw"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == shown["text"][0]
+    assert captured.out.endswith(shown["yaml"][1])

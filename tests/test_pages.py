@@ -12,6 +12,8 @@ import pytest
 import yaml
 from conftest import REPOSITORY, Answer
 
+from instrument.convert import main as convert
+
 DOCS = REPOSITORY / "docs"
 PAGES = [
     *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
@@ -58,6 +60,8 @@ def run_blocks(page: Path, cli: Callable[..., Answer], workdir: Path) -> None:
                 if line.startswith("python -m instrument "):
                     answer = cli(*shlex.split(line, comments=True)[3:])
                     assert answer.code == 0, (line, answer.err)
+                elif line.startswith("python -m instrument.convert "):
+                    assert convert(shlex.split(line)[3:]) == 0
 
 
 def test_code_blocks_of_the_pages_are_found() -> None:

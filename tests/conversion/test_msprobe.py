@@ -65,7 +65,9 @@ def test_data_mode_selects_directions_and_sides(convert: Converter, modes: list[
 
 
 def test_one_call_of_a_function_is_selected_by_its_number(convert: Converter) -> None:
-    result = convert(config("tensor", "L1", {"list": ["Tensor.permute.1.forward"], "file_format": "npy"}, step=[0, "2-3"]))
+    result = convert(
+        config("tensor", "L1", {"list": ["Tensor.permute.1.forward"], "file_format": "npy"}, step=[0, "2-3"])
+    )
     assert record_paths(result.file, "tensors") == {
         "permute_1_function_arguments": ("permute.1.0",),
         "permute_1_function_results": ("permute.1",),
@@ -99,7 +101,11 @@ def test_overflow_check_counts_non_finite_values(convert: Converter) -> None:
 
 
 def test_gradient_probe_selects_parameters(convert: Converter) -> None:
-    options = {"grad_level": "L2", "param_list": ["head.weight", "layers.0.mlp.fc1.weight", "head.bias"], "bounds": [-1, 0, 1]}
+    options = {
+        "grad_level": "L2",
+        "param_list": ["head.weight", "layers.0.mlp.fc1.weight", "head.bias"],
+        "bounds": [-1, 0, 1],
+    }
     result = convert({"task": "grad_probe", "dump_path": "./d", "rank": [], "step": [1], "grad_probe": options})
     fired = record(result.file)
     assert fired == {
@@ -168,7 +174,14 @@ def test_monitor_of_modules_and_parameters(convert: Converter) -> None:
 
 
 def test_monitor_of_everything(convert: Converter) -> None:
-    source = {"targets": {}, "all_xy": True, "xy_distribution": True, "backward_only": True, "format": "tensorboard", "ops": ["mean"]}
+    source = {
+        "targets": {},
+        "all_xy": True,
+        "xy_distribution": True,
+        "backward_only": True,
+        "format": "tensorboard",
+        "ops": ["mean"],
+    }
     result = convert(source)
     assert result.content["sink"] == {"tensorboard": True}
     assert [*record(result.file, steps=1)] == ["output_gradients", "input_gradients"]

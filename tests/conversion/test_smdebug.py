@@ -47,7 +47,11 @@ def job(rules: list[dict[str, Any]], collections: dict[str, Any] | None = None) 
 
 def test_built_in_collections_are_recorded(convert: Converter) -> None:
     result = convert(
-        hook({"weights": {}, "biases": {}, "gradients": None, "losses": None}, save_interval="2", reductions="max, l2, variance")
+        hook(
+            {"weights": {}, "biases": {}, "gradients": None, "losses": None},
+            save_interval="2",
+            reductions="max, l2, variance",
+        )
     )
     fired = record(result.file)
     weights = [name for name in fired["gradients"] if name.endswith(".weight")]
@@ -62,7 +66,9 @@ def test_built_in_collections_are_recorded(convert: Converter) -> None:
 
 def test_custom_collections_have_their_own_schedule_and_reductions(convert: Converter) -> None:
     relu = {"include_regex": "relu*", "save_steps": "1, 2", "reductions": "min,abs_max,median"}
-    result = convert(hook({"activations": relu, "default": None}, save_all=False, save_interval=2, start_step=1, end_step="3"))
+    result = convert(
+        hook({"activations": relu, "default": None}, save_all=False, save_interval=2, start_step=1, end_step="3")
+    )
     base = {"layers": "re:.*relu*.*", "kind": "forward", "action": "record"}
     assert result.hooks == {
         "activations_outputs": {**base, "every": 2, "start": 2, "stop": 3, "stats": ["min", "abs_max"]},
@@ -94,10 +100,16 @@ def test_full_tensors_are_recorded_without_reductions(convert: Converter) -> Non
         ("^gradient/Net_fc1.weight", {"_gradients": ("re:.*fc1.*", "parameter_grad", None)}),
         ("^gradient", {"_gradients": ("**", "parameter_grad", None)}),
         ("^(?!gradient).*weight", {"_parameters": ("**", "step_pre", "param")}),
-        ("fc1_output|fc2_input", {"_outputs": ("re:.*fc1.*", "forward", None), "_2_inputs": ("re:.*fc2.*", "forward", "input")}),
+        (
+            "fc1_output|fc2_input",
+            {"_outputs": ("re:.*fc1.*", "forward", None), "_2_inputs": ("re:.*fc2.*", "forward", "input")},
+        ),
         (
             "relu|tanh",
-            {"_outputs": ("re:.*(?:relu|tanh).*", "forward", None), "_inputs": ("re:.*(?:relu|tanh).*", "forward", "input")},
+            {
+                "_outputs": ("re:.*(?:relu|tanh).*", "forward", None),
+                "_inputs": ("re:.*(?:relu|tanh).*", "forward", "input"),
+            },
         ),
     ],
 )
@@ -111,7 +123,9 @@ def test_regular_expressions_on_tensor_names(
 
 
 def test_regex_of_the_hook_is_the_default_collection(convert: Converter) -> None:
-    result = convert(hook({"default": {"reductions": "mean"}}, include_regex=".*tanh_output,.*relu_output", save_interval=1))
+    result = convert(
+        hook({"default": {"reductions": "mean"}}, include_regex=".*tanh_output,.*relu_output", save_interval=1)
+    )
     assert record(result.file, steps=1) == {"default_outputs": ("tanh",), "default_outputs_2": RELUS}
     assert {tuple(spec["stats"]) for spec in result.hooks.values()} == {("mean",)}
     result = convert(hook({}, include_regex=".*tanh_output", save_interval=1))
@@ -119,7 +133,12 @@ def test_regex_of_the_hook_is_the_default_collection(convert: Converter) -> None
 
 
 def test_modes_become_phases(convert: Converter) -> None:
-    given = {"include_regex": "head_output", "train.save_interval": 3, "eval.save_interval": 4, "predict.save_interval": 1}
+    given = {
+        "include_regex": "head_output",
+        "train.save_interval": 3,
+        "eval.save_interval": 4,
+        "predict.save_interval": 1,
+    }
     result = convert(hook({"heads": given, "gradients": {"eval.save_interval": 2}}, save_interval=2))
     assert result.hooks["heads_outputs"]["every"] == 3
     assert result.hooks["heads_outputs_eval"]["phase"] == "eval"
@@ -188,8 +207,17 @@ def test_parameters_of_rules_are_converted(convert: Converter) -> None:
         {"name": "PoorWeightInitialization", "threshold": "100", "patience": 5},
         {"name": "TensorVariance", "collection_names": "weights", "max_threshold": "4", "min_threshold": "0.01"},
         {"name": "TensorVariance", "max_threshold": "10"},
-        {"name": "StalledTrainingRule", "threshold": "60", "stop_training_on_fire": "True", "training_job_name_prefix": "p"},
-        {"name": "WeightUpdateRatio", "large_threshold": 5, "action_json": json.dumps([{"name": "stoptraining"}, {"name": "sms"}])},
+        {
+            "name": "StalledTrainingRule",
+            "threshold": "60",
+            "stop_training_on_fire": "True",
+            "training_job_name_prefix": "p",
+        },
+        {
+            "name": "WeightUpdateRatio",
+            "large_threshold": 5,
+            "action_json": json.dumps([{"name": "stoptraining"}, {"name": "sms"}]),
+        },
         {"name": "DeadRelu", "threshold_layer": 100},
     ]
     result = convert(job(rules, {"weights": {}}))
