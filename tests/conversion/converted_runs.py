@@ -78,7 +78,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attention["proj"](self.self_attention["qkv"](x))
         hidden: torch.Tensor = self.mlp["relu"](self.mlp["fc1"](x))
-        return x + self.mlp["fc2"](hidden)
+        out: torch.Tensor = x + self.mlp["fc2"](hidden)
+        return out
 
 
 class Net(nn.Module):
