@@ -35,8 +35,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration", "distributed"),
     ("sweeps", "training"),
     ("dry_run", "verification"),
-    ("cli",),
-    ("__main__", "compact", "export", "findings", "integrations", "recover", "sweep", "upload", "verify"),
+    ("cli", "conversion"),
+    ("__main__", "compact", "convert", "export", "findings", "integrations", "recover", "sweep", "upload", "verify"),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}
@@ -161,7 +161,7 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
+import instrument.compact, instrument.convert, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:
