@@ -7,7 +7,7 @@ next step ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,8 @@ from .sink_interface import Row, Sink
 from .step_statistics import ColumnCache, StepStatistics
 from .tables import IDENTITY
 
+Decisions = tuple[Tensor, ...]
+"""Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
 
@@ -76,9 +78,10 @@ class Recorder:
         self.samples = Samples(of_all_batches=all_samples)
         self._stats = StepStatistics()
         self._columns = ColumnCache()
-        self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution]] = []
+        self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]] = []
         self._effects: list[tuple[Row, Effect]] = []
-        self._lines: list[tuple[str, tuple[str, ...], Values]] = []
+        self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
+        self._tensors: list[tuple[Context, Sequence[int], Tensor, Decisions]] = []
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
@@ -99,7 +102,7 @@ class Recorder:
     def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
         if not self._merger.is_duplicate(context):
-            self._stats.add_values(self._merger.identity(context), shape, names, values)
+            self._stats.add_values(self._merger.identity(context), shape, names, values, context.holds)
 
     def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: Row) -> bool:
         """Add the statistics of one plain tensor."""
@@ -112,13 +115,14 @@ class Recorder:
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
         if not self._merger.is_duplicate(context):
-            self._distributions.append((self._merger.identity(context), levels, bins, values))
+            row = self._merger.identity(context)
+            self._distributions.append((row, levels, bins, values, _undecided(context)))
             self._count_distribution(context, levels, bins)
 
     def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
         """Add a line to print for one tensor."""
         if not self._merger.is_duplicate(context):
-            self._lines.append((text, names, values))
+            self._lines.append((text, names, values, _undecided(context)))
 
     def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * (2 * len(levels) + bins)
@@ -126,9 +130,18 @@ class Recorder:
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted."""
+        """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted.
+
+        If a device decides whether the tensor is recorded, a copy stays there until the numbers of the step are read.
+        """
         if self._merger.is_duplicate(context):
             return
+        if decisions := _undecided(context):
+            self._tensors.append((context, source_shape, tensor.to(dtype or tensor.dtype, copy=True), decisions))
+        else:
+            self._store(context, source_shape, tensor, dtype)
+
+    def _store(self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> None:
         stored = self.sink.keep(self._merger.identity(context), source_shape, tensor, dtype)
         if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
@@ -183,21 +196,25 @@ class Recorder:
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
         lines, self._lines = self._lines, []
+        tensors, self._tensors = self._tensors, []
         on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
-        for *_, found in distributions:
-            on_device += found.numbers if isinstance(found, DeviceNumbers) else ()
+        on_device += [holds for _, holds in stats.conditional]
+        for *_, found, decisions in distributions:
+            on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
         for _, effect in effects:
             on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
-        for *_, values in lines:
-            on_device += values.numbers if isinstance(values, DeviceNumbers) else ()
+        for *_, values, decisions in lines:
+            on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
         batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
+        for *_, decisions in tensors:
+            on_device += decisions
         deferred, self._deferred = self._deferred, []
         devices, self._copied_from = self._copied_from, set()
         transfer = Transfer(on_device, devices)
-        self._pending = _Step(stats, distributions, effects, merged, batches, lines, deferred, transfer)
+        self._pending = _Step(stats, distributions, effects, merged, batches, lines, tensors, deferred, transfer)
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -207,7 +224,7 @@ class Recorder:
         step = self._pending
         if step is None:
             return False
-        rows = step.stats or step.distributions or step.effects or step.merged or step.lines
+        rows = step.stats or step.distributions or step.effects or step.merged or step.lines or step.tensors
         return bool(rows or step.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
@@ -221,13 +238,13 @@ class Recorder:
             return
         fetched = step.transfer.read()
         step.stats.fetch(fetched)
-        distributions = [
-            key
-            + distribution_columns(
+        distributions = []
+        for key, levels, bins, values, decisions in step.distributions:
+            row = key + distribution_columns(
                 levels, bins, values.values(fetched) if isinstance(values, DeviceNumbers) else values
             )
-            for key, levels, bins, values in step.distributions
-        ]
+            if _held(decisions, fetched):
+                distributions.append(row)
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
         tables = {"distributions": distributions, "effects": effects}
         if step.merged is not None:
@@ -236,9 +253,10 @@ class Recorder:
                     step.stats.add_values(merged[: len(IDENTITY)], None, ALL, merged[len(IDENTITY) :])
                 else:
                     tables[table].append(merged)
-        for text, names, values in step.lines:
-            numbers = values.values(fetched) if isinstance(values, DeviceNumbers) else values
-            self.print_line(line_of(text, names, numbers))
+        for text, names, line, decisions in step.lines:
+            numbers = line.values(fetched) if isinstance(line, DeviceNumbers) else line
+            if _held(decisions, fetched):
+                self.print_line(line_of(text, names, numbers))
         not_finite: Sequence[Row] = ()
         if len(step.stats):
             stats = step.stats.rows(self._columns)
@@ -249,6 +267,9 @@ class Recorder:
                 self.write(table, rows)
         for batch in step.batches:
             self.write("samples", batch.rows(fetched))
+        for context, source_shape, tensor, decisions in step.tensors:
+            if _held(decisions, fetched):
+                self._store(context, source_shape, tensor, None)
         for table, row in step.deferred:
             self.write(table, [row()])
         if self.on_stats is not None:
@@ -260,11 +281,12 @@ class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
     stats: StepStatistics
-    distributions: list[tuple[Row, tuple[float, ...], int, Distribution]]
+    distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]]
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None
     batches: list[SampleBatch]
-    lines: list[tuple[str, tuple[str, ...], Values]]
+    lines: list[tuple[str, tuple[str, ...], Values, Decisions]]
+    tensors: list[tuple[Context, Sequence[int], Tensor, Decisions]]
     deferred: list[tuple[str, Callable[[], Row]]]
     transfer: Transfer
 
@@ -275,3 +297,12 @@ def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: Attached
     return sum(
         count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own_name in ("", path)
     )
+
+
+def _undecided(context: Context) -> Decisions:
+    return (context.holds,) if isinstance(context.holds, Tensor) else ()
+
+
+def _held(decisions: Decisions, fetched: Iterator[list[float]]) -> bool:
+    """Return whether the condition of a hook holds, after a device has decided it."""
+    return all([bool(next(fetched)[0]) for _ in decisions])

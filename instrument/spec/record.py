@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from .base import ObservationSpec, UnknownNameError
+from .base import ObservationSpec
 from .field_types import Count, IndexList, Target
-from .messages import message_of
+from .messages import UnknownNameError, message_of
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
 
