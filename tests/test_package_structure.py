@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("actions",),
     ("kinds",),
+    ("rules",),
     ("capture",),
     ("sinks",),
     ("analysis",),
@@ -35,7 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sweeps", "training"),
     ("dry_run", "verification"),
     ("cli",),
-    ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify"),
+    ("__main__", "compact", "export", "findings", "integrations", "recover", "sweep", "upload", "verify"),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}

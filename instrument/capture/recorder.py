@@ -33,11 +33,13 @@ from .rank_merging import (
     statistics_piece,
 )
 from .row_cells import effect_cells
-from .samples import SampleBatch, Samples
+from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
-from .step_statistics import ColumnCache, StepStatistics
+from .step_statistics import ColumnCache, StatisticsRows, StepStatistics
 from .tables import IDENTITY
 
+MetricsRow = tuple[int, str, Mapping[str, Any]]
+"""Step, phase, and the values of the other columns of a row of metrics."""
 Decisions = tuple[Tensor, ...]
 """Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
@@ -48,8 +50,7 @@ class Recorder:
 
     Args:
         sink: Receives the rows.
-        on_stats: Called with the rows of each step that count NaN or infinities, after all rows of the step were passed
-            to the sink.
+        on_rows: Called with the rows of each step, after all of them were passed to the sink.
         ranks: The processes that train together; None for a single one.
         all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
             tensor is stored.
@@ -62,14 +63,14 @@ class Recorder:
     def __init__(
         self,
         sink: Sink,
-        on_stats: Callable[[Sequence[Row]], None] | None = None,
+        on_rows: Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]], None] | None = None,
         ranks: Ranks | None = None,
         *,
         all_samples: bool = False,
         print_line: Callable[[str], None] = print,
     ) -> None:
         self.sink = sink
-        self.on_stats = on_stats
+        self.on_rows = on_rows
         self.print_line = print_line
         self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
@@ -82,6 +83,7 @@ class Recorder:
         self._effects: list[tuple[Row, Effect]] = []
         self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
         self._tensors: list[tuple[Context, Sequence[int], Tensor, Decisions]] = []
+        self._metrics: list[Callable[[], MetricsRow]] = []  # rows of metrics of this step
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
@@ -212,9 +214,12 @@ class Recorder:
         for *_, decisions in tensors:
             on_device += decisions
         deferred, self._deferred = self._deferred, []
+        metrics, self._metrics = self._metrics, []
         devices, self._copied_from = self._copied_from, set()
         transfer = Transfer(on_device, devices)
-        self._pending = _Step(stats, distributions, effects, merged, batches, lines, tensors, deferred, transfer)
+        self._pending = _Step(
+            stats, distributions, effects, merged, batches, lines, tensors, deferred, metrics, transfer
+        )
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -230,6 +235,10 @@ class Recorder:
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
         """Write a row that is computed when the rows of the step are passed to the sink."""
         self._deferred.append((table, row))
+
+    def note_metrics(self, row: Callable[[], MetricsRow]) -> None:
+        """Add a row of metrics for `on_rows`. It is computed when the rows of the step are passed to the sink."""
+        self._metrics.append(row)
 
     def flush(self) -> None:
         """Write the rows of the previous step. Waits for the copy."""
@@ -257,23 +266,22 @@ class Recorder:
             numbers = line.values(fetched) if isinstance(line, DeviceNumbers) else line
             if _held(decisions, fetched):
                 self.print_line(line_of(text, names, numbers))
-        not_finite: Sequence[Row] = ()
-        if len(step.stats):
-            stats = step.stats.rows(self._columns)
-            not_finite = stats.not_finite()
+        stats = step.stats.rows(self._columns) if len(step.stats) else None
+        if stats is not None:
             self.write("stats", stats)
         for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
-        for batch in step.batches:
-            self.write("samples", batch.rows(fetched))
+        samples = [batch.rows(fetched) for batch in step.batches]
+        for batch_rows in samples:
+            self.write("samples", batch_rows)
         for context, source_shape, tensor, decisions in step.tensors:
             if _held(decisions, fetched):
                 self._store(context, source_shape, tensor, None)
         for table, row in step.deferred:
             self.write(table, [row()])
-        if self.on_stats is not None:
-            self.on_stats(not_finite)
+        if self.on_rows is not None:
+            self.on_rows(stats, [row() for row in step.metrics], samples)
         self.sink.end_step()
 
 
@@ -288,6 +296,7 @@ class _Step(NamedTuple):
     lines: list[tuple[str, tuple[str, ...], Values, Decisions]]
     tensors: list[tuple[Context, Sequence[int], Tensor, Decisions]]
     deferred: list[tuple[str, Callable[[], Row]]]
+    metrics: list[Callable[[], MetricsRow]]
     transfer: Transfer
 
 

@@ -94,6 +94,11 @@ class SampleRows(Sequence[Row]):
         self._dtype = dtype
         self._has_names = bool(ids) and isinstance(ids[0], str)
 
+    @property
+    def targets(self) -> Sequence[float]:
+        """The targets; empty without targets."""
+        return self._targets or ()
+
     def __len__(self) -> int:
         return len(self._ids)
 

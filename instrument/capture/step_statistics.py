@@ -39,7 +39,6 @@ _MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = (
     _TYPES[len(IDENTITY) : len(IDENTITY) + len(ALL)],
 )
 _IS_COUNT = tuple(statistic.unit == "count" for statistic in STATISTICS.values())
-_NOT_FINITE = slice(NATIVE.index("nan_count"), NATIVE.index("inf_count") + 1)
 _NATIVE_BYTES = 8 * len(NATIVE)
 
 
@@ -225,12 +224,30 @@ class StatisticsRows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
-    def not_finite(self) -> list[Row]:
-        """Return the rows with NaN or infinite elements."""
-        counts = self._numbers[:, _NOT_FINITE]
-        if not np.count_nonzero(counts):
-            return []
-        return [self[int(i)] for i in np.flatnonzero((counts > 0).any(axis=1))]
+    @property
+    def moments(self) -> Sequence[StepContext]:
+        """For each row, step, micro-step, epoch and phase."""
+        return self._moments
+
+    @property
+    def sites(self) -> Sequence[Row]:
+        """For each row, the other identity columns."""
+        return self._sites
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
+        if name in NATIVE:
+            return self._numbers[:, NATIVE.index(name)]
+        values = np.full(len(self), math.nan)
+        if name in ALL:
+            others, index = self._others, ALL.index(name) - len(NATIVE)
+            if others:
+                values[[*others]] = [cells[index] for cells in others.values()]
+        else:
+            for row, custom in self._custom.items():
+                value = custom.get(name)
+                values[row] = math.nan if value is None else value
+        return values
 
     def to_message(self) -> pa.RecordBatch | Message:
         """Return the rows for a journal: a message with the numbers of these rows, if the cache has a similar one."""

@@ -56,7 +56,8 @@ class AttachedProbe(Probe):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._status = "done" if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+        ended = "done" if self.stop_reason is None else "stopped"
+        self._status = ended if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
         super().__exit__(exc_type, exc, tb)
 
     def _run_info(self) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from ..analysis.plot_data import (
     StepGroups,
     forward_order,
     groups_of,
-    location_name,
     matrices,
     row_locations,
     series_in,
     statistics_in,
 )
 from ..analysis.series_selection import evenly_spaced
+from ..rules.step_rows import location_name
 from .attention_pictures import attention, attention_layers
 from .numbers import rounded
 from .pictures import maps
@@ -190,8 +190,9 @@ def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return warnings and errors that belong to a step."""
-    shown = events[events["severity"].isin(["warning", "error"]) & events["step"].notna()]
+    """Return warnings, errors and all events of rules that belong to a step."""
+    is_shown = events["severity"].isin(["warning", "error"]) | events["value"].notna()
+    shown = events[is_shown & events["step"].notna()]
     return [
         {"step": int(row["step"]), "rule": row["rule"], "message": row["message"], "severity": row["severity"]}
         for row in shown.to_dict("records")

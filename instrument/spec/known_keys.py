@@ -13,6 +13,7 @@ from .base import HookBase
 from .config import RunConfig
 from .field_types import Target
 from .modify import FUNCTIONS, FunctionSpec
+from .rules import RULES, CustomRule, WatchRule
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:
@@ -32,7 +33,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
     Returns:
         The names; for a spec, those of every action. Empty if the key is no section or allows any argument.
     """
-    if len(path) == 2 and path[0] in ("hooks", "apply"):
+    if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])
     in_spec = len(path) > 2 and path[0] == "hooks"
     model = model_at(HookBase, path[2:]) if in_spec else model_at(RunConfig, path)
@@ -41,7 +42,9 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def fields_of_specs(name: str) -> tuple[str, ...]:
-    """Return the fields of all specs of `hooks` or `apply`, for all actions."""
+    """Return the fields of all specs of `hooks`, `apply` or `rules`, for all actions."""
+    if name == "rules":
+        return _unique_fields([*RULES.values(), WatchRule, CustomRule], [])
     if name == "apply":
         arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
         return _unique_fields(apply.ACTIONS.values(), arguments)

@@ -1,0 +1,118 @@
+"""What follows when a rule fires: a stop, a checkpoint, hooks that are turned on or off, and calls of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import HookError, user_code_location
+from ..rules.requirements import turned_on_by_rules
+from ..rules.rule_set import RuleEvent, RuleSet
+from ..spec.rules import CallAction, DisableAction, EnableAction, RuleBase
+from ..targets import build_callable
+from .collectives import Ranks
+
+
+class RuleActions:
+    """Carries out the actions of the rules that fired, in all processes alike.
+
+    Args:
+        rules: The rules.
+        ranks: The processes that train together; None for a single one.
+
+    Attributes:
+        stop_reason: Why the loop should stop; None if it should continue.
+        should_checkpoint: Whether the loop should save a checkpoint after this step.
+
+    Raises:
+        ConfigError: A function to call cannot be imported.
+    """
+
+    def __init__(self, rules: RuleSet, ranks: Ranks | None) -> None:
+        self.rules = rules
+        self.ranks = ranks
+        self.stop_reason: str | None = None
+        self.should_checkpoint = False
+        self._names = sorted(name for name, spec in rules.specs.items() if spec.actions)
+        self._functions = _functions(rules.specs)
+        self._off = turned_on_by_rules(rules.specs)
+        self._has_stopped: set[str] = set()  # rules that stopped the run before it was resumed
+        self._switches: dict[str, tuple[bool, int | None]] = {}  # by hook: on, and the step after the last one
+
+    def is_on(self, hook: str, step: int) -> bool:
+        """Return whether a hook is turned on at a step."""
+        on, stop = self._switches.get(hook, (None, None))
+        return hook not in self._off if on is None or (stop is not None and step >= stop) else on
+
+    @property
+    def never_turned_on(self) -> frozenset[str]:
+        """The hooks that are off until a rule fires, and were never turned on."""
+        return self._off - self._switches.keys()
+
+    def act(self, step: int) -> None:
+        """Carry out the actions of the rules that fired since the last call. Call it in all processes at once.
+
+        Args:
+            step: The next step.
+
+        Raises:
+            HookError: A function of `call` failed.
+        """
+        self.should_checkpoint = False
+        if not self._names:
+            return
+        fired = {event.rule: event for event in self.rules.take_fired()}
+        flags = [name in fired for name in self._names]
+        if self.ranks is not None:
+            flags = self.ranks.any_rank(flags)
+        for name, any_fired in zip(self._names, flags, strict=True):
+            if any_fired:
+                self._carry_out(name, fired.get(name), step)
+
+    def _carry_out(self, name: str, event: RuleEvent | None, step: int) -> None:
+        """Carry out the actions of one rule. `event` is None if it fired in another process only."""
+        for action in self.rules.actions_of(name):
+            if action == "stop" and self.stop_reason is None and name not in self._has_stopped:
+                self._has_stopped.add(name)
+                self.stop_reason = f"rule {name}: {'it fired in another process' if event is None else event.message}"
+            elif action == "checkpoint":
+                self.should_checkpoint = True
+            elif isinstance(action, EnableAction):
+                self._switches[action.enable] = (True, None if action.steps is None else step + action.steps)
+            elif isinstance(action, DisableAction):
+                self._switches[action.disable] = (False, None if action.steps is None else step + action.steps)
+            elif isinstance(action, CallAction) and event is not None:
+                self._call(name, event)
+
+    def _call(self, name: str, event: RuleEvent) -> None:
+        for function in self._functions[name]:
+            try:
+                function(event)
+            except Exception as error:
+                location = user_code_location(error)
+                reason = f"{type(error).__name__}: {error}"
+                raise HookError(
+                    f"rules.{name}.then: the function failed at step {event.step}{location}: {reason}"
+                ) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        switches = {hook: list(switch) for hook, switch in self._switches.items()}
+        return {"switches": switches, "has_stopped": sorted(self._has_stopped)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state. A rule that has stopped the run does not stop it again."""
+        self._switches = {hook: (on, stop) for hook, (on, stop) in state["switches"].items()}
+        self._has_stopped = set(state["has_stopped"])
+
+
+def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:
+    """Import the functions to call, by rule."""
+    return {
+        name: [
+            action.call.function or build_callable(action.call, f"rules.{name}.then.call")
+            for action in spec.actions
+            if isinstance(action, CallAction)
+        ]
+        for name, spec in specs.items()
+    }
