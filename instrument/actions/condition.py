@@ -86,13 +86,14 @@ class SiteCondition:
         with torch.no_grad():
             value = self._measured(tensor.detach(), context)
             if self.condition.times is None:
-                return self._compare(value, self.condition.bound)
+                decision: Decision = self._compare(value, self.condition.bound)
+                return decision
             previous = self._previous.get(context.path)
             if isinstance(value, Tensor):
                 if not isinstance(previous, _DeviceValues) or previous.values.device != value.device:
                     previous = _DeviceValues.of(previous, self.condition, value.device)
                 running, is_ready = previous.running()
-                decision: Decision = self._compare(value, self.condition.bound * running) & is_ready
+                decision = self._compare(value, self.condition.bound * running) & is_ready
                 previous.add(value)
             else:
                 if not isinstance(previous, _HostValues):

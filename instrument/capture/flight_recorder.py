@@ -19,6 +19,11 @@ Period = tuple[int, str]
 """A step and a phase."""
 
 
+def period_of(context: Context) -> Period:
+    """Return the step and the phase of a call."""
+    return context.moment.step, context.moment.phase
+
+
 class RecordedTensor(NamedTuple):
     """A tensor that is not written yet.
 
@@ -65,7 +70,7 @@ class FlightRecorder:
             has_pending_step: Whether the rules have not read the previous step yet, because its numbers are on a GPU. One more
                 step is kept then.
         """
-        hook, period = context.hook, (context.moment.step, context.moment.phase)
+        hook, period = context.hook, period_of(context)
         periods = self._tensors[hook]
         if period not in periods:
             while len(periods) >= self.steps[hook] + has_pending_step:

@@ -238,7 +238,7 @@ class AttachedHook(HookCoverage):
             rank=self.clock.rank,
             ids=self.clock.ids,
             tensors=self._kept_tensors(firing),
-            holds=True if isinstance(spec.when, str) else None,  # a rule turns the hook on
+            holds=None if spec.follows is None else True,  # a rule turns the hook on
         )
 
     def _kept_tensors(self, firing: Firing) -> KeptTensors:

@@ -95,7 +95,7 @@ class RuleSet:
                     self._report(name, firing, rows)
 
     def take_fired(self) -> list[RuleEvent]:
-        """Return the first event of each rule with actions that fired since the last call."""
+        """Return the first event of each rule that fired since the last call."""
         fired, self._fired = list(self._fired.values()), {}
         return fired
 
@@ -127,8 +127,7 @@ class RuleSet:
         )
         if not is_note:
             self._written[key] += 1
-            if self.specs[name].actions:
-                self._fired.setdefault(name, event)
+            self._fired.setdefault(name, event)
         if self._written[key] <= MOST_EVENTS + 1:
             self._write(event)
             if not is_note and self._written[key] == MOST_EVENTS + 1:

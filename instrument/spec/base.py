@@ -142,6 +142,11 @@ class HookBase(Selection):
         return self.when if isinstance(self.when, Condition) else None
 
     @property
+    def follows(self) -> str | None:
+        """The rule that turns the hook on for one step; None if the hook does not wait for a rule."""
+        return self.when if isinstance(self.when, str) else None
+
+    @property
     def tensor_role(self) -> str:
         """The role, or the default role of the kind."""
         return self.role or self.definition.roles[0]

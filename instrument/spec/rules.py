@@ -435,6 +435,7 @@ RESERVED = frozenset(
         "error",
         "fallback",
         "fast_path",
+        "flight_recorder",
         "graph_break",
         "hidden_module",
         "init_from",
