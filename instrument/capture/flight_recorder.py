@@ -43,10 +43,15 @@ class FlightRecorder:
 
     Args:
         steps: The number of steps at which a hook records, by hook.
+
+    Attributes:
+        steps: See above.
+        unwritten: The hooks whose tensors were never taken.
     """
 
     def __init__(self, steps: Mapping[str, int]) -> None:
         self.steps = steps
+        self.unwritten = [*steps]
         self._tensors: dict[str, dict[Period, list[RecordedTensor]]] = {name: {} for name in steps}
         # Memory of the oldest step for the current one, by hook, and then by shape, dtype and whether it is pinned.
         self._unused: dict[str, dict[tuple[torch.Size, torch.dtype, bool], list[Tensor]]] = {name: {} for name in steps}
@@ -100,6 +105,7 @@ class FlightRecorder:
 
     def take(self, hook: str) -> list[RecordedTensor]:
         """Return the tensors of a hook in the order of the firings, and forget them."""
+        self.unwritten = [other for other in self.unwritten if other != hook]
         periods, self._tensors[hook] = self._tensors[hook], {}
         return [one for recorded in periods.values() for one in recorded]
 

@@ -583,6 +583,10 @@ class Probe:
             self._rule_actions.act(self.step)
             self.recorder.end_step(any_scheduled=False)
             self.recorder.flush()
+            for hook in self.recorder.flight_recorder.unwritten:
+                rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
+                message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
+                self.event("flight_recorder", message, severity="info")
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
