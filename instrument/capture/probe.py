@@ -295,13 +295,26 @@ class Probe:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a rule with `then: stop` fired. The loop should end after this step."""
+        """Whether a rule with `then: stop` or `then: prune` fired. The loop should end after this step."""
         return self._rule_actions.stop_reason is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """The rule with `then: stop` that fired, and its message; None if there is none."""
+        """The rule that stops the loop, and its message; None if there is none."""
         return self._rule_actions.stop_reason
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the rule that stops the loop has `then: prune`: the result counts as the worst one of a search."""
+        return self._rule_actions.is_pruned
+
+    @property
+    def fired_rules(self) -> frozenset[str]:
+        """The names of the rules that fired in the last step, or in an evaluation after it.
+
+        With several processes, rules without actions can differ between them.
+        """
+        return self._rule_actions.fired
 
     @property
     def should_checkpoint(self) -> bool:

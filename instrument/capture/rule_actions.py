@@ -24,7 +24,9 @@ class RuleActions:
         write_kept: Writes the tensors that a hook keeps: called with the hook and the reason.
 
     Attributes:
+        fired: The rules that fired in the last step or evaluation, by name: in this process, and those with actions in any process.
         stop_reason: Why the loop should stop; None if it should continue.
+        is_pruned: Whether the reason is a rule with `then: prune`.
         should_checkpoint: Whether the loop should save a checkpoint after this step.
 
     Raises:
@@ -40,7 +42,9 @@ class RuleActions:
     ) -> None:
         self.rules = rules
         self.ranks = ranks
+        self.fired: frozenset[str] = frozenset()
         self.stop_reason: str | None = None
+        self.is_pruned = False
         self.should_checkpoint = False
         self._write_kept = write_kept
         self._followers = _hooks_by_rule(
@@ -76,15 +80,14 @@ class RuleActions:
             HookError: A function of `call` failed.
         """
         self.should_checkpoint = False
-        if not self._names:
-            return
-        fired = {event.rule: event for event in self.rules.take_fired()}
-        flags = [name in fired for name in self._names]
-        if self.ranks is not None:
+        events = {event.rule: event for event in self.rules.take_fired()}
+        flags = [name in events for name in self._names]
+        if self.ranks is not None and flags:
             flags = self.ranks.any_rank(flags)
-        for name, any_fired in zip(self._names, flags, strict=True):
-            if any_fired:
-                self._carry_out(name, fired.get(name), step)
+        to_act = [name for name, any_fired in zip(self._names, flags, strict=True) if any_fired]
+        self.fired = frozenset([*events, *to_act])
+        for name in to_act:
+            self._carry_out(name, events.get(name), step)
 
     def _carry_out(self, name: str, event: RuleEvent | None, step: int) -> None:
         """Carry out the actions of one rule. `event` is None if it fired in another process only."""
@@ -93,8 +96,9 @@ class RuleActions:
         for hook in self._followers.get(name, ()):
             self._turn_on(hook, step + 1)
         for action in self.rules.actions_of(name):
-            if action == "stop" and self.stop_reason is None and name not in self._has_stopped:
+            if action in ("stop", "prune") and self.stop_reason is None and name not in self._has_stopped:
                 self._has_stopped.add(name)
+                self.is_pruned = action == "prune"
                 self.stop_reason = f"rule {name}: {'it fired in another process' if event is None else event.message}"
             elif action == "checkpoint":
                 self.should_checkpoint = True

@@ -79,6 +79,7 @@ def job(config: DictConfig) -> float | None:
             show_plan(parsed, None)
             return None
         with importing():
+            from ..sweeps.optuna_checks import is_search, worst_score
             from ..sweeps.score import score_job
             from ..training.runner import run
             from ..training.terminal import Terminal
@@ -89,10 +90,12 @@ def job(config: DictConfig) -> float | None:
         )
         terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
         result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides)
-        searched = HydraConfig.get().sweeper["_target_"] != BASIC_SWEEPER
-        if folders.is_sweep_job:
+        searched = folders.is_sweep_job and HydraConfig.get().sweeper["_target_"] != BASIC_SWEEPER
+        if result.is_pruned and is_search(HydraConfig.get()):
+            score = worst_score(HydraConfig.get())
+        elif folders.is_sweep_job:
             score = score_job(objective, folders.folder, result.metrics, searched=searched)
-    if result.stopped is None or (folders.is_sweep_job and searched):  # a search continues with the score
+    if result.stopped is None or searched:  # a search continues with the score
         return score
     raise JobFailedError(STOPPED, folders.folder) if folders.is_sweep_job else SystemExit(STOPPED)
 

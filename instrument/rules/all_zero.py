@@ -19,7 +19,7 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
     merge = np.fmin
 
     def selects(self, location: Location) -> bool:
-        return location.phase == "train" and (location.is_output or location.is_gradient)
+        return location.phase == "train" and (location.is_output or (location.is_gradient and not location.is_of_bias))
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         return chosen.values(rows.column("zero_fraction"), self.merge) >= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import HookError, user_code_location
@@ -111,7 +111,7 @@ class RuleSet:
     def _report(self, name: str, firing: Firing, rows: StepRows) -> None:
         is_note, location = firing.value is None, firing.location
         key = f"{name} {location is None}"
-        warns = {"warn", "stop"} & {action for action in self.specs[name].then if isinstance(action, str)}
+        warns = {"warn", "stop", "prune"} & {action for action in self.specs[name].then if isinstance(action, str)}
         severity = "warning" if warns and not is_note and not self._written[key] else "info"
         where = "" if location is None else f" in {location}"
         what = firing.what or getattr(self._rules[name], "what", name)
@@ -137,11 +137,13 @@ class RuleSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries."""
         states = {name: rule.state_dict() if hasattr(rule, "state_dict") else {} for name, rule in self._rules.items()}
-        return {"written": dict(self._written), "rules": states}
+        fired = [list(astuple(event)) for event in self._fired.values()]
+        return {"written": dict(self._written), "fired": fired, "rules": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
         self._written = Counter(state["written"])
+        self._fired = {event.rule: event for event in (RuleEvent(*cells) for cells in state["fired"])}
         for name, rule in self._rules.items():
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])

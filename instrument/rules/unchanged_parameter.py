@@ -28,7 +28,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         self._previous = np.zeros((0, 2))
 
     def selects(self, location: Location) -> bool:
-        return location.kind == "step_post" and location.role in ("param", "update")
+        return location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
 
     def grow(self, count: int) -> None:
         super().grow(count)

@@ -22,7 +22,7 @@ class UpdateRatio(BoundsRule[UpdateRatioRule]):
         self.above, self.below = spec.above, spec.below
 
     def selects(self, location: Location) -> bool:
-        return location.role == "update" and "bias" not in location.path
+        return location.role == "update" and not location.is_of_bias
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):

@@ -26,7 +26,7 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
         self._first_loss: float | None = None
 
     def selects(self, location: Location) -> bool:
-        return location.role == "param_grad" and "bias" not in location.path
+        return location.role == "param_grad" and not location.is_of_bias
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         loss = rows.metric("loss")

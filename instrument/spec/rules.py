@@ -18,7 +18,7 @@ from .messages import UnknownNameError
 from .statistics import STATISTICS, unreachable_bound
 
 FLOAT16_MAX = 65504.0
-SIMPLE_ACTIONS = ("warn", "stop", "checkpoint")
+SIMPLE_ACTIONS = ("warn", "stop", "prune", "checkpoint")
 METRIC_NAMES = ("loss", "accuracy", "lr", "grad_norm", "seconds")
 
 
@@ -44,7 +44,7 @@ class CallAction(Spec):
     )
 
 
-Action = Literal["warn", "stop", "checkpoint"] | EnableAction | DisableAction | CallAction
+Action = Literal["warn", "stop", "prune", "checkpoint"] | EnableAction | DisableAction | CallAction
 _MAPPINGS: dict[str, type[Spec]] = {"enable": EnableAction, "disable": DisableAction, "call": CallAction}
 
 
@@ -62,7 +62,7 @@ def _parse_action(value: Any) -> Any:
     names = [name for name in _MAPPINGS if isinstance(value, Mapping) and name in value]
     if len(names) != 1:
         raise ValueError(
-            "an action is warn, stop, checkpoint, {enable: HOOK}, {disable: HOOK} or {call: {_target_: ...}}"
+            "an action is warn, stop, prune, checkpoint, {enable: HOOK}, {disable: HOOK} or {call: {_target_: ...}}"
         )
     return _MAPPINGS[names[0]].model_validate(value)
 
@@ -85,8 +85,8 @@ class RuleBase(Spec):
     )
     then: Actions = Field(
         ("warn",),
-        description="What happens: warn, stop (the run ends with exit code 3), checkpoint, {enable: HOOK, steps: N}, {disable: HOOK, "
-        "steps: N}, {call: {_target_: ...}}, or a list.",
+        description="What happens: warn, stop (the run ends with exit code 3), prune (stop, and the worst result in a search), "
+        "checkpoint, {enable: HOOK, steps: N}, {disable: HOOK, steps: N}, {call: {_target_: ...}}, or a list.",
     )
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "stats"
@@ -203,7 +203,10 @@ class PoorInitializationRule(RuleBase):
 
 
 class AllZeroRule(PersistentRule):
-    """All elements of an output or of a gradient are zero (SageMaker Debugger: AllZero, 100%)."""
+    """All elements of an output or of a gradient are zero (SageMaker Debugger: AllZero, 100%).
+
+    Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic.
+    """
 
     rule: Literal["all_zero"]
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
@@ -212,7 +215,7 @@ class AllZeroRule(PersistentRule):
 class UnchangedParameterRule(PersistentRule):
     """A parameter has the same statistics as before, or its update is zero, while the learning rate is not.
 
-    The number of steps is that of SageMaker Debugger (UnchangedTensor).
+    The number of steps is that of SageMaker Debugger (UnchangedTensor). Biases do not count.
     """
 
     rule: Literal["unchanged_parameter"]

@@ -46,11 +46,13 @@ class Result:
         folder: The folder of the run.
         metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
         stopped: The rule that stopped the run, and its message; None if the run is complete.
+        is_pruned: Whether this rule has `then: prune`.
     """
 
     folder: Path
     metrics: Mapping[str, float | None]
     stopped: str | None = None
+    is_pruned: bool = False
 
 
 def run(
@@ -123,14 +125,14 @@ def run(
         if processes is not None:
             processes.close()
             if not processes.is_rank_zero:
-                return Result(folder, metrics, training.probe.stop_reason)
+                return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
         if failure is None:
             readable = copy.readable_folder()
             page = report.make(readable).save(folder / report.FILE) if config.report else None
             terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
-    return Result(folder, metrics, training.probe.stop_reason)
+    return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
 
 
 def _open_folder(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from conftest import Answer
+from omegaconf import OmegaConf
+from rule_rows import Step, feed
 from torch import nn
 
 import instrument
@@ -24,6 +28,8 @@ from instrument.rules.rule_set import RuleEvent, RuleSet
 from instrument.spec.parse import parse_hooks, parse_rules
 from instrument.spec.rules import default_rules
 from instrument.spec.spec_file import read_rules
+from instrument.sweep import main as list_jobs
+from instrument.sweeps.optuna_checks import worst_score
 
 Cli = Callable[..., Answer]
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}
@@ -162,6 +168,30 @@ def test_rules_of_a_file_and_of_the_argument_are_merged(tmp_path: Path) -> None:
     assert probe.run.info["config"]["rules"]["big"] == {**LARGE, "watch": ("seen",), "name": "big"}
 
 
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_fired_rules_are_those_of_the_last_step() -> None:
+    model, fired = net(), []
+    with instrument.attach(model, {"seen": SEEN}, rules={"big": LARGE, "prune": {**LARGE, "then": "prune"}}) as probe:
+        for scale in SCALES:
+            probe.end_step(loss=model(torch.full((4, 2), scale)).mean())
+            fired.append(probe.fired_rules & {"big", "prune"})
+    assert [step for step, names in enumerate(fired) if names == {"big", "prune"}] == [2, 6]
+    assert set().union(*fired[:2], *fired[3:6]) == set()
+    assert (probe.is_pruned, probe.should_stop) == (True, True)
+
+
+def test_firings_before_a_checkpoint_have_their_consequences_after_it() -> None:
+    """The rows of a GPU can arrive when a checkpoint is saved, which is after the actions of the step."""
+    rules = parse_rules({"big": {**LARGE, "then": "stop"}})
+    before, after = (RuleSet(rules, [].append) for _ in range(2))
+    about = {"hook": "seen", "layer": "0", "abs_max": 100.0}
+    feed(before, [Step(rows=[about])])
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    actions = RuleActions(after, None)
+    actions.act(1)
+    assert actions.stop_reason == "rule big: watched statistic: at step 0 in 0 output (seen): abs_max 100, above 50"
+
+
 def test_state_of_actions_is_resumed() -> None:
     rules = parse_rules({"big": {**LARGE, "then": {"enable": "more"}}})
     hooks = parse_hooks({"seen": SEEN, "more": {**SEEN, "stats": ["mean"]}})
@@ -195,6 +225,7 @@ def test_processes_act_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     actions.act(3)
     assert asked == [[False]]  # a rule that only warns needs no agreement
     assert actions.stop_reason == "rule big: it fired in another process"
+    assert actions.fired == {"big"}
 
 
 # ------------------------------------------------------------------------------------------------ trainings
@@ -293,6 +324,28 @@ def test_sweep_lists_a_stopped_job_with_its_rule(cli: Cli) -> None:
     assert answer.code == 3, answer.err
     assert "2 jobs in out: 1 done, 1 stopped" in answer.err
     assert "out/0  stopped  hooks.drill.start=1  rule nan: loss not finite: at step 1: nan" in answer.err
+
+
+def test_stopped_job_is_not_rerun(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+    answer = cli("-m", *TINY, DRILL, NAN, "seed=1", "train.steps=5", "hydra.sweep.dir=out", "quiet=true")
+    assert answer.code == 3
+    assert "--rerun" not in answer.err
+    assert list_jobs(["out", "--rerun"]) == 1
+    assert "no jobs to rerun" in capfd.readouterr().out
+
+
+def test_pruned_trial_is_the_worst_of_a_search(cli: Cli) -> None:
+    prune = "+rules.large={watch: metrics, stat: loss, above: 1000, then: prune}"
+    search = ("hydra/sweeper=search", "hydra/sweeper/sampler=grid", "hydra.sweep.dir=out", "train.steps=3")
+    answer = cli("-m", *TINY, prune, *search, "optimizer.lr=choice(0.1,1e9)")
+    assert answer.code == 0, answer.err
+    results = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
+    assert results["best_params"] == {"optimizer.lr": 0.1}
+    assert "2 jobs in out: 1 done, 1 stopped" in answer.out
+    assert "rule large: watched metric: at step 1" in answer.out
+    assert "the objective has no value" not in answer.err
+    hydra = OmegaConf.create({"sweeper": {"direction": ["maximize"]}})
+    assert worst_score(hydra) == -math.inf
 
 
 def test_findings_command_reports_a_healthy_run(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
