@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..rules.rule import LocatedRule
@@ -18,6 +19,7 @@ from ..spec.statistics import ALL
 from .run_tables import RunTables
 
 Moment = tuple[int, str]
+_Rows = tuple[list[Site], dict[str, FloatArray]]
 _COUNTS = ("numel", "nan_count", "inf_count")
 _METRICS = (*METRIC_NAMES, "skipped")
 
@@ -52,9 +54,9 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
     }
     targets = _targets(run, condition) if any(spec.source == "samples" for spec in rules.specs.values()) else {}
     left = sorted({*metrics, *targets}, key=time_order)
-    no_rows: tuple[list[Site], dict[str, FloatArray]] = ([], {})
+    no_rows: _Rows = ([], {})
 
-    def rows_of(moment: Moment, stats: tuple[list[Site], dict[str, FloatArray]]) -> StepRows:
+    def rows_of(moment: Moment, stats: _Rows) -> StepRows:
         sites, columns = stats
         layout = rules.layout(sites, moment[1], lambda site: site)
         missing = np.full(len(sites), np.nan)
@@ -73,38 +75,36 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
         yield rows_of(moment, no_rows)
 
 
-def _statistics(
-    run: RunTables, rules: RuleSet, condition: ds.Expression
-) -> Iterator[tuple[Moment, tuple[list[Site], dict[str, FloatArray]]]]:
-    """Yield the identities of the rows of each step and phase, and the statistics that the rules read."""
+def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
+    """Yield the identities of the rows of each step and phase, and the statistics that the rules read.
+
+    A step can be split over several batches, with rows of all its phases in each of them.
+    """
     read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
     columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
-    pending: list[tuple[list[Site], dict[str, FloatArray]]] = []
-    current: Moment | None = None
-    for batch in run.scan("stats", ["step", "phase", *Site._fields, *columns], condition):
+    pending: dict[Moment, list[pa.RecordBatch]] = {}
+    for batch in run.scan("stats", ["step", "phase", "position", *Site._fields, *columns], condition):
         steps, phases = batch["step"].to_numpy(), np.array(batch["phase"].to_pylist(), np.str_)
-        sites = [Site(*cells) for cells in zip(*(batch[name].to_pylist() for name in Site._fields), strict=True)]
-        numbers = {name: _floats(batch[name]) for name in columns}
         changes = np.flatnonzero((steps[1:] != steps[:-1]) | (phases[1:] != phases[:-1])) + 1
         for begin, end in itertools.pairwise([0, *changes.tolist(), len(steps)]):
             if begin == end:
                 continue
             moment = (int(steps[begin]), str(phases[begin]))
-            if current is not None and moment != current:
-                yield current, _joined(pending)
-                pending = []
-            current = moment
-            pending.append((sites[begin:end], {name: values[begin:end] for name, values in numbers.items()}))
-    if current is not None:
-        yield current, _joined(pending)
+            if pending and moment[0] != next(iter(pending))[0]:
+                yield from _rows_of(pending, columns)
+                pending = {}
+            pending.setdefault(moment, []).append(batch.slice(begin, end - begin))
+    yield from _rows_of(pending, columns)
 
 
-def _joined(parts: Sequence[tuple[list[Site], dict[str, FloatArray]]]) -> tuple[list[Site], dict[str, FloatArray]]:
-    if len(parts) == 1:
-        return parts[0]
-    names = parts[0][1]
-    sites = [site for part, _ in parts for site in part]
-    return sites, {name: np.concatenate([numbers[name] for _, numbers in parts]) for name in names}
+def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]) -> Iterator[tuple[Moment, _Rows]]:
+    """Yield the rows of each phase of a step, in the order in which they were recorded."""
+    for moment in sorted(step, key=time_order):
+        rows = pa.Table.from_batches(step[moment])
+        if len(step[moment]) > 1:
+            rows = rows.take(pc.sort_indices(rows["position"]))
+        sites = [Site(*cells) for cells in zip(*(rows[name].to_pylist() for name in Site._fields), strict=True)]
+        yield moment, (sites, {name: _floats(rows[name]) for name in columns})
 
 
 def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArray]:
@@ -117,7 +117,7 @@ def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArra
     return {moment: np.array(values) for moment, values in found.items()}
 
 
-def _floats(column: pa.Array) -> FloatArray:
+def _floats(column: pa.Array | pa.ChunkedArray) -> FloatArray:
     """Return a column as float64, with NaN for null."""
-    values: FloatArray = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    values: FloatArray = np.asarray(column.cast(pa.float64()))
     return values

@@ -39,6 +39,7 @@ _MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = (
     _TYPES[len(IDENTITY) : len(IDENTITY) + len(ALL)],
 )
 _IS_COUNT = tuple(statistic.unit == "count" for statistic in STATISTICS.values())
+_NATIVE_INDEX = {name: index for index, name in enumerate(NATIVE)}
 _NATIVE_BYTES = 8 * len(NATIVE)
 
 
@@ -236,8 +237,8 @@ class StatisticsRows(Sequence[Row]):
 
     def column(self, name: str) -> np.ndarray:
         """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
-        if name in NATIVE:
-            return self._numbers[:, NATIVE.index(name)]
+        if name in _NATIVE_INDEX:
+            return self._numbers[:, _NATIVE_INDEX[name]]
         values = np.full(len(self), math.nan)
         if name in ALL:
             others, index = self._others, ALL.index(name) - len(NATIVE)

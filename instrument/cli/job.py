@@ -90,9 +90,10 @@ def job(config: DictConfig) -> float | None:
         )
         terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
         result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides)
-        searched = folders.is_sweep_job and HydraConfig.get().sweeper["_target_"] != BASIC_SWEEPER
-        if result.is_pruned and is_search(HydraConfig.get()):
-            score = worst_score(HydraConfig.get())
+        hydra: Any = HydraConfig.get()
+        searched = folders.is_sweep_job and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        if result.is_pruned and is_search(hydra):
+            score = worst_score(hydra)
         elif folders.is_sweep_job:
             score = score_job(objective, folders.folder, result.metrics, searched=searched)
     if result.stopped is None or searched:  # a search continues with the score

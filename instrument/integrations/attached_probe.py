@@ -118,6 +118,11 @@ class AttachedProbe(Probe):
         return self.run.events
 
     @property
+    def findings(self) -> pd.DataFrame:
+        """The rules that fired, with what to do next, and other observations; see `Run.findings`."""
+        return self.run.findings
+
+    @property
     def generated(self) -> pd.DataFrame:
         """Texts and tokens that a language model generated. One row per prompt."""
         return self.run.generated

@@ -50,9 +50,9 @@ class NonFinite(LocatedRule[NonFiniteRule]):
             yield Firing(f"{loss}{before}", loss, what=LOSS_NOT_FINITE)
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
-        counts = rows.non_finite()
-        if not counts.any():
+        if not rows.has_non_finite:
             return
+        counts = rows.non_finite()
         skipped = bool(rows.metric("skipped"))
         index = chosen.index if chosen.index is not None else np.arange(len(chosen.rows))
         for row, at in zip(chosen.rows, index, strict=True):

@@ -108,6 +108,7 @@ class LocatedRule(CatalogueRule[SpecT]):
     def __init__(self, spec: SpecT) -> None:
         super().__init__(spec)
         self._slots: dict[Location, int] = {}
+        self._slot_of_number = np.zeros(0, np.int64)  # by the number of the location; -1 if the rule does not read it
 
     def selects(self, location: Location) -> bool:  # noqa: ARG002
         """Return whether the rule concerns tensors of a location. Default: all."""
@@ -118,16 +119,19 @@ class LocatedRule(CatalogueRule[SpecT]):
         """Check the rows of a step at the locations of the rule."""
 
     def update(self, rows: StepRows) -> Iterable[Firing]:
-        chosen = rows.layout.choose(self, self._reads, self._slots_of)
+        chosen = rows.layout.choose(self, self._slots_of)
         return () if chosen is None else self.check(rows, chosen)
 
     def _reads(self, location: Location) -> bool:
         return self.reads(location) and self.selects(location)
 
     def _slots_of(self, locations: Sequence[Location]) -> IndexArray:
-        slots = np.array([self._slots.setdefault(location, len(self._slots)) for location in locations])
-        self.grow(len(self._slots))
-        return slots
+        new = locations[len(self._slot_of_number) :]
+        if new:
+            slots = [self._slots.setdefault(each, len(self._slots)) if self._reads(each) else -1 for each in new]
+            self._slot_of_number = np.concatenate([self._slot_of_number, np.array(slots, np.int64)])
+            self.grow(len(self._slots))
+        return self._slot_of_number
 
     def grow(self, count: int) -> None:
         """Extend the state to a number of locations."""

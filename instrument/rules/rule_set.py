@@ -11,7 +11,7 @@ from ..errors import HookError, user_code_location
 from ..spec.rules import Action, RuleBase
 from .catalogue import make_rule
 from .rule import Firing, Rule
-from .step_rows import Layout, Site, StepRows
+from .step_rows import Layout, Locations, Site, StepRows
 
 MOST_EVENTS = 20  # further events of a rule after the first one
 MOST_LAYOUTS = 64
@@ -59,6 +59,7 @@ class RuleSet:
         self._write = write
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}
+        self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
@@ -74,7 +75,7 @@ class RuleSet:
         if known is None or known[0] != rows:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            known = self._layouts[key] = (rows, Layout([*map(site_of, rows)], phase))
+            known = self._layouts[key] = (rows, self._locations.layout(rows, phase, site_of))
         return known[1]
 
     def update(self, steps: Iterable[StepRows]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,50 +125,95 @@ class Chosen:
         return merged
 
 
+class Locations:
+    """The locations of a run, numbered in the order in which they first appear.
+
+    A budget samples other rows in every step. What depends on a location only is therefore computed once for each location,
+    and not for each layout.
+
+    Attributes:
+        all: The locations by number.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Location] = []
+        self._numbers: dict[Location, int] = {}
+        self._limits: list[float] = []
+        self._rows: dict[tuple[str, Hashable], tuple[int, bool]] = {}  # number, and whether it is recomputed
+
+    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
+        """Return the layout of the rows of a step.
+
+        Args:
+            rows: The identity of each row in any form, in the order in which the rows were recorded.
+            phase: The phase.
+            site_of: Converts an identity to a site.
+        """
+        known = self._rows
+        for row in rows:
+            if (phase, row) not in known:
+                site = site_of(row)
+                known[phase, row] = self._number(Location(*site[:-1], phase)), site.recompute
+        cells = [known[phase, row] for row in rows]
+        numbers = np.array([number for number, _ in cells], np.int64)
+        recomputed = np.array([recompute for _, recompute in cells], np.bool_)
+        return Layout(self.all, numbers, recomputed, np.array(self._limits)[numbers])
+
+    def _number(self, location: Location) -> int:
+        if location not in self._numbers:
+            self._numbers[location] = len(self.all)
+            self.all.append(location)
+            self._limits.append(non_finite_fraction(location.kind, location.role))
+        return self._numbers[location]
+
+
 class Layout:
     """The locations of the rows of a step. Most steps have the layout of an earlier step.
 
     Args:
-        sites: The rows, in the order in which they were recorded.
-        phase: The phase.
+        locations: The locations of the run by number.
+        numbers: The number of the location of each row, int64 [rows].
+        recomputed: Whether a row is of a recomputed forward pass, bool [rows].
+        limits: The number of NaN and infinite elements, as a fraction, from which a row is invalid, float64 [rows].
 
     Attributes:
-        sites: See above.
-        limits: The number of NaN and infinite elements, as a fraction, from which a row is invalid; [rows].
+        limits: See above.
     """
 
-    def __init__(self, sites: Sequence[Site], phase: str) -> None:
-        self.sites = sites
-        self.limits = np.array([non_finite_fraction(site.kind, site.role) for site in sites])
-        self._locations = [Location(*site[:-1], phase) for site in sites]
+    def __init__(
+        self, locations: Sequence[Location], numbers: IndexArray, recomputed: BoolArray, limits: FloatArray
+    ) -> None:
+        self.limits = limits
+        self._locations = locations
+        self._numbers = numbers
+        self._recomputed = recomputed
+        self._has_repeats = len(set(numbers.tolist())) < len(numbers)
         self._chosen: dict[Hashable, Chosen | None] = {}
 
-    def choose(
-        self, key: Hashable, selects: Callable[[Location], bool], slots: Callable[[Sequence[Location]], IndexArray]
-    ) -> Chosen | None:
-        """Return the rows at the locations that a rule selects, without recomputed ones. None if there are none.
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
+        """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
 
         Args:
             key: The rule; the result is kept for it.
-            selects: Whether it reads a location.
-            slots: Returns the indices of the states of locations.
+            slots: Returns the index of the state of each location of the run; -1 for a location that the rule does not read.
         """
         if key not in self._chosen:
-            self._chosen[key] = self._choose(selects, slots)
+            self._chosen[key] = self._choose(slots(self._locations))
         return self._chosen[key]
 
-    def _choose(
-        self, selects: Callable[[Location], bool], slots: Callable[[Sequence[Location]], IndexArray]
-    ) -> Chosen | None:
-        selected = {location: selects(location) for location in dict.fromkeys(self._locations)}
-        rows = [i for i, at in enumerate(self._locations) if selected[at] and not self.sites[i].recompute]
-        if not rows:
+    def _choose(self, slots: IndexArray) -> Chosen | None:
+        rows = np.flatnonzero((slots[self._numbers] >= 0) & ~self._recomputed)
+        if not len(rows):
             return None
-        numbers: dict[Location, int] = {}
-        index = [numbers.setdefault(self._locations[row], len(numbers)) for row in rows]
-        locations = list(numbers)
-        several = np.array(index) if len(locations) < len(rows) else None
-        return Chosen(np.array(rows), slots(locations), locations, several)
+        numbers, index = self._numbers[rows], None
+        if self._has_repeats:
+            unique, first, index = np.unique(numbers, return_index=True, return_inverse=True)
+            in_order = np.argsort(first)
+            numbers, index = unique[in_order], np.argsort(in_order)[index]
+        return Chosen(rows, slots[numbers], [self._locations[number] for number in numbers.tolist()], index)
 
 
 class StepRows:
@@ -204,7 +250,7 @@ class StepRows:
         self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
 
     def __len__(self) -> int:
-        return len(self.layout.sites)
+        return len(self.layout)
 
     def counts(self, name: str) -> FloatArray:
         """Return `numel`, `nan_count` or `inf_count` of all rows, also of those with many non-finite elements."""
@@ -221,11 +267,16 @@ class StepRows:
         """Return the number of NaN and infinite elements of all rows, float64 [rows]."""
         return np.nan_to_num(self.counts("nan_count")) + np.nan_to_num(self.counts("inf_count"))
 
+    @cached_property
+    def has_non_finite(self) -> bool:
+        """Whether any row counts NaN or infinite elements."""
+        return bool((self.counts("nan_count") > 0).any() or (self.counts("inf_count") > 0).any())
+
     def _find_invalid(self) -> BoolArray:
         if self._invalid is None:
-            counts = self.non_finite()
             self._invalid = np.empty(0, np.bool_)
-            if counts.any():
+            if self.has_non_finite:
+                counts = self.non_finite()
                 numel = np.nan_to_num(self.counts("numel"))
                 self._invalid = (counts > 0) & (counts >= self.layout.limits * numel)
         return self._invalid

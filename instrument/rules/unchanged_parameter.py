@@ -26,6 +26,7 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     def __init__(self, spec: UnchangedParameterRule) -> None:
         super().__init__(spec)
         self._previous = np.zeros((0, 2))
+        self._is_update = np.zeros(0, np.bool_)
 
     def selects(self, location: Location) -> bool:
         return location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
@@ -33,14 +34,14 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     def grow(self, count: int) -> None:
         super().grow(count)
         self._previous = extended(self._previous, count, np.nan)
+        self._is_update = np.array([location.role == "update" for location in self._slots])
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         values = np.stack([chosen.values(rows.column(name), self.merge) for name in self.statistics], axis=1)
         same = (values == self._previous[chosen.slots]).all(axis=1)
         self._previous[chosen.slots] = values
-        is_update = np.array([location.role == "update" for location in chosen.locations])
         rests = rows.metric("lr") == 0 or bool(rows.metric("skipped"))
-        unchanged: BoolArray = np.where(is_update, values[:, 1] == 0, same) & (not rests)
+        unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same) & (not rests)
         return unchanged
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 import torch
 import yaml
@@ -272,6 +274,28 @@ def test_decisions_on_a_finished_run_are_those_of_the_run(exploded: AttachedProb
     ]
     assert sorted(live) == sorted(again)
     assert {"exploding_gradient", "exploding_activation", "non_finite"} <= {rule for rule, *_ in live}
+
+
+def test_decisions_do_not_depend_on_the_batches_of_a_file(exploded: AttachedProbe) -> None:
+    """Files are sorted by layer within a step, and a batch can end within a step that has rows of an evaluation."""
+
+    class Split:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(exploded.run, name)
+
+        def scan(self, table: str, columns: list[str], condition: Any = None) -> Any:
+            if table != "stats" or "layer" not in columns:
+                yield from exploded.run.scan(table, columns, condition)
+                return
+            rows = pa.Table.from_batches(exploded.run.scan(table, columns, condition))
+            rows = rows.take(pc.sort_indices(rows, [("step", "ascending"), ("layer", "ascending")]))
+            for begin in range(0, rows.num_rows, 7):
+                batch = rows.slice(begin, 7)
+                order = pc.sort_indices(batch, [("step", "ascending"), ("position", "ascending")])
+                yield from batch.take(order).combine_chunks().to_batches()
+
+    rules = parse_rules(default_rules())
+    assert rule_events(Split(), rules) == rule_events(exploded.run, rules)  # type: ignore[arg-type]
 
 
 def test_rules_do_not_change_the_training(exploded: AttachedProbe) -> None:
