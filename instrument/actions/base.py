@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -141,6 +141,10 @@ class Context:
             self.recompute,
             self.scope,
         )
+
+    def without_tensors(self) -> Context:
+        """Return a copy that keeps no tensor in memory."""
+        return replace(self, value=None, values={}, complete=None, ids=None, tensors=KeptTensors(), holds=None)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.

@@ -593,7 +593,8 @@ class Probe:
         self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
         if error is None:
-            self._rule_actions.act(self.step)
+            if self.ranks is None:  # with several processes, some may have ended already
+                self._rule_actions.act(self.step)
             self.recorder.end_step(any_scheduled=False)
             self.recorder.flush()
             for hook in self.recorder.flight_recorder.unwritten:

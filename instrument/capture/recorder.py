@@ -147,10 +147,13 @@ class Recorder:
             return
         if context.hook in self.flight_recorder.steps:
             has_pending_step = self._pending is not None
-            self.flight_recorder.add(context, source_shape, tensor, dtype, has_pending_step=has_pending_step)
+            self.flight_recorder.add(
+                context.without_tensors(), source_shape, tensor, dtype, has_pending_step=has_pending_step
+            )
             self.samples.note_tensor(context, source_shape, is_kept=True)
         elif decisions := _undecided(context):
-            self._tensors.append((context, source_shape, tensor.to(dtype or tensor.dtype, copy=True), decisions))
+            copy = tensor.to(dtype or tensor.dtype, copy=True)
+            self._tensors.append((context.without_tensors(), source_shape, copy, decisions))
             self.samples.note_tensor(context, source_shape)
         elif self._store(context, source_shape, tensor, dtype):
             self.samples.note_tensor(context, source_shape)

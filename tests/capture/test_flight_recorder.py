@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,17 @@ def test_memory_is_bounded_and_reused() -> None:
     assert len(addresses) == 9
     assert [int(one.copy.wait()[0]) for one in taken] == [17] * 3 + [18] * 3 + [19] * 3
     assert recorder.bytes == {"h": 0}
+
+
+def test_tensors_in_memory_keep_no_graph() -> None:
+    """The context of a call with a selection has the complete tensor."""
+    model, found = nn.Linear(2, 2), []
+    model.register_forward_hook(lambda module, args, output: found.append(weakref.ref(output)))
+    hook = {"layers": ".", "kind": "forward", "action": "record", "tensors": True, "keep": 2, "units": [0]}
+    with instrument.attach(model, {"evidence": hook}) as probe:
+        model(torch.ones(1, 2))
+        assert found[0]() is None
+        assert probe.recorder.flight_recorder.bytes == {"evidence": 4}
 
 
 def test_one_more_step_is_kept_while_the_rules_wait_for_a_gpu() -> None:
