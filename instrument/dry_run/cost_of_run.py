@@ -119,7 +119,8 @@ def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
     """Return the memory of the tensors that a spec keeps, in bytes: those of one step, times the number of steps."""
     if not isinstance(spec, RecordSpec) or spec.keep is None:
         return 0
-    return spec.keep * max(step_profile.kept_bytes[name] for step_profile in profile.steps_with_rows)
+    kept = (step_profile.kept_bytes[name] for step_profile in profile.steps_with_rows)
+    return spec.keep * max(kept, default=0)
 
 
 def _checkpoints(experiment: Experiment) -> float:
