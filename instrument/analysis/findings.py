@@ -248,7 +248,8 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
         norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
         few = 0 < effect.changed_fraction < FEW
         amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
-        where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''} ({hook})"
+        held = f", condition held in {effect.held:,}" if effect.conditional else ""
+        where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''}{held} ({hook})"
         yield Finding(
             descriptions.get(hook, "changed"), where, None, f"{amount} changed{norms}", number=effect.changed_fraction
         )

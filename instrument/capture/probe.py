@@ -25,6 +25,7 @@ from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..spec.budget import BudgetConfig
+from ..spec.record import RecordSpec
 from ..spec.rules import RuleBase
 from ..spec.schedule import Phase
 from ..stats.device_choice import BY_KERNEL, measured_by
@@ -117,9 +118,14 @@ class Probe:
         self.steps_by_loop = steps_by_loop
         self.rules = RuleSet(rules or {}, self._write_rule_event)
         self.ranks = ranks
-        self._rule_actions = RuleActions(self.rules, ranks)
+        self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
-            sink, self._on_rows if rules else None, ranks, all_samples=ids == "all", print_line=print_line
+            sink,
+            self._on_rows if rules else None,
+            ranks,
+            all_samples=ids == "all",
+            print_line=print_line,
+            keep={name: spec.keep for name, spec in plan.specs.items() if isinstance(spec, RecordSpec) and spec.keep},
         )
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
@@ -545,6 +551,17 @@ class Probe:
         """Pass the rows of a step to the rules."""
         self.rules.update(step_rows(self.rules, stats, metrics, samples))
 
+    def _write_kept(self, hook: str, reason: str) -> None:
+        """Write the tensors that a hook with `keep` has in memory, and an event. The sink has them when this returns."""
+        recorded = self.recorder.write_kept(hook)
+        if not recorded:
+            return
+        steps = sorted({one.context.step for one in recorded})
+        at = f"step {steps[0]}" if len(steps) == 1 else f"the steps {steps[0]} to {steps[-1]}"
+        message = f"hook {hook!r} wrote {len(recorded):,} tensors of {at}: {reason}"
+        self.event("flight_recorder", message, severity="info")
+        self.sink.end_step()
+
     def _report_budget(self, message: str, attached: AttachedHook | None) -> None:
         """Write an event: the budget samples one site less often (`attached`), or all sites (None)."""
         self.event("budget", message, severity="info", layer=None if attached is None else attached.site.layer.name)
@@ -570,8 +587,20 @@ class Probe:
             message = "end_step was never called: all rows have step 0, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         self.recorder.samples.end(is_checked=error is None)
+        if isinstance(error, Exception):
+            for hook in self.recorder.flight_recorder.steps:
+                self._write_kept(hook, f"the run failed with {type(error).__name__}")
         self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
+        if error is None:
+            if self.ranks is None:  # with several processes, some may have ended already
+                self._rule_actions.act(self.step)
+            self.recorder.end_step(any_scheduled=False)
+            self.recorder.flush()
+            for hook in self.recorder.flight_recorder.unwritten:
+                rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
+                message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
+                self.event("flight_recorder", message, severity="info")
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)

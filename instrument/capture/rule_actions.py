@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import HookError, user_code_location
-from ..rules.requirements import turned_on_by_rules
+from ..rules.requirements import turned_on_by_rules, writes_kept_tensors
 from ..rules.rule_set import RuleEvent, RuleSet
+from ..spec.hooks import HookSpec
 from ..spec.rules import CallAction, DisableAction, EnableAction, RuleBase
 from ..targets import build_callable
 from .collectives import Ranks
@@ -18,7 +19,9 @@ class RuleActions:
 
     Args:
         rules: The rules.
+        hooks: The hooks by name.
         ranks: The processes that train together; None for a single one.
+        write_kept: Writes the tensors that a hook keeps: called with the hook and the reason.
 
     Attributes:
         fired: The rules that fired in the last step or evaluation, by name: in this process, and those with actions in any process.
@@ -30,16 +33,30 @@ class RuleActions:
         ConfigError: A function to call cannot be imported.
     """
 
-    def __init__(self, rules: RuleSet, ranks: Ranks | None) -> None:
+    def __init__(
+        self,
+        rules: RuleSet,
+        hooks: Mapping[str, HookSpec],
+        ranks: Ranks | None,
+        write_kept: Callable[[str, str], None],
+    ) -> None:
         self.rules = rules
         self.ranks = ranks
         self.fired: frozenset[str] = frozenset()
         self.stop_reason: str | None = None
         self.is_pruned = False
         self.should_checkpoint = False
-        self._names = sorted(name for name, spec in rules.specs.items() if spec.actions)
+        self._write_kept = write_kept
+        self._followers = _hooks_by_rule(
+            rules.specs, lambda rule: [h for h, spec in hooks.items() if spec.follows == rule]
+        )
+        self._keeping = _hooks_by_rule(
+            rules.specs, lambda rule: [h for h, spec in hooks.items() if writes_kept_tensors(rule, rules.specs, spec)]
+        )
+        acting = {name for name, spec in rules.specs.items() if spec.actions}
+        self._names = sorted(acting | self._followers.keys() | self._keeping.keys())
         self._functions = _functions(rules.specs)
-        self._off = turned_on_by_rules(rules.specs)
+        self._off = turned_on_by_rules(rules.specs, hooks)
         self._has_stopped: set[str] = set()  # rules that stopped the run before it was resumed
         self._switches: dict[str, tuple[bool, int | None]] = {}  # by hook: on, and the step after the last one
 
@@ -74,6 +91,10 @@ class RuleActions:
 
     def _carry_out(self, name: str, event: RuleEvent | None, step: int) -> None:
         """Carry out the actions of one rule. `event` is None if it fired in another process only."""
+        for hook in self._keeping.get(name, ()):
+            self._write_kept(hook, f"rule {name} fired")
+        for hook in self._followers.get(name, ()):
+            self._turn_on(hook, step + 1)
         for action in self.rules.actions_of(name):
             if action in ("stop", "prune") and self.stop_reason is None and name not in self._has_stopped:
                 self._has_stopped.add(name)
@@ -82,11 +103,18 @@ class RuleActions:
             elif action == "checkpoint":
                 self.should_checkpoint = True
             elif isinstance(action, EnableAction):
-                self._switches[action.enable] = (True, None if action.steps is None else step + action.steps)
+                self._turn_on(action.enable, None if action.steps is None else step + action.steps)
             elif isinstance(action, DisableAction):
                 self._switches[action.disable] = (False, None if action.steps is None else step + action.steps)
             elif isinstance(action, CallAction) and event is not None:
                 self._call(name, event)
+
+    def _turn_on(self, hook: str, stop: int | None) -> None:
+        """Turn a hook on until a step, or longer if it is on for longer already."""
+        is_on, known = self._switches.get(hook, (False, 0))
+        if is_on and stop is not None:
+            stop = None if known is None else max(stop, known)
+        self._switches[hook] = (True, stop)
 
     def _call(self, name: str, event: RuleEvent) -> None:
         for function in self._functions[name]:
@@ -108,6 +136,11 @@ class RuleActions:
         """Restore the state. A rule that has stopped the run does not stop it again."""
         self._switches = {hook: (on, stop) for hook, (on, stop) in state["switches"].items()}
         self._has_stopped = set(state["has_stopped"])
+
+
+def _hooks_by_rule(rules: Iterable[str], hooks_of: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """Return the hooks of each rule that has some."""
+    return {rule: hooks for rule in rules if (hooks := hooks_of(rule))}
 
 
 def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:

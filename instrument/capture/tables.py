@@ -250,6 +250,7 @@ TABLES: dict[str, Table] = {
                     "",
                     "factor by which the tensor was multiplied; null if it is not one number",
                 ),
+                Column("held", pa.bool_(), "", "whether the condition of `when` held; null without a condition"),
             ),
             is_sorted=True,
         ),

@@ -169,9 +169,9 @@ def _steps(axis: StepGroups | Matrix) -> dict[str, Any]:
 
 
 def firing_ranges(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the steps at which each intervention fired, as ranges of consecutive steps."""
+    """Return the steps at which each intervention fired and its condition held, as ranges of consecutive steps."""
     found = []
-    for hook, rows in frame.groupby("hook", sort=False):
+    for hook, rows in frame[frame["held"].ne(False)].groupby("hook", sort=False):
         groups = groups_of(rows["step"], CURVE_POINTS)
         stretches = zip(groups.first.tolist(), groups.last.tolist(), strict=True)
         found.append({"hook": hook, "steps": _merge_ranges(stretches), "count": len(groups.number)})

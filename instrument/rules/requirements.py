@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.rules import CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
+from ..spec.rules import CustomRule, DisableAction, EnableAction, NonFiniteRule, PersistentRule, RuleBase, WatchRule
 from ..spec.schedule import STEP_PHASES
 from .catalogue import make_rule
 from .rule import LocatedRule
@@ -38,9 +38,15 @@ def check_rules(
             turns on itself, or requires more steps or evaluations than the run has.
     """
     problems = [problem for name, rule in rules.items() for problem in _name_problems(f"rules.{name}", rule, hooks)]
+    problems += [
+        Problem(f"hooks.{name}.when", "no rule has this name", spec.when, tuple(rules), similar_names(spec.when, rules))
+        for name, spec in hooks.items()
+        if isinstance(spec.when, str) and spec.when not in rules
+    ]
     if problems:
         raise ConfigError(*problems)
-    required = {name: rule for name, rule in rules.items() if not rule.is_optional}
+    followed = {spec.when for spec in hooks.values()}
+    required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
     read = {name: _hooks_read(rule, hooks) for name, rule in required.items()}
     for name, rule in required.items():
         problems += _requirement_problems(
@@ -52,15 +58,23 @@ def check_rules(
             evaluations=evaluations,
             steps=steps,
         )
-    problems += _cycle_problems(required, {name: found for name, found in read.items() if found})
+    problems += _cycle_problems(required, hooks, {name: found for name, found in read.items() if found})
     if problems:
         raise ConfigError(*problems)
 
 
-def turned_on_by_rules(rules: Mapping[str, RuleBase]) -> frozenset[str]:
-    """Return the hooks that are off until a rule turns them on."""
+def turned_on_by_rules(rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec]) -> frozenset[str]:
+    """Return the hooks that are off until one of these rules turns them on."""
     actions = (action for rule in rules.values() for action in rule.actions)
-    return frozenset(action.enable for action in actions if isinstance(action, EnableAction))
+    enabled = {action.enable for action in actions if isinstance(action, EnableAction)}
+    return frozenset(enabled | {name for name, spec in hooks.items() if spec.follows in rules})
+
+
+def writes_kept_tensors(rule: str, rules: Mapping[str, RuleBase], spec: HookSpec) -> bool:
+    """Return whether a rule makes a hook with `keep` write its tensors."""
+    if not isinstance(spec, RecordSpec) or spec.keep is None:
+        return False
+    return spec.when == rule if spec.when is not None else isinstance(rules[rule], NonFiniteRule)
 
 
 def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Iterator[Problem]:
@@ -148,16 +162,20 @@ def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Pr
     return Problem(where, f"no hook records what the rule reads: {statistics}", fix=fix)
 
 
-def _cycle_problems(rules: Mapping[str, RuleBase], read: Mapping[str, list[str]]) -> Iterator[Problem]:
+def _cycle_problems(
+    rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], read: Mapping[str, list[str]]
+) -> Iterator[Problem]:
     """Yield a problem for each rule that reads only hooks that are off until it, or a rule like it, fires."""
-    waiting = {name: found for name, found in read.items() if {*found} <= turned_on_by_rules(rules)}
+    waiting = {name: found for name, found in read.items() if {*found} <= turned_on_by_rules(rules, hooks)}
     while waiting:
         others = {name: rule for name, rule in rules.items() if name not in waiting}
-        ready = [name for name, found in waiting.items() if {*found} & turned_on_by_rules(others)]
+        ready = [name for name, found in waiting.items() if {*found} & turned_on_by_rules(others, hooks)]
         if not ready:
             break
         for name in ready:
             del waiting[name]
     for name, found in waiting.items():
         message = "can never fire: it reads only hooks that are off until it fires"
-        yield Problem(f"rules.{name}", message, found, fix="read another hook, or remove 'enable' of these hooks")
+        yield Problem(
+            f"rules.{name}", message, found, fix="read another hook, or remove 'enable' or 'when' of these hooks"
+        )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -58,9 +59,17 @@ def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | N
     """Return the model of a nested section, starting from another model; None if it does not exist."""
     for part in path:
         field = model.model_fields.get(part)
-        kinds = () if field is None else (field.annotation, *getattr(field.annotation, "__args__", ()))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        inner = None if field is None else next(_models_in(field.annotation), None)
         if inner is None:
             return None
         model = inner
     return model
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the models in the type of a field, without those of a mapping's values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) is not dict:
+        for part in get_args(annotation):
+            yield from _models_in(part)

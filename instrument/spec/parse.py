@@ -14,13 +14,12 @@ from ..errors import ConfigError, Problem, similar_names
 from . import apply as apply_specs
 from . import hooks as hook_specs
 from .apply import ApplySpec
-from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
 from .field_types import Target, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
-from .messages import TARGET, message_of
+from .messages import TARGET, UnknownNameError, message_of
 from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
 from .record import CustomStatistic, StatisticsSpec

@@ -13,9 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from .base import UnknownNameError
 from .field_types import Count, Index, Names, NonNegative, Number, Spec, Target
-from .statistics import STATISTICS
+from .messages import UnknownNameError
+from .statistics import STATISTICS, unreachable_bound
 
 FLOAT16_MAX = 65504.0
 SIMPLE_ACTIONS = ("warn", "stop", "prune", "checkpoint")
@@ -347,9 +347,6 @@ class InputNotNormalizedRule(RuleBase):
     std: Annotated[float, Field(gt=0)] = Field(10.0, description="The std exceeds this number.")
 
 
-_NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio")
-
-
 class WatchRule(PersistentRule):
     """A statistic of a hook, or a metric, is above or below a number."""
 
@@ -368,15 +365,10 @@ class WatchRule(PersistentRule):
             raise ValueError("'hook' cannot be combined with 'watch', which names the hooks")
         if self.is_of_metrics and self.stat not in METRIC_NAMES:
             raise UnknownNameError("metric", self.stat, METRIC_NAMES)
-        statistic = None if self.is_of_metrics else STATISTICS.get(self.stat)
-        if statistic is None:
-            return self
-        is_fraction = statistic.unit in ("fraction", "units")
-        if is_fraction and self.above is not None and self.above >= 1:
-            raise ValueError(f"above ({self.above:g}) cannot be reached: {self.stat} is at most 1")
-        is_nonnegative = is_fraction or statistic.unit == "count" or self.stat in _NONNEGATIVE
-        if is_nonnegative and self.below is not None and self.below <= 0:
-            raise ValueError(f"below ({self.below:g}) cannot be reached: {self.stat} is at least 0")
+        if not self.is_of_metrics and self.stat in STATISTICS:
+            problem = unreachable_bound(self.stat, self.above, self.below)
+            if problem:
+                raise ValueError(problem)
         return self
 
     @property
@@ -446,6 +438,7 @@ RESERVED = frozenset(
         "error",
         "fallback",
         "fast_path",
+        "flight_recorder",
         "graph_break",
         "hidden_module",
         "init_from",

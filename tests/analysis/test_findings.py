@@ -288,11 +288,13 @@ def test_each_intervention_has_its_changed_fraction(made: Make, killed: bool) ->
         {**tame, "layer": "b", "changed": 0, "norm_before": 2.0, "norm_after": 2.0},
         {**tame, "layer": "a", "changed": 50, "norm_before": None, "norm_after": None},
         {"hook": "drill", "numel": 10_000, "changed": 3},
+        *({"hook": "rare", "numel": 10, "changed": 5 * held, "held": held} for held in (True, False, False)),
     ]
     found = [finding for finding in findings(made(effects=rows, killed=killed)) if finding.what == "changed"]
     assert [(finding.where, finding.value) for finding in found] == [
         ("2 locations, 3 firings (tame)", "50.0% changed, mean norm 3 -> 1.5"),
         ("1 location, 1 firing (drill)", "3 of 10,000 changed"),
+        ("1 location, 3 firings, condition held in 1 (rare)", "16.7% changed"),
     ]
     assert found[0].number == 0.5
 

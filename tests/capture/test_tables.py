@@ -99,6 +99,7 @@ def test_tables_and_identity_columns_are_as_documented() -> None:
         "norm_before",
         "norm_after",
         "factor",
+        "held",
     ]
 
 

@@ -215,7 +215,7 @@ def test_state_of_actions_is_resumed() -> None:
 def test_processes_act_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that fires in another process only stops this one too."""
     rules = parse_rules({"big": {**LARGE, "above": 1e9, "then": ["stop", {"call": print}]}, "other": LARGE})
-    actions = RuleActions(RuleSet(rules, [].append), None)
+    actions = RuleActions(RuleSet(rules, [].append), {}, None, lambda hook, reason: None)
     asked: list[list[bool]] = []
 
     class OtherFired:
