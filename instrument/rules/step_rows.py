@@ -76,6 +76,11 @@ class Location(NamedTuple):
         return is_gradient(self.kind, self.role)
 
     @property
+    def is_of_bias(self) -> bool:
+        """Whether the tensor belongs to a bias, whose gradient can cancel out in a healthy training."""
+        return "bias" in self.path
+
+    @property
     def is_output(self) -> bool:
         """Whether the tensor is the output of a module."""
         return self.kind == "forward" and self.role == "output"
