@@ -38,7 +38,7 @@ from .metrics import Metrics, check_metric_names
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .recorder import MetricsRow, Recorder
-from .row_cells import has_lazy_parameters, layer_rows
+from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
 from .rule_rows import step_rows
 from .samples import SampleBatch, SampleRows, checked_ids, checked_targets, targets_of
@@ -116,7 +116,7 @@ class Probe:
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.rules = RuleSet(rules or {}, self._write_rule_event)
+        self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(

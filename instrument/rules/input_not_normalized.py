@@ -15,7 +15,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
 
     what = "input not normalized"
     advice = "Subtract the mean of the data and divide by its standard deviation."
-    requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std"
+    requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std, such as hooks=inputs"
     statistics = ("mean", "std")
 
     def __init__(self, spec: InputNotNormalizedRule) -> None:

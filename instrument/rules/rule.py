@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -85,6 +85,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
+
+    frozen_layers: Collection[str] = ()
+    """The layers whose parameters are all frozen."""
 
     def __init__(self, spec: SpecT) -> None:
         self.spec = spec

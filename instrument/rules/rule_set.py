@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import HookError, user_code_location
 from ..spec.rules import Action, RuleBase
 from .catalogue import make_rule
-from .rule import Firing, Rule
+from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Layout, Locations, Site, StepRows
 
 MOST_EVENTS = 20  # further events of a rule after the first one
@@ -48,14 +48,23 @@ class RuleSet:
     Args:
         specs: The rules by name.
         write: Called with each event.
+        frozen_layers: The layers whose parameters are all frozen.
 
     Attributes:
         specs: See above.
     """
 
-    def __init__(self, specs: Mapping[str, RuleBase], write: Callable[[RuleEvent], None]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, RuleBase],
+        write: Callable[[RuleEvent], None],
+        frozen_layers: Collection[str] = frozenset(),
+    ) -> None:
         self.specs = specs
         self._rules = {name: make_rule(spec) for name, spec in specs.items()}
+        for rule in self._rules.values():
+            if isinstance(rule, CatalogueRule):
+                rule.frozen_layers = frozen_layers
         self._write = write
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}

@@ -193,6 +193,11 @@ class Layout:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @property
+    def locations(self) -> list[Location]:
+        """The location of each row, in the order in which the rows were recorded."""
+        return [self._locations[number] for number in self._numbers.tolist()]
+
     def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
         """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
 

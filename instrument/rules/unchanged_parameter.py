@@ -29,7 +29,8 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         self._is_update = np.zeros(0, np.bool_)
 
     def selects(self, location: Location) -> bool:
-        return location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
+        is_parameter = location.kind == "step_post" and location.role in ("param", "update")
+        return is_parameter and not location.is_of_bias and location.layer not in self.frozen_layers
 
     def grow(self, count: int) -> None:
         super().grow(count)
