@@ -1,0 +1,144 @@
+"""The state of a run in progress: each row is read once, and the values are those of the tables."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from report_fixtures import EVERYTHING
+from torch import nn
+
+import instrument
+from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
+from instrument.compact import main as compact
+from instrument.live.live_run import LiveRun
+from instrument.sinks import parquet
+
+STEPS = 24
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: instrument.AttachedProbe) -> None:
+    loss = model(torch.randn(8, 4)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    probe.end_step(loss=loss, samples=8)
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LiveRun, list[int]]]:
+    """Run that is refreshed after some steps; journals become Parquet parts several times. With the rows of each refresh."""
+    folder = tmp_path_factory.mktemp("live") / "run"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sizes = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(parquet, "ROWS_JOURNAL_BYTES", 20_000)  # two or three steps of `stats`
+        with instrument.attach(model, EVERYTHING, optimizer=optimizer, out=folder) as probe:
+            live = LiveRun(folder)
+            stats = NewRows(folder, "stats", ["step", "layer", "hook", "position"])
+            for step in range(STEPS):
+                train_step(model, optimizer, probe)
+                if step % 5 != 2:
+                    live.refresh()
+                    sizes.append(sum(rows.num_rows for rows in stats.read(float("inf"))))
+    live.refresh()
+    sizes.append(sum(rows.num_rows for rows in stats.read(float("inf"))))
+    return folder, live, sizes
+
+
+def test_each_row_is_read_once_across_journals_and_parts(watched: tuple[Path, LiveRun, list[int]]) -> None:
+    folder, _, sizes = watched
+    run = instrument.load(folder)
+    assert len(list((folder / "stats").iterdir())) > 3
+    assert sum(sizes) == run.count("stats")
+    per_step = run.count("stats") // STEPS
+    assert set(sizes) <= {0, per_step, 2 * per_step}
+
+
+def test_values_are_those_of_the_tables(watched: tuple[Path, LiveRun, list[int]]) -> None:
+    folder, live, _ = watched
+    run = instrument.load(folder)
+    assert live.step == STEPS
+    assert not live.is_running
+    assert live.order == ["0", "1", "2", ""]
+    series, history = next((series, history) for series, history in live.series.items() if series.hook == "acts")
+    rows = series.of(run.stats)
+    groups = history.groups()
+    assert history.width == 1
+    for row, location in enumerate(history.locations):
+        here = rows[rows["layer"] == location.replace(".", "")]
+        for name in ("std", "l2", "max", "nan_count"):
+            assert history.values(name, groups)[row] == pytest.approx(here[name].to_numpy(np.float64), rel=1e-12)
+            assert history.last(name)[row] == pytest.approx(here[name].iloc[-1], rel=1e-12)
+    assert live.last_metric("train", "loss") == run.metrics["loss"].iloc[-1]
+    assert len(live.coverage) == len(run.coverage)
+    (effects,) = live.effects.values()
+    assert effects.values("norm_before", effects.groups()).shape == (len(effects.locations), STEPS)
+
+
+def test_new_reader_finds_the_same_values(watched: tuple[Path, LiveRun, list[int]]) -> None:
+    folder, live, _ = watched
+    opened = LiveRun(folder)
+    opened.refresh(seconds=0)
+    assert opened.fraction_read < 1
+    while opened.fraction_read < 1:
+        assert opened.refresh(seconds=0)
+    assert not opened.refresh()
+    for series, history in live.series.items():
+        other = opened.series[series]
+        rows = [other.locations.index(location) for location in history.locations]
+        for name in history.statistics:
+            mine, found = (each.values(name, each.groups()) for each in (history, other))
+            assert found[rows] == pytest.approx(mine, rel=1e-12, nan_ok=True)
+
+
+def test_removed_rows_restart_the_state(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(watched[0], copy)
+    live, stats = LiveRun(copy), NewRows(copy, "stats", ["step"])
+    live.refresh()
+    assert sum(rows.num_rows for rows in stats.read(float("inf")))
+    last = sorted((copy / "stats").iterdir())[-1]
+    last.unlink()
+    with pytest.raises(RowsRemovedError):
+        list(stats.read(float("inf")))
+    live.refresh()
+    steps = {history.last_step for history in live.series.values()}
+    assert steps == {int(instrument.load(copy).stats["step"].max())} != {STEPS - 1}
+
+
+def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(watched[0], copy)
+    stats = NewRows(copy, "stats", ["step"])
+    assert sum(rows.num_rows for rows in stats.read(float("inf"))) == instrument.load(copy).count("stats")
+    assert compact([str(copy)]) == 0
+    assert not list(stats.read(float("inf")))
+    assert stats.fraction_read == 1
+    assert sum(rows.num_rows for rows in NewRows(copy, "stats", ["step"]).read(float("inf"))) > 0
+
+
+def test_damaged_file_is_reported_and_skipped(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(watched[0], copy)
+    damaged = sorted((copy / "stats").iterdir())[1]
+    damaged.write_bytes(b"PAR1 no file")
+    live = LiveRun(copy)
+    live.refresh()
+    assert [problem.partition(":")[0] for problem in live.problems] == [f"stats/{damaged.name}"]
+    assert live.step == STEPS
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 100])
+def test_evenly_covering_order(count: int) -> None:
+    order = evenly_covering(count)[::-1]
+    assert sorted(order) == list(range(count))
+    assert order[0] == count - 1
+    if count == 64:
+        assert sorted(order[:4]) == [15, 31, 47, 63]
