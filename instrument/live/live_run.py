@@ -25,6 +25,7 @@ from ..errors import InstrumentError, InstrumentWarning
 from ..sinks.remote_folder import is_address, moved_to
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import STATISTICS
+from .distribution_history import COLUMNS, DistributionHistory
 from .step_history import StepHistory
 
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
@@ -76,13 +77,16 @@ class LiveRun:
         event_count: The number of events.
         series: The recorded statistics by series.
         effects: The effects of interventions by series.
+        distributions: The quantiles and histograms.
         metrics: The metrics by phase. The only location is empty.
         places: The layer and the module type of each location.
         not_finite: By phase and metric, steps at which the metric was recorded but is not finite.
     """
 
     def __init__(
-        self, folder: Path, tables: Sequence[str] = ("metrics", "events", "layers", "coverage", "effects", "stats")
+        self,
+        folder: Path,
+        tables: Sequence[str] = ("metrics", "events", "layers", "coverage", "effects", "stats", "distributions"),
     ) -> None:
         self.folder = folder
         self.tables = tuple(tables)
@@ -103,6 +107,7 @@ class LiveRun:
         self.event_count = 0
         self.series: dict[RecordedSeries, StepHistory] = {}
         self.effects: dict[RecordedSeries, StepHistory] = {}
+        self.distributions = DistributionHistory()
         self.metrics: dict[str, StepHistory] = {}
         self.not_finite: dict[tuple[str, str], list[int]] = {}
         self.places: dict[str, tuple[str, str]] = {}  # layer and module type of each location
@@ -116,8 +121,8 @@ class LiveRun:
         if table == "stats":
             custom = [CUSTOM.name] if self.custom else []
             return [*identity, "position", *STATISTICS, *custom]
-        if table == "effects":
-            return [*identity, *EFFECTS]
+        if table in ("effects", "distributions"):
+            return [*identity, *(EFFECTS if table == "effects" else COLUMNS)]
         return ["step", "phase", *METRICS] if table == "metrics" else list(TABLES[table].schema.names)
 
     @property
@@ -184,6 +189,7 @@ class LiveRun:
         add: Mapping[str, Callable[[pa.Table], None]] = {
             "stats": self._add_statistics,
             "effects": self._add_effects,
+            "distributions": self._add_distributions,
             "metrics": self._add_metrics,
             "events": self._add_events,
             "layers": self._add_layers,
@@ -218,17 +224,28 @@ class LiveRun:
         if rows.num_rows:
             self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS})
 
+    def _add_distributions(self, rows: pa.Table) -> None:
+        rows = rows.filter(pc.invert(rows["recompute"]))
+        if rows.num_rows:
+            for series, location, index in self._locations(rows):
+                self.distributions.add((series, location), rows.take(index), self.version)
+
+    def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
+        """Yield each series and location with the indices of its rows."""
+        for combination, index in _combinations(rows):
+            series = RecordedSeries(*(combination[name] for name in WHERE[:4]))
+            location = location_name(combination["layer"], combination["path"], series.kind)
+            if location not in self.places:
+                self.places[location] = combination["layer"], str(rows["module_type"][int(index[0])])
+            yield series, location, index
+
     def _add_to(
         self, target: dict[RecordedSeries, StepHistory], rows: pa.Table, values: Mapping[str, np.ndarray]
     ) -> None:
         steps = rows["step"].to_numpy()
         by_series: dict[RecordedSeries, list[tuple[str, np.ndarray]]] = {}
-        for combination, index in _combinations(rows):
-            series = RecordedSeries(*(combination[name] for name in WHERE[:4]))
-            location = location_name(combination["layer"], combination["path"], series.kind)
+        for series, location, index in self._locations(rows):
             by_series.setdefault(series, []).append((location, index))
-            if location not in self.places:
-                self.places[location] = combination["layer"], str(rows["module_type"][int(index[0])])
         for series, parts in by_series.items():
             index = np.concatenate([part for _, part in parts])
             numbers = np.repeat(np.arange(len(parts)), [len(part) for _, part in parts])

@@ -14,6 +14,7 @@ from ..report.charts import about, alerts, merge_ranges
 from ..report.make_report import render_blocks, with_vocabulary
 from ..report.numbers import rounded
 from ..report.run_page import PageTables, add_settings, values
+from .distribution_history import COLUMNS, LocationDistributions
 from .live_run import LiveRun
 from .step_history import StepHistory
 
@@ -64,7 +65,10 @@ class LivePage:
             "metrics": {
                 phase: {**_curves(history), "bad": self._not_finite(phase)} for phase, history in live.metrics.items()
             },
-            "distributions": [],
+            "distributions": [
+                {**about(series), "location": location, **_distributions(found)}
+                for (series, location), found in live.distributions.locations.items()
+            ],
             "maps": NO_MAPS,
             **self._lanes(),
         }
@@ -79,11 +83,11 @@ class LivePage:
 
         Returns:
             A dictionary with `version`; `html`, the changed parts of the page by name; and either `whole`, the data of
-            all charts, or `series`, `effects` and `metrics`, the changed groups of steps, with `lanes`.
+            all charts, or `series`, `effects`, `metrics` and `distributions`, the changed groups of steps, with `lanes`.
         """
         live = self.live
         histories = [*live.series.values(), *live.effects.values(), *live.metrics.values()]
-        rebuilt = max([live.order_version, *(history.rebuilt for history in histories)])
+        rebuilt = max([live.order_version, live.distributions.rebuilt, *(history.rebuilt for history in histories)])
         is_whole = since > live.version or since < rebuilt
         numbers = self.numbers() if is_whole else self._lanes()
         changes: dict[str, Any] = {"version": live.version, "html": self._changed_blocks(since, numbers)}
@@ -94,6 +98,7 @@ class LivePage:
             "series": [self._matrix(history, since) for history in live.series.values()],
             "effects": [_unnested(self._matrix(history, since)) for history in live.effects.values()],
             "metrics": {phase: _curves(history, since) for phase, history in live.metrics.items()},
+            "distributions": [_distributions(found, since) for found in live.distributions.locations.values()],
             "bad": {phase: self._not_finite(phase) for phase in live.metrics},
             "lanes": numbers,
         }
@@ -164,6 +169,21 @@ def _curves(history: StepHistory, since: int = -1) -> dict[str, Any]:
     columns = _columns(history, history.groups(since), [0])
     statistics = columns.pop("statistics")
     return {**columns, **{name: values for name, (values,) in statistics.items()}}
+
+
+def _distributions(found: LocationDistributions, since: int = -1) -> dict[str, Any]:
+    """Return the distributions of a location that changed after a version."""
+    changed = {key: (step, row) for key, (step, version, row) in sorted(found.rows.items()) if version > since}
+    steps = [step for step, _ in changed.values()]
+    return {
+        "groups": list(changed),
+        "first": steps,
+        "last": steps,
+        "of": found.step_count,
+        "several": found.has_several,
+        "steps": steps,
+        **{name: rounded([row[name] for _, row in changed.values()]) for name in COLUMNS},
+    }
 
 
 def _frame(table: str, rows: list[dict[str, Any]]) -> pd.DataFrame:

@@ -21,6 +21,7 @@ STATUS_COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed":
 LEVELS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 SPARKLINE_WIDTH = 24
+ROUNDING = 1e-9  # relative difference up to which values are shown as equal
 WIDE = 100.0  # ratio of the largest to the smallest value from which a sparkline is logarithmic
 SHOWN_METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second")
 MOST_FINDINGS, FEWEST_LAYERS = 6, 5
@@ -181,6 +182,7 @@ def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: i
     if len(finite) and finite.min() > 0 and finite.max() / finite.min() > WIDE:
         means, finite = np.log(np.where(means > 0, means, np.nan)), np.log(finite)
     low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    is_constant = high - low <= ROUNDING * max(abs(low), abs(high))
     marks = []
     for mean, piece in zip(means, pieces, strict=True):
         if bad[piece].any() or np.isinf(mean):
@@ -188,7 +190,7 @@ def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: i
         elif np.isnan(mean):
             marks.append(" ")
         else:
-            level = (mean - low) / (high - low) if high > low else 0.5
+            level = 0.5 if is_constant else (mean - low) / (high - low)
             marks.append(LEVELS[min(len(LEVELS) - 1, int(level * len(LEVELS)))])
     return "".join(marks)
 

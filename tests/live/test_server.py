@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from report_fixtures import EVERYTHING, new_page
+from report_fixtures import EVERYTHING, SPREAD, new_page
 from run_folders import write_run
 from torch import nn
 from waiting import TIMEOUT, wait_until
@@ -29,7 +29,7 @@ from instrument.report.charts import EFFECTS, charts
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-HOOKS = {name: spec for name, spec in EVERYTHING.items() if name != "flow"}
+HOOKS = {**{name: spec for name, spec in EVERYTHING.items() if name != "flow"}, "spread": SPREAD}
 
 
 class Training:
@@ -149,6 +149,7 @@ def test_values_change_without_a_reload(training: Training, address: str, browse
     wait_until(lambda: steps_of(page, "heatmap-chart") == 8)
     assert page.input_value("#heatmap-statistic") == "max"
     assert page.input_value("#layer-location") == "2"
+    assert page.evaluate("document.getElementById('layer-histogram').data.length") == 8
     (loss,) = [trace for trace in traces(page, "training-chart") if trace["name"] == "training"]
     run = instrument.load(training.folder)
     assert loss["y"] == pytest.approx(run.metrics["loss"].tolist(), rel=1e-5)
@@ -173,6 +174,10 @@ def test_data_are_those_of_the_report(training: Training) -> None:
                 assert cells == [pytest.approx(row, rel=2e-5) for row in rows], name
     for name, cells in expected["metrics"]["train"].items():
         assert found["metrics"]["train"][name] == (cells if name == "bad" else pytest.approx(cells, rel=2e-5)), name
+    assert found["distributions"] == [
+        {**one, "groups": one["steps"], "first": one["steps"], "last": one["steps"]}
+        for one in expected["distributions"]
+    ]
     assert found["acted"] == expected["acted"]
     assert found["alerts"] == expected["alerts"]
 
@@ -188,9 +193,10 @@ def test_changes_contain_only_new_groups_of_steps(tmp_path: Path) -> None:
     training.step(1)
     live.refresh()
     changes = page.changes(before)
-    assert {tuple(one["first"]) for one in (*changes["series"], *changes["effects"], *changes["metrics"].values())} == {
-        (2,)
-    }
+    assert {
+        tuple(one["first"])
+        for one in (*changes["series"], *changes["effects"], *changes["distributions"], *changes["metrics"].values())
+    } == {(2,)}
     assert set(changes["html"]) == {"summary"}
     assert not live.refresh()
     assert page.changes(live.version)["html"] == {}

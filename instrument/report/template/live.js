@@ -33,6 +33,11 @@ function update(report, changes) {
       mergeGroups(known, one, report.metricNames.filter((name) => one[name]).map((name) => [[known[name]], [one[name]]]));
       known.bad = changes.bad[phase];
     }
+    changes.distributions.forEach((one, i) => {
+      const known = report.distributions[i];
+      mergeGroups(known, one, ["steps", "levels", "quantiles", "low", "high", "counts"].map((name) => [[known[name]], [one[name]]]));
+      Object.assign(known, { of: one.of, several: one.several });
+    });
     Object.assign(report, changes.lanes);
     redraws.forEach((draw) => draw());
   }
