@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIPE_WIDTH = 160
-OPENING_SECONDS = 1.0  # for the first frame; earlier steps of a long run are read afterwards
+OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
 READING_SECONDS = 0.25  # for earlier steps, in each later frame
 INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
 PAUSE = 9  # A pause takes at least this many times as long as reading, so that a watcher uses a tenth of a core.

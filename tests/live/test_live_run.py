@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_cover
 from instrument.compact import main as compact
 from instrument.live.live_run import LiveRun
 from instrument.sinks import parquet
+from instrument.sinks.remote_folder import folder_at
 
 STEPS = 24
 
@@ -122,6 +124,41 @@ def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]
     assert not list(stats.read(float("inf")))
     assert stats.fraction_read == 1
     assert sum(rows.num_rows for rows in NewRows(copy, "stats", ["step"]).read(float("inf"))) > 0
+
+
+def test_remote_run_is_read_when_its_files_are_uploaded(
+    watched: tuple[Path, LiveRun, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, local, _ = watched
+    remote = folder_at("memory://watched/run")
+    files = cast(Any, remote).fs
+
+    def upload(name: str) -> None:
+        files.pipe(f"/watched/run/{name}", (folder / name).read_bytes())
+
+    upload("run.json")
+    first, *later = sorted(str(file.relative_to(folder)) for file in folder.rglob("part-*"))
+    upload(first)
+    live = LiveRun(remote)
+    live.refresh()
+    assert live.info["status"] == "done"
+    for name in later:
+        upload(name)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(files), "open", no_answer)
+        assert live.refresh()
+    assert live.unreachable is not None
+    assert "no answer" in live.unreachable
+    assert live.refresh()
+    assert live.problems == []
+    assert not live.refresh()
+    for series, history in local.series.items():
+        assert live.series[series].values("l2", live.series[series].groups()).shape[1] == len(history.groups())
+    assert live.last_metric("train", "loss") == local.last_metric("train", "loss")
+
+
+def no_answer(*arguments: Any, **options: Any) -> None:
+    raise OSError("no answer")
 
 
 def test_damaged_file_is_reported_and_skipped(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
