@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("sweeps", "training"),
     ("dry_run", "live", "verification"),
     ("cli",),
-    ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify", "watch"),
+    ("__main__", "compact", "control", "export", "integrations", "recover", "sweep", "upload", "verify", "watch"),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}
@@ -160,7 +160,8 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify, instrument.watch
+import instrument.compact, instrument.control, instrument.export, instrument.sweep, instrument.report.__main__
+import instrument.verify, instrument.watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -23,6 +23,7 @@ from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..spec.budget import BudgetConfig
+from ..spec.hooks import HookSpec
 from ..spec.schedule import Phase
 from ..stats.device_choice import BY_KERNEL, measured_by
 from .budget import Budget
@@ -126,13 +127,19 @@ class Probe:
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
         self._scheduled = ScheduledHooks(
-            self.attached_hooks, plan.specs, self.clock, self._on_schedule_change, is_sampled=self.budget is not None
+            self.attached_hooks,
+            plan.specs,
+            self.clock,
+            self._on_schedule_change,
+            is_sampled=self.budget is not None,
+            is_on=lambda name, step: name not in self._disabled,
         )
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
         self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
         self.warnings: list[str] = []
+        self._disabled: frozenset[str] = frozenset()
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
@@ -285,6 +292,21 @@ class Probe:
             step: The optimizer step, from 0.
         """
         self._scheduled.advance(step=step, micro_step=0, update_all=True)
+
+    def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
+        """Change hooks between two steps.
+
+        Args:
+            specs: The specs with changed schedules, bounds or factors, by name. Other fields are equal.
+            disabled: The names of all hooks that do not run.
+        """
+        for name, spec in specs.items():
+            self.plan.specs[name].__dict__.update(
+                spec.__dict__
+            )  # the sites and the action of the hook share this object
+        self._disabled = frozenset(disabled)
+        if self._entered:
+            self._scheduled.advance(update_all=True)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.

@@ -127,6 +127,12 @@ class Processes:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def from_rank_zero(self, value: Any) -> Any:
+        """Return the picklable object that rank 0 passes. All processes must call this."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
     def sum(self, number: int) -> int:
         """Return the sum of an integer over all processes."""
         return sum(self.exchange(number))

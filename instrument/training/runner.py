@@ -31,6 +31,7 @@ from ..stats.single_pass import KERNEL
 from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks
+from .control import Control
 from .device_and_seed import process_state
 from .experiment import Experiment, prepare
 from .forward import run_forward
@@ -222,6 +223,7 @@ class _Training:
         )
         if self.state is not None:
             restore(self.state, experiment, self.probe)
+        self.control = Control(folder, raw, experiment, self.probe)
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Run to the last step.
@@ -288,8 +290,16 @@ class _Training:
         return {sink.name: sink}
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
-        """Record upload messages, and save a checkpoint if it is scheduled."""
+        """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested.
+
+        Raises:
+            KeyboardInterrupt: It was requested to stop the run.
+        """
         for message in self.copy.messages():
             self.probe.event("remote", message)
-        if self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps):
+        commands = self.control.end_step()
+        is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
+        if is_scheduled or "checkpoint" in commands or ("stop" in commands and self.checkpoints.every):
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)
+        if "stop" in commands:
+            raise KeyboardInterrupt(f"stopped after {self.probe.step} steps by python -m instrument.control")
