@@ -216,8 +216,8 @@ def test_memory_of_the_page_is_flat(tmp_path: Path, browser: Browser, monkeypatc
         page.goto(address)
         page.wait_for_selector("html[data-drawn=yes]")
         sizes = []
-        for _ in range(36):
-            training.step(100)
+        for _ in range(12):
+            training.step(300)
             expected = training.probe.step - 1
             wait_until(
                 lambda step=expected: (
@@ -227,7 +227,7 @@ def test_memory_of_the_page_is_flat(tmp_path: Path, browser: Browser, monkeypatc
             session.send("HeapProfiler.collectGarbage")
             sizes.append(session.send("Runtime.getHeapUsage")["usedSize"])
         assert page.evaluate("document.getElementById('training-chart').data[0].x.length") <= 64
-        assert max(sizes[18:]) < 1.3 * max(sizes[9:18])
+        assert max(sizes[6:]) < 1.3 * max(sizes[3:6])
         page.close()
     training.attached.close()
 
