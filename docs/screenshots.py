@@ -1,14 +1,19 @@
-"""Create the screenshots of reports in docs/images. The script repeats the runs of docs/report.md and opens their reports.
+"""Create the pictures in docs/images: screenshots of reports, and figures of the guides.
+
+The script repeats the runs of docs/report.md and opens their reports, and runs the code of the guides in FIGURES.
 
     python docs/screenshots.py
 
-It requires Chromium (Debian: chromium) and takes about a minute.
+It requires Chromium (Debian: chromium) and takes about two minutes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +27,15 @@ from playwright.sync_api import Browser, sync_playwright
 import instrument.report
 
 IMAGES = Path(__file__).parent / "images"
+GUIDES = Path(__file__).parent / "guides"
+# The figures that the code of each guide saves. A guide may use the runs of the guides before it.
+FIGURES = {
+    "attention": ("attention", "positions", "lens"),
+    "induction": ("induction-attention", "induction-ablation", "induction-training"),
+    "causal_tracing": ("causal-tracing",),
+    "linear_steering": ("linear-steering",),
+}
+BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
 RUNS = {
@@ -95,11 +109,27 @@ def take_screenshot(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
     return Image.open(io.BytesIO(image)).convert("RGB")
 
 
+def make_figures(folder: Path) -> None:
+    """Run the commands and the Python code of the guides in a folder, and copy their figures."""
+    for guide, names in FIGURES.items():
+        namespace: dict[str, object] = {}
+        for language, text in BLOCK.findall((GUIDES / f"{guide}.md").read_text(encoding="utf-8")):
+            if language == "sh":
+                command = re.sub("^python", shlex.quote(sys.executable), text, flags=re.M)
+                subprocess.run(command, shell=True, check=True, cwd=folder)
+                continue
+            with contextlib.chdir(folder), contextlib.redirect_stdout(None):
+                exec(text, namespace)
+        for name in names:
+            Image.open(folder / f"{name}.png").convert("RGB").save(IMAGES / f"guide-{name}.png", optimize=True)
+
+
 def main() -> None:
-    """Make all runs and write all screenshots."""
+    """Make all runs, screenshots and figures."""
     executable = shutil.which("chromium") or shutil.which("google-chrome")
     IMAGES.mkdir(exist_ok=True)
     with TemporaryDirectory() as scratch, sync_playwright() as playwright:
+        make_figures(Path(scratch))
         make_runs(Path(scratch))
         browser = playwright.chromium.launch(executable_path=executable, args=FLAGS)
         for shot in SHOTS:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultError, InstrumentError, InstrumentWarning
 
 if TYPE_CHECKING:
-    from . import plot, report
+    from . import analysis, plot, report
     from .actions.base import Context
     from .analysis.features import Features
     from .analysis.folders import NoRunError
@@ -44,6 +44,7 @@ __all__ = [
     "SelectsTargets",
     "Sink",
     "Task",
+    "analysis",
     "attach",
     "load",
     "observe",
@@ -69,7 +70,7 @@ _LAZY = {
     "load": ".analysis.load",
     "observe": ".integrations.observe",
 }
-_PACKAGES = ("plot", "report")  # available as attributes: instrument.plot.heatmap(run)
+_PACKAGES = ("analysis", "plot", "report")  # available as attributes: instrument.plot.heatmap(run)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,14 @@ def sharded_like(tensor: Tensor, like: DTensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def sharding_hooks() -> list[Callable[..., Any]]:
+    """Return the hooks of `fully_shard` on modules: they gather and free parameters. Empty if it was not imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if fsdp is None:
+        return []
+    return [inspect.unwrap(hook) for hook in (fsdp.FSDPState._pre_forward, fsdp.FSDPState._post_forward)]
 
 
 def pack_shards(value: Any) -> Any:

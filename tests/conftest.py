@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from large_networks import LARGE
 from tiers import mark_combinations
 
 # These settings apply to this process and all processes started by tests. They are set before torch and transformers
@@ -56,9 +57,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark combinations as slow, move the longest modules to the front, and skip tests marked `gpu` without CUDA."""
+    """Mark combinations as slow, move the longest tests to the front, and skip tests marked `gpu` without CUDA.
+
+    Large networks run one at a time. They are first, so that the other process has other tests to run.
+    """
     mark_combinations(items)
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: (not _is_large(item), item.path.stem not in LONGEST))
     missing = [item for item in items if item.get_closest_marker("gpu")]
     if missing:
         import torch
@@ -66,6 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in missing:
                 item.add_marker(pytest.mark.skip(reason="CUDA is not available"))
+
+
+def _is_large(item: pytest.Item) -> bool:
+    is_slow = item.get_closest_marker("slow") is not None
+    return is_slow and any(name in item.name for name in LARGE)
 
 
 def pytest_unconfigure() -> None:

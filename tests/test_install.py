@@ -86,6 +86,7 @@ def test_wheel_contains_all_modules_configurations_and_py_typed(wheel: Path) -> 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [["instrument"], pytest.param(["python", "-m", "instrument"], marks=pytest.mark.slow)], ids=" ".join
 )
@@ -108,6 +109,7 @@ def test_installed_command_runs_with_a_local_model(installed: Path, tmp_path: Pa
     assert (tmp_path / "out" / "stats").is_dir()
 
 
+@pytest.mark.slow
 def test_installed_command_uses_its_own_configurations(installed: Path, tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     done = call(installed / "instrument", *TINY, "hydra.run.dir=out", cwd=tmp_path)

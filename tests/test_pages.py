@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,17 +13,35 @@ import yaml
 from conftest import REPOSITORY, Answer
 
 DOCS = REPOSITORY / "docs"
-PAGES = [*(DOCS / f"{name}.md" for name in ("index", "start", "concepts")), *sorted((DOCS / "guides").glob("*.md"))]
+PAGES = [
+    *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
+    *sorted((DOCS / "guides").glob("*.md")),
+]
+ATTENTION = DOCS / "guides" / "attention.md"
+# These pages use the model that the first one trains.
+SERIES = [DOCS / "guides" / f"{name}.md" for name in ("induction", "causal_tracing", "linear_steering")]
 BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.M)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+@pytest.mark.parametrize(
+    "pages",
+    [
+        *([page] for page in PAGES if page not in (*SERIES, ATTENTION)),
+        *(pytest.param(pages, marks=pytest.mark.slow) for pages in ([ATTENTION], SERIES)),
+    ],
+    ids=lambda pages: str(pages[0].relative_to(DOCS)),
+)
 def test_blocks_of_a_page_run(
-    page: Path, cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    pages: Sequence[Path], cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(workdir))
+    for page in pages:
+        run_blocks(page, cli, workdir)
+
+
+def run_blocks(page: Path, cli: Callable[..., Answer], workdir: Path) -> None:
     namespace: dict[str, object] = {"__name__": "page"}
     for _, language, text in BLOCK.findall(page.read_text()):
         if file := FILE.match(text):

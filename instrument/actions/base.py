@@ -23,6 +23,10 @@ UNKNOWN_CALL = -1
 """The `call` of a recomputed forward pass if the index of the call is unknown."""
 
 
+SampleIds = Tensor | Sequence[int] | Sequence[str]
+"""One id for each sample of a batch."""
+
+
 class StepContext(NamedTuple):
     """The time at which a hook runs.
 
@@ -67,7 +71,8 @@ class Context:
         role: The role of the tensor, such as `output` or `grad_input`.
         layer: The name of the module; empty for the root module.
         module: The module.
-        path: The path of the tensor in a nested value, or the name of the parameter within its module.
+        path: The path of the tensor in a nested value, or the name of the parameter within its module. With
+            `together: true`, the path of the function call, or empty.
         moment: Step, micro-step, epoch and phase.
         call: The index of the module's call within the micro-step, from 0. -1 if it is unknown: a mechanism other than
             torch.utils.checkpoint recomputes one of several calls.
@@ -76,13 +81,16 @@ class Context:
         recompute: Whether activation checkpointing recomputes the forward pass.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
             the update. Otherwise None.
+        values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
-            its method `of` returns the same part of another tensor. None for a complete tensor.
-        complete: The complete tensor, if the hook selects a part of it. Otherwise None.
+            its method `of` returns the same part of another tensor. None for a complete tensor, and for several tensors.
+        complete: The complete tensor, if the hook selects a part of one tensor. Otherwise None.
+        ids: One id for each sample of the batch: its index in the dataset, or what the loop passed to `probe.batch`. None if
+            the loop named no samples.
         tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
             complete tensor after the action, with its graph.
     """
@@ -98,12 +106,14 @@ class Context:
     backward: int = 0
     recompute: bool = False
     value: Tensor | Parameter | None = None
+    values: Mapping[str, Tensor] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] = ()
     seed: int = 0
     scope: str = "global"
     rank: int = 0
     selection: TensorSelection | None = None
     complete: Tensor | None = None
+    ids: SampleIds | None = None
     tensors: KeptTensors = field(default_factory=KeptTensors)
 
     @property
@@ -296,6 +306,23 @@ class Archive(Protocol):
             LookupError: No tensor matches, or several do.
         """
 
+    def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+        """Return what was recorded for the samples of the current batch, in any batch of the same layer, role, path and call.
+
+        Args:
+            run: The folder of an opened run.
+            hook: The name of the record hook; None for any.
+            step: The step at which it was recorded; None for any.
+            context: The call that uses the values. Its `ids` name the samples.
+
+        Returns:
+            [samples, ...] in CPU memory, without dimensions of size 1 at the end.
+
+        Raises:
+            ConfigError: The run has no tensors with samples at this place, or several of a sample.
+            LookupError: The samples have no names, or the run has no values of one of them.
+        """
+
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of a call.
 
@@ -336,6 +363,16 @@ class NoArchive:
         *,
         pinned: bool = False,  # noqa: ARG002
     ) -> Tensor:
+        """Find nothing.
+
+        Raises:
+            LookupError: Always.
+        """
+        raise LookupError(
+            f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}"
+        )
+
+    def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
         """Find nothing.
 
         Raises:

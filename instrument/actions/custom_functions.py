@@ -25,7 +25,7 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
     Args:
         target: The function and its further arguments.
         where: Its configuration key, for messages.
-        arguments: The names of the arguments with which it is called: `tensor`, or `tensor` and `context`.
+        arguments: The names of the arguments with which it is called: `tensor`, or `tensor` (or `tensors`) and `context`.
         trial: Whether a function written in C that declares no parameters is called once, which is the only way to
             test them. Default: True.
 
@@ -80,14 +80,15 @@ def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *fur
 
 
 def check_random_state(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of a tensor so that it fails if it changes PyTorch's global random state.
+    """Wrap a function of a tensor, or of a dict of tensors, so that it fails if it changes PyTorch's global random state.
 
     A change would alter the rest of the run.
     """
 
-    def checked(tensor: Tensor, *further: Any) -> Any:
+    def checked(given: Tensor | dict[str, Tensor], *further: Any) -> Any:
+        tensor = given if isinstance(given, Tensor) else next(iter(given.values()))
         before = _random_state(tensor)
-        new = function(tensor, *further)
+        new = function(given, *further)
         if not torch.equal(before, _random_state(tensor)):
             raise RuntimeError(
                 "the function changes the global random state, which affects the rest of the run; "

@@ -59,10 +59,7 @@ class Intervention:
         if not tensor.is_sparse:
             return self._change(tensor, context, tensor.numel())
         if not self.change.entrywise:
-            raise HookError(
-                f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
-                "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
-            )
+            raise sparse_error(context)
         entries = tensor.coalesce()
         changed = self._change(entries.values(), context, tensor.numel())
         return torch.sparse_coo_tensor(
@@ -76,10 +73,43 @@ class Intervention:
         if given._version != version:
             raise HookResultError(f"{describe(context)} modified its tensor in place; return a new tensor instead")
         new = tensor if new is given else new
-        check_result(tensor, new, context)
-        if not (context.recompute and KINDS[context.kind].repeats):
-            self.rows.add_effect(context, effect_of(tensor, new, factor, numel))
-        return new
+        return accept_result(tensor, new, context, self.rows, factor=factor, numel=numel)
+
+
+def accept_result(
+    tensor: Tensor,
+    new: Tensor,
+    context: Context,
+    rows: Effects,
+    *,
+    factor: float | Tensor | None = None,
+    numel: int | None = None,
+) -> Tensor:
+    """Check the result of an intervention, record the effect, and return the result.
+
+    Args:
+        tensor: The tensor before.
+        new: The result.
+        context: The call.
+        rows: Receives the effect.
+        factor: The factor, if the change is a multiplication by one number.
+        numel: The number of elements of a sparse tensor. Default: that of `tensor`.
+
+    Raises:
+        HookResultError: The result cannot replace the tensor.
+    """
+    check_result(tensor, new, context)
+    if not (context.recompute and KINDS[context.kind].repeats):
+        rows.add_effect(context, effect_of(tensor, new, factor, tensor.numel() if numel is None else numel))
+    return new
+
+
+def sparse_error(context: Context) -> HookError:
+    """Return the error for a sparse tensor that an intervention cannot change."""
+    return HookError(
+        f"{describe(context)} requires a dense tensor, but this one is sparse: create the layer with "
+        "sparse=False, or clip the tensor by value or norm, scale it by a number, or take its sign"
+    )
 
 
 def versioned_copy(tensor: Tensor) -> Tensor:

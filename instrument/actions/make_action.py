@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..spec.clip_and_scale import ClipSpec, ScaleSpec
 from ..spec.hooks import HookSpec
-from ..spec.modify import ModifySpec
+from ..spec.modify import FunctionSpec, ModifySpec
 from ..spec.print_and_call import CallSpec, PrintSpec
 from ..spec.record import RecordSpec
-from .base import Action, Archive, Rows
+from .base import Action, Archive, Effects, Rows
 from .call import Call
 from .clip import Clip
 from .intervention import Intervention
@@ -15,6 +15,7 @@ from .modify import Modify
 from .print import Print
 from .record import Record
 from .scale import Scale
+from .together import Together
 
 
 def make_action(spec: HookSpec, rows: Rows, archive: Archive) -> Action:
@@ -44,4 +45,11 @@ def make_action(spec: HookSpec, rows: Rows, archive: Archive) -> Action:
         case ScaleSpec():
             return Intervention(Scale(spec), rows)
         case ModifySpec():
-            return Intervention(Modify(spec, archive), rows)
+            return make_modification(spec, rows, archive)
+
+
+def make_modification(spec: ModifySpec, rows: Effects, archive: Archive) -> Intervention | Together:
+    """Create the action of a spec of `modify`; see `make_action`."""
+    if isinstance(spec, FunctionSpec) and spec.together:
+        return Together(spec, rows)
+    return Intervention(Modify(spec, archive), rows)

@@ -140,10 +140,23 @@ def _recorded(spec: RecordedSpec, archive: Archive) -> Function:
     archive.open(run, spec.hook, f"hooks.{spec.name}")
 
     def replace(tensor: Tensor, context: Context) -> Tensor:
-        found = archive.find(run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
+        if spec.match == "id":
+            complete = tensor.shape if context.selection is None else context.selection.shape
+            found = _with_shape(archive.of_samples(run, spec.hook, spec.step, context), complete, tensor.shape)
+        else:
+            found = archive.find(run, spec.hook, spec.step, context, pinned=tensor.is_cuda)
         return builtin_functions.patch(tensor, found, context.selection)
 
     return replace
+
+
+def _with_shape(values: Tensor, *shapes: Sequence[int]) -> Tensor:
+    """Return values of samples with the first shape from which they differ only by dimensions of size 1 at the end."""
+    count = values.dim()
+    for shape in shapes:
+        if tuple(shape[1:count]) == values.shape[1:] and all(size == 1 for size in shape[count:]):
+            return values.reshape(len(values), *shape[1:])
+    return values
 
 
 def _from_sample(spec: RecordedSpec, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG001

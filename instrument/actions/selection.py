@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from .base import Action, Context
 from .intervention import describe
 from .measurement import to_dense
 from .tensor_selection import TensorSelection
+from .together import Together
 
 
 class Selector:
@@ -59,6 +60,42 @@ class Selector:
         Raises:
             HookError: The tensor does not have the selected elements, or the action failed.
         """
+        selection, complete, part = self._select(tensor, context)
+        value = context.value
+        if value is not None and value.shape == complete.shape:
+            value = selection.of(value.detach())
+        new = action(part, replace(context, selection=selection, complete=complete, value=value))
+        return None if new is None or new is part else selection.into(tensor, new)
+
+    def apply_together(self, action: Together, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
+        """Call an action with the selected parts of all tensors of a call.
+
+        Args:
+            action: The action.
+            tensors: The complete tensors by path.
+            context: The call. The action gets it with the selected parts of `values`.
+
+        Returns:
+            The tensors with the changed parts; the same object for a tensor that is unchanged.
+
+        Raises:
+            HookError: A tensor does not have the selected elements, or the action failed.
+        """
+        selected = {path: self._select(tensor, replace(context, path=path)) for path, tensor in tensors.items()}
+        parts = {path: part for path, (_, _, part) in selected.items()}
+        values = {path: selected[path][0].of(value) for path, value in context.values.items()}
+        new = action.change(parts, replace(context, values=values))
+        return {
+            path: tensor if new[path] is parts[path] else selected[path][0].into(tensor, new[path])
+            for path, tensor in tensors.items()
+        }
+
+    def _select(self, tensor: Tensor, context: Context) -> tuple[TensorSelection, Tensor, Tensor]:
+        """Return the selection in a tensor, the dense tensor, and its selected part.
+
+        Raises:
+            HookError: The tensor does not have the selected elements.
+        """
         is_dense = tensor.layout == torch.strided and not tensor.is_nested
         if not is_dense and not isinstance(self.spec, ObservationSpec):
             raise HookError(f"{describe(context)} selects elements, which requires a dense tensor, but this one is not")
@@ -79,11 +116,7 @@ class Selector:
             shape = list(complete.shape)
             message = f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}"
             raise HookError(message) from error
-        value = context.value
-        if value is not None and value.shape == complete.shape:
-            value = selection.of(value.detach())
-        new = action(part, replace(context, selection=selection, complete=complete, value=value))
-        return None if new is None or new is part else selection.into(tensor, new)
+        return selection, complete, part
 
     def _selection(self, shape: torch.Size) -> TensorSelection:
         """Return the selection in tensors of a shape.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -16,9 +17,9 @@ from torch import Tensor
 from ..actions.base import Context
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
+from .features import MOST_SHOWN, Features
 from .folders import NoRunError
-from .load import load
-from .run_tables import RunTables
+from .load import Run, load
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
 _Source = tuple[str, str | None, int | None]  # folder of the run, hook, and step of a spec
@@ -65,6 +66,40 @@ class _Step(NamedTuple):
     tensors: dict[_Place, Tensor]
 
 
+class Place(NamedTuple):
+    """A place in the model where tensors are recorded: the columns of the table."""
+
+    layer: str
+    role: str
+    path: str
+    call: int
+
+
+class RecordedSamples(NamedTuple):
+    """The recorded values of samples.
+
+    Attributes:
+        values: [samples, ...], without dimensions of size 1 at the end.
+        rows: The row of each sample, by its id.
+    """
+
+    values: Tensor
+    rows: dict[int | str, int]
+
+
+def _of_spec(problem: Problem, where: str) -> Problem:
+    """Return a problem with the tensors of a run as one of the spec that uses them."""
+    fields = {"layer": "layers", "call": "layers", "samples": "run", "phase": "hook"}
+    fix = "set 'step' to one of them, or record each sample once" if problem.where == "step" else problem.fix
+    message = f"in the other run, {problem.message}"
+    return replace(
+        problem,
+        message=message,
+        where=f"{where}.{fields.get(problem.where, problem.where)}",
+        fix=fix.replace("pass ", "set "),
+    )
+
+
 class RunArchive:
     """Reads tensors from the folders of runs.
 
@@ -75,14 +110,20 @@ class RunArchive:
     Args:
         ranks: Number of processes of the current run.
         shard: Maps the samples of a batch to those of this process; None if this is unknown.
+
+    Attributes:
+        substitutes_samples: Whether values of another sample replace missing ones. A dry run uses batches of other steps.
     """
+
+    substitutes_samples = False
 
     def __init__(self, ranks: int = 1, shard: Callable[[range], range] | None = None) -> None:
         self.ranks = ranks
         self.shard = shard
-        self._runs: dict[str, RunTables] = {}
+        self._runs: dict[str, Run] = {}
         self._steps: dict[_Source, _Step] = {}
         self._next: dict[_Source, tuple[int, Future[_Step]]] = {}
+        self._samples: dict[tuple[Any, ...], RecordedSamples] = {}
         self.memo: dict[Hashable, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "instrument-archive")
 
@@ -100,9 +141,14 @@ class RunArchive:
         """
         if run not in self._runs:
             try:
-                self._runs[run] = load(Path(run))
+                found = load(Path(run))
             except NoRunError as error:
                 raise ConfigError(Problem(f"{where}.{field}", str(error), run, "the folder of a run")) from None
+            if found.folders != [found.path]:
+                message = "this folder contains runs, but is not the folder of a run"
+                allowed = [str(folder) for folder in found.folders[:MOST_SHOWN]]
+                raise ConfigError(Problem(f"{where}.{field}", message, run, allowed))
+            self._runs[run] = found
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
             raise ConfigError(
@@ -169,6 +215,58 @@ class RunArchive:
             )
             for values in tensors["values"]:
                 yield torch.tensor(values)  # a copy, since the array is read-only
+
+    def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
+        """Return what was recorded for the samples of the current batch, in any batch of the same layer, role, path and call.
+
+        Args:
+            run: Folder of an opened run.
+            hook: Name of the hook that recorded the values; None for any hook.
+            step: The step at which they were recorded; None for any.
+            context: The context of the hook. Its `ids` name the samples.
+
+        Returns:
+            [samples, ...] in CPU memory, without dimensions of size 1 at the end.
+
+        Raises:
+            ConfigError: See `by_sample`.
+            LookupError: The samples have no names, or the run has no values of one of them.
+        """
+        if context.ids is None:
+            raise LookupError("the ids of the samples are unknown; call probe.batch(ids=ids) before each forward pass")
+        place = Place(context.layer, context.role, context.path, context.call)
+        recorded = self.by_sample(run, hook, step, place, f"hooks.{context.hook}")
+        ids = context.ids.tolist() if isinstance(context.ids, Tensor) else context.ids
+        missing = [name for name in ids if name not in recorded.rows]
+        if missing and not self.substitutes_samples:
+            raise LookupError(f"{run} has no values of sample {missing[0]!r} at layer {context.layer or '.'!r}")
+        return recorded.values[[recorded.rows.get(name, 0) for name in ids]]
+
+    def by_sample(self, run: str, hook: str | None, step: int | None, place: Place, where: str) -> RecordedSamples:
+        """Return all values that were recorded at a place, by sample. They are read once and stay in memory.
+
+        Args:
+            run: Folder of an opened run.
+            hook: Name of the hook that recorded them; None for any hook.
+            step: The step at which they were recorded; None for any.
+            place: Where they were recorded.
+            where: Configuration key of the hook that uses them, for error messages.
+
+        Raises:
+            ConfigError: The run has no tensors with samples at this place, or several of a sample.
+        """
+        key = (run, hook, step, place)
+        if key not in self._samples:
+            layer, role, path, call = place
+            conditions: dict[str, Any] = {"hook": hook, "role": role, "path": path, "call": call, "step": step}
+            try:
+                features = self._runs[run].features(layer or ".", **conditions)
+            except ConfigError as error:
+                raise ConfigError(*(_of_spec(problem, where) for problem in error.problems)) from None
+            assert isinstance(features, Features), "open refuses the folder of a sweep"
+            rows = {name: row for row, name in enumerate(features.ids.tolist())}
+            self._samples[key] = RecordedSamples(torch.from_numpy(features.X), rows)
+        return self._samples[key]
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
         """Return the tensor that was recorded at the same layer, role, path and call as the context, for the same

@@ -108,7 +108,7 @@ class HookSet:
         Code that was compiled without a suspended hook is discarded, since it would never call the hook.
         """
         was_suspended = any(
-            isinstance(group, ModuleHooks | FunctionHooks) and group.is_suspended for group in self._groups
+            isinstance(group, ModuleHooks | FunctionHooks) and group.hooks.is_suspended for group in self._groups
         )
         for group in self._groups:
             group.refresh()

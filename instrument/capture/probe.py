@@ -19,6 +19,7 @@ from ..actions.record import Record
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
+from ..kinds.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
@@ -178,8 +179,10 @@ class Probe:
             self._finish(exc)
         finally:
             self.sink.close()
-        if isinstance(exc, RuntimeError) and IN_PLACE_ERROR in str(exc):
-            raise HookError(in_place_message([attached.site for attached in self.attached_hooks], self.step)) from exc
+        messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
+        for part, message in messages.items() if isinstance(exc, RuntimeError) else ():
+            if part in str(exc):
+                raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     @property
     def _is_rank_zero(self) -> bool:
@@ -353,6 +356,7 @@ class Probe:
         """
         names = checked_ids(ids)
         numbers = checked_targets(targets, len(names))
+        self.clock.name_samples(names)
         if self.recorder.samples.are_kept:
             batch = SampleBatch(self.clock.moment, self.clock.rank, names, numbers, is_checked=True)
             self.recorder.samples.begin(batch)
@@ -364,6 +368,7 @@ class Probe:
             indices: The index of each sample of this process in the complete dataset.
             batch: The batch of the data loader, or a mapping with its targets; see `targets_of`.
         """
+        self.clock.name_samples(indices)
         if self.recorder.samples.are_kept:
             moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
             named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch, len(indices)), is_checked=False)

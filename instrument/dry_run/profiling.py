@@ -231,6 +231,7 @@ class _Profiler:
             phase: sorted({firings[n].steps[0] for n, s in plan.specs.items() if s.phase == phase and firings[n].steps})
             for phase in experiment.inferred_by_phase
         }
+        experiment.archive.substitutes_samples = True
         self.sink = _RecordingSink(ParquetSink(folder, tensors=config.sink.tensors))
         self.probe = Probe(
             plan,

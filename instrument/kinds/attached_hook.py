@@ -1,10 +1,12 @@
-"""Attached sites: the action of a site, its schedule state, and its coverage counts."""
+"""Attached sites: the action of a site, the state of its schedule, and what happens when it fires."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +14,9 @@ from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Action, Context, KeptTensors
-from ..actions.builtin_functions import straight_through
 from ..actions.intervention import describe
 from ..actions.selection import Selector
+from ..actions.together import Together, path_of_call
 from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
 from ..errors import HookError, InstrumentError, user_code_location
 from ..plan.dimension_checks import check_shape
@@ -25,58 +27,45 @@ from ..spec.modify import FunctionSpec, PenaltySpec
 from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
-from ..stats.flatten import unreadable
 from .clock import FIRST_CALL, Clock, Firing
 from .distributed_scope import scope_of
-from .module_calls import Calls, is_first_reentrant_pass, recomputed_segment
-from .reasons import FROZEN, INFERENCE, NO_GRAD, NO_GRADIENT, NO_GRAPH, RAISED, REMOVED, default_reason
+from .gradient_scaling import rescaled, unscaled
+from .hook_coverage import HookCoverage
+from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .reasons import INFERENCE, NO_GRAD, NO_GRAPH
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
 
 
-class AttachedHook:
-    """An attached site: its action, and its coverage: expected and actual firings, and reasons for missing ones."""
+class AttachedHook(HookCoverage):
+    """An attached site: its action, the state of its schedule, and its coverage."""
 
     __slots__ = (
-        "_exempt",
-        "_fired",
-        "_misses",
-        "_opportunities",
         "_scheduled_step_and_phase",
         "action",
         "checked_paths",
-        "clock",
-        "copied",
-        "default_reason",
-        "exemptions",
-        "expected",
-        "fired",
-        "frequency",
         "is_paused",
         "is_record_hook",
         "is_scheduled",
-        "module_calls",
-        "other_phases",
-        "reasons",
-        "requires_grad_at_start",
         "scheduled_count",
         "scope",
         "selector",
-        "site",
         "subsampling",
+        "together",
         "was_ever_scheduled",
     )
 
     def __init__(self, site: Site, action: Action, clock: Clock, *, shapes_checked: bool = False) -> None:
-        self.site = site
+        super().__init__(site, clock)
         # Paths whose shapes were checked; None if shape inference has checked all.
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
+        self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
-        self.clock = clock
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
-        self.frequency = site.spec.definition.frequency
         self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
-        self.default_reason = default_reason(site.spec.definition)
         self.is_scheduled = False
         self.was_ever_scheduled = False
         # Whether a record hook is paused in steps, to measure them without it.
@@ -84,17 +73,6 @@ class AttachedHook:
         self.subsampling = 1  # with a budget, it runs at every n-th scheduled step
         self.scheduled_count = 0  # steps at which its schedule is active
         self._scheduled_step_and_phase: tuple[int, str] | None = None
-        self.expected = 0
-        self.fired = 0
-        self.reasons: Counter[str] = Counter()  # of expected firings
-        self.exemptions: Counter[str] = Counter()  # of opportunities that do not count as expected
-        self.other_phases: set[str] = set()  # phases in which it had an opportunity but was not scheduled
-        self.copied = False  # whether its module was copied together with its hooks
-        self.module_calls: Calls | None = None  # of its module, if that has a forward hook
-        self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
-        self._opportunities = self._fired = 0  # in the current micro-step
-        self._misses: list[str] = []
-        self._exempt: list[str] = []
 
     def update_schedule(self, scheduled: bool) -> bool:
         """Update whether the hook runs at the new time of the clock. Return whether that changed."""
@@ -111,119 +89,19 @@ class AttachedHook:
         self.is_scheduled = scheduled
         return changed
 
-    def count_opportunity(self) -> None:
-        """Count an opportunity: its module was called, or its optimizer made a step."""
-        self._opportunities += 1
-
-    @property
-    def opportunity_index(self) -> int:
-        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
-        return self._opportunities - 1
-
-    def count_firing(self) -> None:
-        """Count a firing."""
-        self._fired += 1
-
-    def count_hit(self) -> None:
-        """Count an opportunity and its firing."""
-        self._opportunities += 1
-        self._fired += 1
-
-    def count_and_check_readable(self, tensor: Tensor) -> bool:
-        """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
-        self.count_opportunity()
-        reason = unreadable(tensor)
-        if reason is None:
-            self.count_firing()
-        else:
-            self.count_miss(reason)
-        return reason is None
-
-    def count_miss(self, reason: str) -> None:
-        """Note why it could not fire at an opportunity."""
-        self._misses.append(reason)
-
-    def count_exempt(self, reason: str) -> None:
-        """Note an opportunity at which it is not expected to fire, for example because its parameter is frozen."""
-        self._exempt.append(reason)
-
-    def count_unscheduled(self) -> None:
-        """Note an opportunity while the hook is not scheduled."""
-        self.other_phases.add(self.clock.moment.phase)
-
-    @property
-    def is_phase_counted(self) -> bool:
-        """Whether an opportunity while it is not scheduled is noted for this phase already."""
-        return self.clock.moment.phase in self.other_phases
-
-    def update_coverage(self, reason: str | None = None) -> None:
-        """End a micro-step in which the hook was scheduled, and update its coverage.
-
-        Args:
-            reason: The reason if there was no opportunity; the default reason of the kind if None.
-        """
-        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
-        if fired >= opportunities > 0 and not exemptions:  # the usual case
-            self.expected += opportunities
-            self.fired += fired
-            self._opportunities = self._fired = 0
-            self._misses.clear()
-            return
-        if not self.has_opportunities and self.frequency == "micro_step" and self.is_frozen:
-            self.count_exempt(FROZEN)
-        self.expected += opportunities if opportunities or exemptions else 1
-        self.fired += fired
-        self.exemptions.update(exemptions)
-        if not opportunities and not fired and not exemptions:
-            self.reasons[self._refine_reason(reason or self.default_reason)] += 1
-        elif fired < opportunities:
-            # A recomputed forward pass may fire where the original one could not.
-            misses = self._misses[: opportunities - fired]
-            self.reasons.update(misses)
-            if more := opportunities - fired - len(misses):
-                self.reasons[self._refine_reason(NO_GRADIENT)] += more
-        self._opportunities = self._fired = 0
-        self._misses.clear()
-        self._exempt.clear()
-
-    def _refine_reason(self, reason: str) -> str:
-        """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""
-        if self.site.parameter is not None and self.current_parameter() is None:
-            return REMOVED
-        return RAISED if self.module_calls is not None and self.module_calls.has_unfinished else reason
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether its parameter requires no gradient, or required none when the step began."""
-        parameter = None if self.site.parameter is None else self.current_parameter()
-        return parameter is not None and not (self.requires_grad_at_start and parameter.requires_grad)
-
-    @property
-    def has_opportunities(self) -> bool:
-        """Whether it had any opportunity in the current micro-step."""
-        return bool(self._opportunities or self._fired or self._exempt)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the coverage counts between two micro-steps."""
+        """Return the coverage counts and the state of the schedule between two micro-steps."""
         return {
-            "expected": self.expected,
-            "fired": self.fired,
-            "reasons": dict(self.reasons),
-            "exemptions": dict(self.exemptions),
-            "other_phases": sorted(self.other_phases),
-            "copied": self.copied,
+            **super().state_dict(),
             "was_ever_scheduled": self.was_ever_scheduled,
-            "default_reason": self.default_reason,
             "subsampling": self.subsampling,
             "scheduled_count": self.scheduled_count,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore coverage counts."""
-        self.expected, self.fired = state["expected"], state["fired"]
-        self.reasons, self.exemptions = Counter(state["reasons"]), Counter(state["exemptions"])
-        self.other_phases, self.copied = set(state["other_phases"]), state["copied"]
-        self.was_ever_scheduled, self.default_reason = state["was_ever_scheduled"], state["default_reason"]
+        """Restore the coverage counts and the state of the schedule."""
+        super().load_state_dict(state)
+        self.was_ever_scheduled = state["was_ever_scheduled"]
         self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
 
     def matches_path(self, path: str) -> bool:
@@ -254,10 +132,6 @@ class AttachedHook:
         definition = self.site.spec.definition
         return definition.gradient and definition.frequency == "micro_step"
 
-    def current_parameter(self) -> Parameter | None:
-        """Return the parameter that is at the site now; None if it was removed from the module."""
-        return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
-
     def fire(
         self,
         tensor: Tensor,
@@ -287,9 +161,7 @@ class AttachedHook:
             ConfigError: The spec does not fit the shape of the site's first tensor.
         """
         shard = is_sharded(tensor)
-        if self.checked_paths is not None and path not in self.checked_paths and not shard:
-            self.checked_paths.add(path)
-            check_shape(self.site, path, tensor)
+        self._check_shape(path, tensor)
         if shard and value is not None:
             value = (local_shard if self.is_record_hook else full_tensor)(value)
         context = self.context(path, firing, value)
@@ -298,25 +170,46 @@ class AttachedHook:
         if self.is_scaled and self.clock.amp_scale is not None:
             amp_scale = self.clock.amp_scale()
         part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
-        new = self.run(part, context) if amp_scale is None else self._fire_scaled(part, context, amp_scale)
-        if new is part:
-            return tensor
-        return sharded_like(new, tensor) if is_sharded(tensor) else new
+        if amp_scale is None:
+            new = self.run(part, context)
+        else:
+            given = unscaled(part, amp_scale)
+            new = rescaled(self.run(given, context), given, part, amp_scale)
+        return _replaced(tensor, part, new)
 
-    def _fire_scaled(self, tensor: Tensor, context: Context, scale: Tensor) -> Tensor:
-        """Run the action on a gradient without the factor of a gradient scaler.
+    def fire_together(
+        self, tensors: Mapping[str, Tensor], firing: Firing = FIRST_CALL, *, values: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Run an action with `together: true` on all tensors of a call; see `fire`.
 
-        Elements that the action does not change stay bit-identical for any factor.
+        Args:
+            tensors: The tensors by path.
+            firing: Which of several firings this is.
+            values: The tensors that gradients belong to, by path. Default: None, unknown or no gradients.
+
+        Returns:
+            The tensors that replace them; the same object for a tensor that is unchanged.
         """
-        unscaled_gradient = unscaled(tensor, scale)
-        new = self.run(unscaled_gradient, context)
-        if new is unscaled_gradient:
-            return tensor
-        scaled = (new * scale.to(tensor.device)).to(tensor.dtype)
-        if tensor.is_sparse:
-            return scaled
-        is_unchanged = (new == unscaled_gradient) | (new.isnan() & unscaled_gradient.isnan())
-        return straight_through(scaled, torch.where(is_unchanged, tensor, scaled))
+        for path, tensor in tensors.items():
+            self._check_shape(path, tensor)
+        context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
+        if any(map(is_sharded, tensors.values())):
+            context.scope = "averaged"
+        context.values = {path: full_tensor(value) for path, value in (values or {}).items() if path in tensors}
+        amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
+        parts = {path: full_tensor(tensor) for path, tensor in tensors.items()}
+        if amp_scale is None:
+            new = self._run_together(parts, context)
+        else:
+            given = {path: unscaled(part, amp_scale) for path, part in parts.items()}
+            changed = self._run_together(given, context)
+            new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
+        return {path: _replaced(tensor, parts[path], new[path]) for path, tensor in tensors.items()}
+
+    def _check_shape(self, path: str, tensor: Tensor) -> None:
+        if self.checked_paths is not None and path not in self.checked_paths and not is_sharded(tensor):
+            self.checked_paths.add(path)
+            check_shape(self.site, path, tensor)
 
     def context(self, path: str, firing: Firing, value: Tensor | Parameter | None = None) -> Context:
         """Return the context of a call; see `fire`."""
@@ -337,6 +230,7 @@ class AttachedHook:
             seed=self.clock.seed,
             scope=self.scope,
             rank=self.clock.rank,
+            ids=self.clock.ids,
             tensors=self._kept_tensors(firing),
         )
 
@@ -377,35 +271,58 @@ class AttachedHook:
             return self._run(tensor, context)
 
     def _run(self, tensor: Tensor, context: Context) -> Tensor:
-        if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise HookError(
-                f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
-                "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
-            )
+        _check_not_captured(tensor, context)
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
             if name is not None:
                 self._keep(name, tensor, context)
             return tensor  # recorded in the original pass
-        try:
-            selector = self.selector
-            new = self.action(tensor, context) if selector is None else selector.apply(self.action, tensor, context)
-        # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
-        except (InstrumentError, _StopRecomputationError):
-            raise
-        except Exception as error:
-            message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
-            raise HookError(message) from error
+        action = self.action if self.selector is None else partial(self.selector.apply, self.action)
+        new = _call(action, tensor, context)
         result = tensor if new is None else new
         if name is not None:
             self._keep(name, result, context)
         return result
 
+    def _run_together(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
+        assert self.together is not None, "only its hooks get several tensors"
+        with nullcontext() if self.clock.timer is None else self.clock.timer.measure_action(self):
+            for tensor in tensors.values():
+                _check_not_captured(tensor, context)
+            change = self.together.change
+            action = change if self.selector is None else partial(self.selector.apply_together, self.together)
+            new = _call(action, tensors, context)
+            if (name := self.site.spec.keep_as) is not None:
+                for path, tensor in new.items():
+                    self._keep(name, tensor, replace(context, path=path))
+            return new
 
-def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """Divide a gradient by the factor of a gradient scaler, in float32 or the wider dtype of the gradient."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return gradient.to(wide) / scale.to(gradient.device)
+
+def _check_not_captured(tensor: Tensor, context: Context) -> None:
+    if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise HookError(
+            f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
+            "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
+        )
+
+
+def _call(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
+    """Call an action. An error of another class becomes a `HookError` that names the hook."""
+    try:
+        return action(given, context)
+    # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
+    except (InstrumentError, _StopRecomputationError):
+        raise
+    except Exception as error:
+        message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
+        raise HookError(message) from error
+
+
+def _replaced(tensor: Tensor, part: Tensor, new: Tensor) -> Tensor:
+    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`."""
+    if new is part:
+        return tensor
+    return sharded_like(new, tensor) if is_sharded(tensor) else new
 
 
 def fire_all(

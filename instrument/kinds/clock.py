@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..actions.base import StepContext
+from ..actions.base import SampleIds, StepContext
 from .distributed_scope import Parallel
 from .hook_timer import HookTimer
 from .kept_tensors import TensorStore
@@ -30,6 +30,8 @@ class Clock:
         phases: The phases so far.
         kept: The tensors that hooks kept in this step.
         in_checkpoint: Whether the run saves its own checkpoint, which interventions do not change.
+        named_at: The micro-step whose samples are named by `sample_ids`.
+        sample_ids: The ids of these samples.
     """
 
     moment: StepContext
@@ -43,6 +45,17 @@ class Clock:
     phases: set[str] = field(default_factory=set)
     kept: TensorStore = field(default_factory=TensorStore)
     in_checkpoint: bool = False
+    named_at: int = -1
+    sample_ids: SampleIds | None = None
+
+    def name_samples(self, ids: SampleIds) -> None:
+        """Name the samples of the current micro-step."""
+        self.named_at, self.sample_ids = self.micro_step_index, ids
+
+    @property
+    def ids(self) -> SampleIds | None:
+        """The ids of the samples of the current micro-step; None if they are unknown."""
+        return self.sample_ids if self.named_at == self.micro_step_index else None
 
     @property
     def boundary(self) -> StepContext:

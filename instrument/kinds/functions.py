@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -21,13 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from ..actions.intervention import describe
+from ..dtensor import sharding_hooks
 from ..errors import HookError
-from ..lazy_compiler import exclude_from_graphs, has_compiled
+from ..lazy_compiler import exclude_from_graphs
 from ..nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
 from ..spec.base import HookBase
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
+from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock, Firing
 from .gradient_hooks import LeafHooks
 from .hook_group_interface import InertWhenCopied
@@ -35,8 +38,9 @@ from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
 from .plain_record import PlainRecord
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, RAISED, TRANSFORMED
-from .suspendable_hook import SuspendableHook
-from .tensor_gradients import CallGradients, versions_of
+from .suspendable_hook import SuspendableHooks
+from .tensor_gradients import versions_of
+from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()
 _transform = torch._C._functorch.peek_interpreter_stack
@@ -90,7 +94,7 @@ class HookedFunctions(FunctionMode):
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         # The mode of another probe sees what these functions call.
         of_this_mode = (HookedFunctions._act, HookedFunctions._register, _copy_of, _write, _overwrite)
-        super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode))
+        super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode, *sharding_hooks()))
         self._clock = clock
 
     def run(
@@ -142,8 +146,8 @@ class HookedFunctions(FunctionMode):
     def _act(self, owners: Sequence[Owner], value: Any) -> Any:
         """Run hooks on every tensor of the arguments or the result of a function."""
 
-        def act(path: str, tensor: Tensor) -> Tensor:
-            for running, attached, function_path in owners:
+        def act(group: Sequence[Owner], path: str, tensor: Tensor) -> Tensor:
+            for running, attached, function_path in group:
                 full_path = f"{function_path}.{path}" if path else function_path
                 if not attached.accepts(tensor, full_path):
                     continue
@@ -162,24 +166,50 @@ class HookedFunctions(FunctionMode):
         if not owners:
             return value
         with self._clock.timer or _UNMEASURED:
-            return map_tensors(value, act)
+            for group in groups_of(owners, _is_together):
+                value = (
+                    self._act_together(group[0], value)
+                    if _is_together(group[0])
+                    else map_tensors(value, partial(act, group))
+                )
+            return value
+
+    def _act_together(self, owner: Owner, value: Any) -> Any:
+        """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""
+        running, attached, path = owner
+        firing = Firing(running.call.index, recompute=running.call.is_recomputed)
+        value, obstacle = act_together(attached, value, firing, path)
+        if obstacle is None:
+            running.fired.add(attached)
+        else:
+            running.obstacles[attached] = obstacle
+        return value
 
     def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
-        """Register hooks on the gradients of the result of a function. Return the result for the caller."""
+        """Register hooks on the gradients of the result of a function. Return the result for the caller.
+
+        With aliases, the gradient reaches the hook that was registered last first.
+        """
+        needs_alias = needs_alias and any(not owner.observer.is_record_hook for owner in owners)
         with self._clock.timer or _UNMEASURED:
-            for running, attached, path in owners:
+            for running, attached, path in reversed(owners) if needs_alias else owners:
                 gradients = running.gradients.get(attached)
                 if gradients is None:
                     gradients = running.gradients[attached] = CallGradients([attached], running.call, self._clock)
                 gradients.registered.clear()
                 gradients.aliases.clear()
+                if gradient_groups([attached], value, path)[1]:
+                    value = gradients.join(value, path)
+                    continue
                 value = gradients.register_outputs(
                     value,
                     versions,
                     running.leaf_hooks,
-                    needs_alias=needs_alias and not attached.is_record_hook,
+                    needs_alias=needs_alias,
                     root=path,
                 )
+            for running, attached, _ in owners:
+                running.gradients[attached].finish_registration()
         return value
 
 
@@ -219,8 +249,7 @@ class FunctionHooks(InertWhenCopied):
             module.register_forward_pre_hook(enter),
             module.register_forward_hook(leave, prepend=True, always_call=True),
         )
-        self.hooks = [SuspendableHook(handle) for handle in handles]
-        self._may_suspend = suspend
+        self.hooks = SuspendableHooks(handles, may_suspend=suspend)
 
     def refresh(self) -> None:
         """Update the scheduled sites."""
@@ -228,21 +257,8 @@ class FunctionHooks(InertWhenCopied):
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
         records = [(attached, PlainRecord.of(attached)) for attached in self.scheduled.values()]
         self.plain = {attached: record for attached, record in records if record is not None}
-        if self.scheduled or has_compiled() or not all(each.is_phase_counted for each in self.unscheduled):
-            for hook in self.hooks:
-                hook.resume()
-        else:
-            self._suspend()
-
-    def _suspend(self) -> None:
-        if self._may_suspend and not has_compiled():
-            for hook in self.hooks:
-                hook.suspend()
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether the module does not call the hooks."""
-        return any(hook.is_suspended for hook in self.hooks)
+        are_counted = all(each.is_phase_counted for each in self.unscheduled)
+        self.hooks.update(are_needed=bool(self.scheduled) or not are_counted)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook: starts to observe functions."""
@@ -271,7 +287,7 @@ class FunctionHooks(InertWhenCopied):
             attached.count_unscheduled()
         self.unscheduled = []
         if not self.scheduled:
-            self._suspend()
+            self.hooks.suspend()
         return bool(self.scheduled)
 
     def _miss(self, reason: str) -> None:
@@ -292,8 +308,7 @@ class FunctionHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks, the hooks on leaf tensors, and the mode of this thread."""
-        while self.hooks:
-            self.hooks.pop().remove()
+        self.hooks.remove()
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
 
@@ -311,6 +326,11 @@ class FunctionThreads(threading.local):
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         self.mode = HookedFunctions(specs, clock)
+
+
+def _is_together(owner: Owner) -> bool:
+    """Return whether the hook of an owner has `together: true`."""
+    return is_together(owner.observer)
 
 
 def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..lazy_compiler import exclude_from_graphs, has_compiled
+from ..lazy_compiler import exclude_from_graphs
 from ..nested import join_arguments, map_tensors, split_arguments
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
@@ -23,8 +24,9 @@ from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .plain_record import PlainModuleHooks
 from .reasons import NO_TENSOR, TRANSFORMED
-from .suspendable_hook import SuspendableHook
+from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
+from .together import act_together, groups_of, is_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -83,8 +85,7 @@ class ModuleHooks(InertWhenCopied):
                 self._bound(ModuleHooks.after), prepend=prepend, with_kwargs=True, always_call=always_call
             ),
         )
-        self.hooks = [SuspendableHook(handle) for handle in handles]
-        self._may_suspend = suspend and not prepend
+        self.hooks = SuspendableHooks(handles, may_suspend=suspend and not prepend)
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of this object that torch.compile does not trace.
@@ -99,11 +100,7 @@ class ModuleHooks(InertWhenCopied):
         roles = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in scheduled]
         self.active = bool(scheduled)
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
-        if self.active or has_compiled() or not all(attached.is_phase_counted for attached in self.unscheduled):
-            for hook in self.hooks:
-                hook.resume()
-        else:
-            self._suspend()
+        self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
         self.pre = [attached for kind, _, attached in roles if kind == "forward_pre"]
         self.forward_input = [attached for kind, role, attached in roles if kind == "forward" and role == "input"]
         self.output = [attached for kind, role, attached in roles if kind == "forward" and role == "output"]
@@ -125,16 +122,6 @@ class ModuleHooks(InertWhenCopied):
         self._plain = PlainModuleHooks.of(self.output, first + then) if self.active and only_outputs else None
         self.plain = None if self.unscheduled else self._plain
 
-    def _suspend(self) -> None:
-        if self._may_suspend and not has_compiled():
-            for hook in self.hooks:
-                hook.suspend()
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether the module does not call the hooks."""
-        return any(hook.is_suspended for hook in self.hooks)
-
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if self.plain is not None and _transform() is None:
@@ -148,7 +135,7 @@ class ModuleHooks(InertWhenCopied):
             self.unscheduled = []
             self.plain = self._plain
         if not self.active:
-            self._suspend()
+            self.hooks.suspend()
             return None
         with self.clock.timer or _UNMEASURED:
             return self._before(module, args, kwargs)
@@ -211,15 +198,26 @@ class ModuleHooks(InertWhenCopied):
         fired: set[AttachedHook] = set()
         obstacles: dict[AttachedHook, str] = {}
 
-        def act(path: str, tensor: Tensor) -> Tensor:
-            accepting = [attached for attached in active_hooks if attached.accepts(tensor, path)]
+        firing = Firing(call.index, recompute=call.is_recomputed)
+
+        def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
+            accepting = [attached for attached in group if attached.accepts(tensor, path)]
             if accepting and (reason := unreadable(tensor)) is not None:
                 obstacles.update(dict.fromkeys(accepting, reason))
                 return tensor
             fired.update(accepting)
-            return fire_all(accepting, tensor, path, Firing(call.index, recompute=call.is_recomputed))
+            return fire_all(accepting, tensor, path, firing)
 
-        new = map_tensors(value, act)
+        new = value
+        for group in groups_of(active_hooks, is_together):
+            if not is_together(group[0]):
+                new = map_tensors(new, partial(act, group))
+                continue
+            new, obstacle = act_together(group[0], new, firing)
+            if obstacle is None:
+                fired.add(group[0])
+            else:
+                obstacles[group[0]] = obstacle
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.count_opportunity()
@@ -231,7 +229,6 @@ class ModuleHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
-        while self.hooks:
-            self.hooks.pop().remove()
+        self.hooks.remove()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()

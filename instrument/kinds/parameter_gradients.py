@@ -16,8 +16,9 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from .attached_hook import AttachedHook, fire_all, unscaled
+from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
+from .gradient_scaling import unscaled
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
 from .reasons import FROZEN, NO_PARAMETER_GRADIENT, NOT_OPTIMIZED, REMOVED

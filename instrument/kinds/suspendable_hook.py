@@ -1,4 +1,4 @@
-"""A hook on a module that can be taken out for some steps and put back at its place among the module's other hooks.
+"""Hooks on a module that can be taken out for some steps and put back at their place among the module's other hooks.
 
 PyTorch calls a module without any hook faster. A hook that is registered again would run after the hooks of the user that
 were registered in the meantime.
@@ -7,10 +7,12 @@ were registered in the meantime.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
+
+from ..lazy_compiler import has_compiled
 
 
 class SuspendableHook:
@@ -75,3 +77,42 @@ class SuspendableHook:
         """The dictionary of the module, or an empty one if the module was deleted."""
         hooks: OrderedDict[int, Callable[..., Any]] | None = self._handle.hooks_dict_ref()
         return OrderedDict() if hooks is None else hooks
+
+
+class SuspendableHooks:
+    """The hooks of one object on a module, which are suspended and resumed together.
+
+    They stay registered if any code was compiled: compiled code calls only the hooks that were registered when it was compiled.
+
+    Args:
+        handles: The handles that PyTorch returned.
+        may_suspend: Whether the hooks may be suspended.
+    """
+
+    def __init__(self, handles: Iterable[RemovableHandle], *, may_suspend: bool) -> None:
+        self._hooks = [SuspendableHook(handle) for handle in handles]
+        self._may_suspend = may_suspend
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the module does not call the hooks."""
+        return any(hook.is_suspended for hook in self._hooks)
+
+    def update(self, *, are_needed: bool) -> None:
+        """Resume the hooks if they are needed, and suspend them otherwise."""
+        if not (are_needed or has_compiled()):
+            self.suspend()
+            return
+        for hook in self._hooks:
+            hook.resume()
+
+    def suspend(self) -> None:
+        """Suspend the hooks, if they may be suspended and no code was compiled."""
+        if self._may_suspend and not has_compiled():
+            for hook in self._hooks:
+                hook.suspend()
+
+    def remove(self) -> None:
+        """Remove the hooks for good, in reverse order."""
+        while self._hooks:
+            self._hooks.pop().remove()

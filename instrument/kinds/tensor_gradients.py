@@ -20,142 +20,21 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..nested import iter_tensors, map_tensors
-from ..stats.flatten import unreadable
-from .attached_hook import AttachedHook, fire_all, no_gradient_reason
-from .clock import Clock, Firing
+from ..nested import iter_tensors
+from .attached_hook import AttachedHook
+from .call_gradients import CallGradients, gradient_groups
+from .clock import Clock
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
-from .reasons import NO_INPUT_GRAPH, NO_TENSOR
-
-
-class CallGradients:
-    """The expected gradients of one call of a module, of its inputs or of its outputs."""
-
-    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock) -> None:
-        self.attached_hooks = (
-            [attached for attached in attached_hooks if not attached.is_record_hook]
-            if call.graph_is_discarded
-            else attached_hooks
-        )
-        self.call = call
-        self.clock = clock
-        self.has_tensors = False
-        # By path, why a tensor that gets a gradient cannot be read.
-        self.unreadable: dict[str, str] = {}
-        self.expected_paths: set[str] = set()
-        self.registered: set[tuple[AttachedHook, int]] = set()
-        self.aliases: dict[int, Tensor] = {}
-        self.fired: set[AttachedHook] = set()
-
-    def tensors_with_gradient(self, value: Any, root: str = "") -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a value that can get a gradient, with their paths. `root` is the path of the value."""
-        for path, tensor in iter_tensors(value, root) if self.attached_hooks else ():
-            self.has_tensors = True
-            if tensor.requires_grad and torch.is_grad_enabled():
-                if (reason := unreadable(tensor)) is not None:
-                    self.unreadable[path] = reason
-                    continue
-                self.expected_paths.add(path)
-                yield path, tensor
-
-    def hook(self, path: str, value: Tensor) -> Hook | None:
-        """Return the hook to register on a tensor; None if no site selects it.
-
-        A tensor at several paths has one gradient. A site gets it once, with the first path.
-
-        Args:
-            path: The path of the tensor.
-            value: The tensor that the gradient belongs to.
-        """
-        attached_hooks = [
-            attached
-            for attached in self.attached_hooks
-            if attached.matches_path(path) and (attached, id(value)) not in self.registered
-        ]
-        if not attached_hooks:
-            return None
-        self.registered.update((attached, id(value)) for attached in attached_hooks)
-        value_copy = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
-        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
-        passes = count()
-
-        def on_gradient(gradient: Tensor | None) -> Tensor | None:
-            # The gradient is None if an operation has several outputs and this one is unused.
-            if clock.closed or gradient is None:
-                return None
-            for attached in attached_hooks:
-                if attached not in fired:
-                    fired.add(attached)
-                    attached.count_firing()
-            new = fire_all(attached_hooks, gradient, path, Firing(index, next(passes), is_recomputed), value_copy)
-            return None if new is gradient else new
-
-        return on_gradient
-
-    def register_outputs(
-        self, output: Any, versions: Mapping[int, int], leaf_hooks: LeafHooks, *, needs_alias: bool, root: str = ""
-    ) -> Any:
-        """Register hooks for the gradients of all tensors of an output. Return the output for the caller.
-
-        Args:
-            output: The output of a module or a function.
-            versions: The versions of the input tensors before the call, by identity.
-            leaf_hooks: The hooks on leaf tensors.
-            needs_alias: Whether the caller gets an alias of a new tensor too.
-            root: The path of the output.
-        """
-        read_only = all(attached.is_record_hook for attached in self.attached_hooks)
-        for path, tensor in self.tensors_with_gradient(output, root):
-            if (hook := self.hook(path, tensor)) is not None:
-                is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
-                if (is_new and not needs_alias) or (read_only and not tensor.is_leaf):
-                    TensorGradientHook(tensor, hook).finish_registration()
-                elif read_only:
-                    leaf_hooks.register(tensor, hook)
-                else:
-                    TensorGradientHook(self.alias(tensor), hook).finish_registration()
-        return self.with_aliases(output)
-
-    def alias(self, tensor: Tensor) -> Tensor:
-        """Return the alias of a tensor in this call."""
-        return self.aliases.setdefault(id(tensor), tensor.view_as(tensor))
-
-    def with_aliases(self, value: Any) -> Any:
-        """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias."""
-        if not self.aliases:
-            return value
-        return map_tensors(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
-
-    def count_opportunities(self, *, missing_is_expected: bool) -> None:
-        """Count the opportunities of all sites after the hooks of the call were registered.
-
-        Args:
-            missing_is_expected: Whether tensors without a gradient are expected, because they are data.
-        """
-        for attached in self.attached_hooks:
-            if self.call.is_recomputed:
-                continue
-            if any(attached.matches_path(path) for path in self.expected_paths):
-                attached.count_opportunity()
-            elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
-                attached.count_opportunity()
-                attached.count_miss(reasons[0])
-            elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
-                attached.count_exempt(NO_INPUT_GRAPH)
-            else:
-                attached.count_opportunity()
-                attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+from .together import is_together
 
 
 class PendingInputGradients:
@@ -220,10 +99,9 @@ class InputGradients:
 
     def register(self, module: nn.Module, value: Any, call: Call) -> Any:
         """Register hooks for all input tensors. Return the input with which to call the module."""
-        contributions = CallGradients(self.contribution_hooks, call, self.clock)
-        totals = CallGradients(self.total_hooks, call, self.clock)
+        groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
-        read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
+        totals = CallGradients(self.total_hooks, call, self.clock)
         pending = PendingInputGradients()
         call.on_output = pending.complete
         for path, tensor in totals.tensors_with_gradient(value):
@@ -235,6 +113,22 @@ class InputGradients:
                     self.leaf_hooks.register(tensor, hook)
                 else:
                     TensorGradientHook(tensor, hook).finish_registration()
+        # The hook that is next to the module sees its gradients first.
+        for group in reversed(groups):
+            contributions = CallGradients(group, call, self.clock)
+            if joins and is_together(group[0]):
+                value = contributions.join(value)
+            else:
+                value = self._register_contributions(contributions, value, pending, in_place=in_place)
+            contributions.count_opportunities(missing_is_expected=True)
+        totals.count_opportunities(missing_is_expected=True)
+        return value
+
+    def _register_contributions(
+        self, contributions: CallGradients, value: Any, pending: PendingInputGradients, *, in_place: bool
+    ) -> Any:
+        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs."""
+        read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
         for path, tensor in contributions.tensors_with_gradient(value):
             if (hook := contributions.hook(path, tensor)) is None:
                 continue
@@ -245,8 +139,6 @@ class InputGradients:
             else:
                 alias = contributions.alias(tensor)
                 pending.aliases.append((alias, TensorGradientHook(alias, hook)))
-        contributions.count_opportunities(missing_is_expected=True)
-        totals.count_opportunities(missing_is_expected=True)
         return contributions.with_aliases(value)
 
     def _contribution(self, tensor: Tensor, hook: Hook) -> ModuleContribution:
@@ -278,17 +170,26 @@ class OutputGradients:
 
     def register(self, module: nn.Module, output: Any, call: Call) -> Any:
         """Register hooks for all output tensors. Return the output for the caller."""
-        gradients = CallGradients(self.attached_hooks, call, self.clock)
-        needs_alias = any(
-            not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
-            for attached in gradients.attached_hooks
-        )
-        new = gradients.register_outputs(output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias)
-        missing_is_expected = (
-            call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
-        )
-        gradients.count_opportunities(missing_is_expected=missing_is_expected)
-        return new
+        groups, joins = gradient_groups(self.attached_hooks, output)
+        # The hook that is next to the caller sees its gradients first.
+        for group in reversed(groups):
+            gradients = CallGradients(group, call, self.clock)
+            if joins and is_together(group[0]):
+                output = gradients.join(output)
+            else:
+                needs_alias = any(
+                    not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
+                    for attached in gradients.attached_hooks
+                )
+                output = gradients.register_outputs(
+                    output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias
+                )
+                gradients.finish_registration()
+            missing_is_expected = (
+                call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+            )
+            gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        return output
 
 
 def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -8,6 +8,7 @@ registered.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .clock import Clock, Firing
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+from .together import act_together, groups_of, is_together
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
@@ -123,20 +125,26 @@ class ModuleBackwardHooks(InertWhenCopied):
             firing = Firing(self.expected_calls[-1].index, recompute=self.expected_calls[-1].is_recomputed)
         fired: set[AttachedHook] = set()
 
-        def act(path: str, gradient: Tensor) -> Tensor:
-            path = "" if role == "grad_output" and self.returns_tensor else path
+        def act(group: Sequence[AttachedHook], path: str, gradient: Tensor) -> Tensor:
             accepting = [
-                attached
-                for attached in attached_hooks
-                if attached.accepts(gradient, path) and unreadable(gradient) is None
+                attached for attached in group if attached.accepts(gradient, path) and unreadable(gradient) is None
             ]
             fired.update(accepting)
             return fire_all(accepting, gradient, path, firing)
 
-        new = map_tensors(gradients, act)
+        is_tensor = role == "grad_output" and self.returns_tensor
+        new = value = gradients[0] if is_tensor else gradients
+        for group in groups_of(attached_hooks, is_together):
+            if is_together(group[0]):
+                new, obstacle = act_together(group[0], new, firing)
+                fired.update(group if obstacle is None else ())
+            else:
+                new = map_tensors(new, partial(act, group))
         for attached in fired:
             attached.count_firing()
-        return None if new is gradients else new
+        if new is value:
+            return None
+        return (new,) if is_tensor else new
 
     def detach(self) -> None:
         """Remove all hooks in reverse order."""

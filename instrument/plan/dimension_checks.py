@@ -68,7 +68,8 @@ def misfits_in_smaller_batches(
     problems: dict[str, Problem] = {}
     for spec in plan.specs.values():
         is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
-        from_run = isinstance(spec, RecordedSpec) and spec.run is not None  # compared with the recorded batches
+        # Compared with the recorded batches.
+        from_run = isinstance(spec, RecordedSpec) and spec.run is not None and spec.match == "batch"
         is_selection = isinstance(spec, SwapSpec | RecordedSpec) or {*spec.selection} & {"samples", "slice"}
         if spec.definition.family != "module" or from_run or not (is_list or is_selection):
             continue

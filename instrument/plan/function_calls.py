@@ -92,7 +92,7 @@ class FunctionMode(TorchFunctionMode):
 
     Args:
         specs: The specs of the function kinds.
-        own_hooks: The hooks of this package. The functions that they call are not observed.
+        own_hooks: The hooks of this package, and those that shard parameters. The functions that they call are not observed.
     """
 
     def __init__(self, specs: Sequence[HookBase], own_hooks: Iterable[Callable[..., Any]]) -> None:
@@ -161,7 +161,7 @@ class FunctionMode(TorchFunctionMode):
         return owners
 
     def _calling_module(self) -> FrameType | None:
-        """Return the frame of the innermost module that runs; None if a hook of this package calls the function."""
+        """Return the frame of the innermost module that runs; None if one of `own_hooks` calls the function."""
         frame: FrameType | None = sys._getframe(3)
         while frame is not None and frame.f_code is not _CALL:
             frame = None if id(frame.f_code) in self._own_hooks else frame.f_back

@@ -1,6 +1,6 @@
 """Plots of recorded data as matplotlib figures, for notebooks and for PNG, SVG and PDF files.
 
-Each function takes a run, or a DataFrame with rows of one table, and returns a figure:
+Each function takes a run or a sweep, or a DataFrame with rows of one table, and returns a figure:
 
     figure = instrument.plot.heatmap(run, "l2")
     figure.savefig("heatmap.svg")
@@ -9,10 +9,24 @@ The functions do not use or change the state of pyplot. matplotlib is part of th
 the first figure is drawn.
 """
 
+from .attention import attention
 from .compare import compare
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
 from .histogram_over_time import histogram_over_time
+from .layer_similarity import layer_similarity
+from .logit_lens import logit_lens
+from .patching import patching
 
-__all__ = ["compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
+__all__ = [
+    "attention",
+    "compare",
+    "feature_maps",
+    "gradient_flow",
+    "heatmap",
+    "histogram_over_time",
+    "layer_similarity",
+    "logit_lens",
+    "patching",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, log10
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -28,6 +29,10 @@ LETTER = 0.065  # width of a character of a small label, in inches
 ROW = 0.17  # height of the row of a location, in inches
 MOST_ROWS = 240  # maximum number of row labels
 LONGEST = 44  # maximum length of a name, in characters
+MOST_NUMBERS = 300  # maximum number of cells whose values are written into them
+MOST_DECIMALS = 4  # maximum number of decimals of a number in a cell
+LONGEST_TOKEN = 12  # maximum length of the label of a token, in characters
+INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 BLANK = "#d9d9d9"  # color of missing values
 PAD = 0.08  # padding around a chart, in inches
 FEW = 2.0  # minimum height of a chart, in inches
@@ -168,6 +173,38 @@ def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> 
     bar = axes.figure.colorbar(drawn, ax=axes, shrink=min(1.0, 4.0 / height), aspect=25, anchor=(0.0, 1.0), pad=0.02)
     bar.set_label(plain(label), fontsize=NORMAL)
     bar.ax.tick_params(labelsize=SMALL)
+
+
+def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: float) -> None:
+    """Write the value of each cell of a heat map into it, if the cells are few and wide enough.
+
+    Args:
+        axes: The chart.
+        values: Shape [rows, columns].
+        cells: The cells with their color scale.
+        width: Width of the chart in inches.
+    """
+    if values.size > MOST_NUMBERS or width / values.shape[1] < 5 * LETTER:
+        return
+    largest = float(np.nanmax(np.abs(values), initial=0.0, where=np.isfinite(values)))
+    decimals = max(0, 2 - ceil(log10(largest))) if largest else 0  # two digits of the largest value
+    for (y, x), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            shade = shade_on(cells, value)
+            number = f"{value:.2g}" if decimals > MOST_DECIMALS else f"{value:z.{decimals}f}"
+            axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", fontsize=SMALL - 1, color=shade)
+
+
+def shade_on(cells: ScalarMappable, value: float) -> str:
+    """Return black or white, whichever differs more from the color of a value."""
+    red, green, blue, _ = cells.to_rgba(np.array(value))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+
+
+def token_label(token: str) -> str:
+    """Return a token as a short label in which blanks and control characters are visible."""
+    shown = token.translate(INVISIBLE)
+    return plain(shown if shown.isprintable() else shown.encode("unicode_escape").decode(), LONGEST_TOKEN)
 
 
 def add_legend(figure: Figure, *, beside: bool = False) -> None:

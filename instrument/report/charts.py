@@ -23,6 +23,7 @@ from ..analysis.plot_data import (
     statistics_in,
 )
 from ..analysis.series_selection import evenly_spaced
+from .attention_pictures import attention, attention_layers
 from .numbers import rounded
 from .pictures import maps
 
@@ -40,6 +41,7 @@ def charts(run: Run) -> dict[str, Any]:
     """Return the data of all charts of one run's page."""
     order = forward_order(run)
     recorded = run.distributions
+    layers = attention_layers(run, order)
     return {
         "series": heat_maps(run.stats, order) + heat_maps(_without_statistics(run.stats, recorded), order),
         "distributions": distributions(recorded),
@@ -47,7 +49,8 @@ def charts(run: Run) -> dict[str, Any]:
         "acted": firing_ranges(run.effects),
         "alerts": alerts(run.events),
         "effects": effects(run.effects, order),
-        "maps": maps(run, order),
+        "attention": attention(run, layers),
+        "maps": maps(run, order, {(each.tensor.series, each.tensor.location) for each in layers}),
     }
 
 

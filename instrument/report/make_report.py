@@ -21,7 +21,7 @@ from .numbers import as_json, packed
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
-SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep")
+SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "attention", "maps", "effects", "sweep")
 METRIC_UNITS = {
     "loss": "loss",
     "accuracy": "accuracy [fraction]",

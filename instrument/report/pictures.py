@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..analysis.load import Run
+from ..analysis.plot_data import RecordedSeries
 from ..analysis.series_selection import evenly_spaced
 from ..analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
@@ -22,18 +23,23 @@ LocationMaps = list[Maps]
 """The maps of one location, one per step."""
 
 
-def maps(run: Run, order: Sequence[str]) -> dict[str, Any]:
+def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries, str]] = ()) -> dict[str, Any]:
     """Return feature maps, gradient maps and filters at some steps, as mosaics with their input images.
 
     The number of values on the page is limited. The last step of each location is added first, then its first step,
     then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted and
     counted.
 
+    Args:
+        run: The run.
+        order: Layer names in forward order.
+        others: The series and locations that the page shows in another way.
+
     Returns:
         A dictionary with `shown`, the mosaics in the order of the locations; `images`, to which the mosaics refer by
         index; `locations` and `pictures`, the total numbers of both.
     """
-    all_maps = maps_in(run)
+    all_maps = [one for one in maps_in(run) if (one.series, one.location) not in others]
     locations = _locations(all_maps, order)
     turns = _rounds(locations)
     pixels = _pixels_for(turns[0] if turns else [])

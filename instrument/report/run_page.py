@@ -36,6 +36,7 @@ PARTS = {
     "layers": "Layers",
     "flow": "Gradient flow",
     "units": "Units",
+    "attention": "Attention",
     "maps": "Maps",
     "interventions": "Interventions",
     "coverage": "Coverage",

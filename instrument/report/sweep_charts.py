@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import differing_overrides, to_yaml
+from ..analysis.intervention_grid import intervention_grid, metric_of
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
 from ..analysis.runs_with_and_without import Pair, pairs
+from ..errors import InstrumentError
 from ..spec.statistics import ALL
 from .charts import curves
 from .numbers import rounded
@@ -32,6 +35,8 @@ PREFERRED_STATISTICS = (
     "update_ratio",
     "nan_count",
 )
+LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
+PATCHING_METRICS = ("loss", "accuracy")
 SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 
 
@@ -75,7 +80,34 @@ def charts(run: Run, run_data: Sequence[RunData]) -> dict[str, Any]:
         "curves": [part.curves for part in run_data],
         "series": layers_of_all([part.summaries for part in run_data]),
         "pairs": [_pair(pair) for pair in pairs(run)],
+        "patching": patching(run),
         "ends": SUMMARIES,
+    }
+
+
+def patching(run: Run) -> dict[str, Any] | None:
+    """Return the metrics of a sweep over the location of an intervention, as rows and columns.
+
+    Returns:
+        None if the runs do not differ in the layers, positions, heads or units of one intervention, and in nothing else.
+    """
+    try:
+        grid = intervention_grid(run)
+    except InstrumentError:
+        return None
+    if not grid.column_key or not {grid.row_key, grid.column_key} <= {
+        f"hooks.{grid.hook}.{name}" for name in LOCATIONS
+    }:
+        return None
+    values = {name: grid.values(partial(metric_of, run, metric=name)) for name in PATCHING_METRICS}
+    return {
+        "hook": grid.hook,
+        "keys": [grid.row_key, grid.column_key],
+        "rows": grid.rows,
+        "columns": grid.columns,
+        "metrics": {name: rounded(table) for name, table in values.items() if np.isfinite(table).any()},
+        "difference": grid.has_baseline,
+        "left": len(grid.left_out),
     }
 
 

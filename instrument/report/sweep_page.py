@@ -25,6 +25,7 @@ NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
     "runs": "Runs",
     "against": "By override",
+    "patching": "By location",
     "training": "Training",
     "layers": "Layers",
     "effects": "Interventions",

@@ -226,7 +226,8 @@ class PenaltySpec(ModifySpec):
 class RecordedSpec(ModifySpec):
     """Insert a tensor that another run recorded at the same layer, path, call and batch: all of it, or the selected part (patch).
 
-    With `from_sample`, patch inserts the values of another sample of the same batch.
+    With `match: id`, each sample gets the values that were recorded for it, in any batch. With `from_sample`, patch inserts the
+    values of another sample of the same batch.
     """
 
     fn: Literal["replace", "patch"]
@@ -239,7 +240,22 @@ class RecordedSpec(ModifySpec):
     hook: str | None = Field(
         None, description="The record hook of the other run. Required if several hooks recorded the tensor."
     )
-    step: Index | None = Field(None, description="The step in the other run. Default: the current step.")
+    step: Index | None = Field(
+        None, description="The step in the other run. Default: the current step; with `match: id`, all steps."
+    )
+    match: Literal["batch", "id"] = Field(
+        "batch",
+        description="Which recorded values are used: those of the same batch of the same step (batch), or for each sample those of "
+        "the sample with the same id (id). Batch size and order may differ then.",
+    )
+
+    @model_validator(mode="after")
+    def _validate_match(self) -> RecordedSpec:
+        if self.match == "id" and self.run is None:
+            raise ValueError("'match' requires 'run'")
+        if self.match == "id" and self.definition.family != "module":
+            raise ValueError(f"'match: id' requires a batch, which the tensors of kind {self.kind} do not have")
+        return self
 
     @model_validator(mode="after")
     def _validate_patch(self) -> RecordedSpec:
@@ -264,6 +280,22 @@ class FunctionSpec(ModifySpec):
     """A custom function, called as `fn(tensor, context)` with the additional arguments of the target. None keeps the tensor."""
 
     fn: Target
+    together: bool = Field(
+        False,
+        description="Call the function once with all tensors of a call of the module or function: `fn(tensors, context)` gets a dict "
+        "by path, and returns a dict with those that change.",
+    )
+
+    @model_validator(mode="after")
+    def _validate_together(self) -> FunctionSpec:
+        kinds = ("forward_pre", "forward", "full_backward_pre", "full_backward", "function", "function_grad")
+        if self.together and self.kind not in kinds:
+            hint = f"requires one of the kinds {', '.join(kinds)}"
+            if self.kind != "tensor":
+                raise ValueError(f"'together' {hint}; a site of kind {self.kind} has one tensor")
+            kind = "full_backward" if self.tensor_role == "input" else "full_backward_pre"
+            raise ValueError(f"'together' {hint}; for the gradients of each {self.tensor_role}, use {kind}")
+        return self
 
 
 FUNCTIONS: dict[str, type[ModifySpec]] = {

@@ -16,9 +16,10 @@ IGNORED = -100  # Targets that F.cross_entropy ignores by default.
 class NextToken:
     """The cross entropy between the logits of the model and the next tokens.
 
-    A batch is tokens [N, T], or a pair of tokens and targets, both int64 [N, T]. Without targets, the target at each
-    position is the next token. Given targets are used as they are, and targets of -100 are ignored. All other targets
-    have the same weight in the mean, regardless of their batch. The model returns logits [N, T, vocabulary].
+    A batch is tokens [N, T], or a pair of tokens [N, T] and targets [N, T] or [N], int64. Without targets, the target at
+    each position is the next token. Given targets are used as they are; targets [N] are those of the last position, such
+    as the answers of prompts. Targets of -100 are ignored. All other targets have the same weight in the mean,
+    regardless of their batch. The model returns logits [N, T, vocabulary].
     """
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
@@ -40,6 +41,8 @@ class NextToken:
         logits = main_output(model(tokens))  # [N, T, vocabulary]
         if targets is None:
             logits, targets = logits[:, :-1], tokens[:, 1:]  # The token after the last position is unknown.
+        elif targets.dim() == 1 and logits.dim() == 3:
+            logits, targets = logits[:, -1:], targets[:, None]
         _check_shapes(logits, targets)
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         counted = targets != IGNORED
@@ -72,5 +75,5 @@ def _check_shapes(logits: Tensor, targets: Tensor) -> None:
     if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
         raise ValueError(
             f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token requires tokens [N, T], or pairs of "
-            "tokens [N, T] and targets [N, T], and logits [N, T, vocabulary]"
+            "tokens [N, T] and targets [N, T] or [N], and logits [N, T, vocabulary]"
         )

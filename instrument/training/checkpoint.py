@@ -27,12 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..analysis.saved_weights import WEIGHTS
 from ..capture.collectives import own_rank
 from ..capture.probe import Probe
 from ..distributed.torchrun import synced_errors
 from ..dtensor import full_tensor, mesh_of, pack_shards, unpack_shards
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.run_record import CHECKPOINTS, WEIGHTS
+from ..folders.run_record import CHECKPOINTS
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 

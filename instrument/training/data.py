@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
@@ -377,6 +377,29 @@ class Batches:
         first = step % -(-self.micro_batches_per_epoch // self.accumulate) * self.accumulate
         return batch_sizes(self.length, self.batch_size, first, first + self.accumulate)
 
+    def samples_at(self, steps: Collection[int]) -> set[int] | None:
+        """Return the dataset indices of the samples of some steps, over all processes; None for a stream.
+
+        Args:
+            steps: Steps from the start of the run.
+        """
+        dataset = self.dataset
+        if not isinstance(dataset, Slice):
+            return None
+        per_epoch = -(-self.micro_batches_per_epoch // self.accumulate)
+        size = self.batch_size * self.accumulate
+        epoch, state = self._epoch, self._generator.get_state()
+        found: set[int] = set()
+        for self._epoch in range(max(steps, default=-1) // per_epoch + 1):
+            order = self._order_of_epoch() or []
+            first = self._epoch * per_epoch
+            for step in steps if len(found) < len(dataset) else ():
+                if first <= step < first + per_epoch:
+                    found.update(order[(step - first) * size : (step - first + 1) * size])
+        self._epoch = epoch
+        self._generator.set_state(state)
+        return {dataset.index_in_dataset(index) for index in found}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data. It is valid between two steps."""
         return {
@@ -447,3 +470,8 @@ def first_batch(
         message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
         raise ConfigError(Problem(where, message if shard.size > 1 else "the slice is empty"))
     return loaded
+
+
+def samples_of(dataset: Dataset[Any] | None) -> set[int] | None:
+    """Return the dataset indices of all samples of a slice; None for a stream."""
+    return {*map(dataset.index_in_dataset, range(len(dataset)))} if isinstance(dataset, Slice) else None

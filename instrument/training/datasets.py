@@ -1,7 +1,7 @@
 """The datasets that `conf/data` refers to.
 
 Each function takes `split` (`train` or `test`). All datasets return pairs (input, target), except `english`, which
-returns tokens.
+returns tokens, and `Prompts`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
+
+from ..tasks.language import IGNORED
 
 DOWNLOAD_TIMEOUT = 20.0  # Seconds without a response after which a download fails.
 
@@ -183,6 +185,102 @@ def english(split: str, length: int = 64) -> Sequences:
     tokens = torch.tensor(list(text.encode("ascii", "ignore")))
     border = len(tokens) * 9 // 10
     return Sequences(tokens[:border] if split == "train" else tokens[border:], length)
+
+
+def repeated_tokens(
+    split: str,
+    vocabulary: int = 16,
+    length: int = 16,
+    periods: Sequence[int] = (4, 5, 6, 7, 8),
+    *,
+    samples: int = 4096,
+    repeated_only: bool = False,
+    seed: int = 0,
+) -> TensorDataset:
+    """Create sequences of random tokens that repeat: only a previous repetition predicts a token.
+
+    Each sequence starts with `period` different tokens, which are repeated until the sequence is full.
+
+    Args:
+        split: `train` or `test`. The splits contain different sequences.
+        vocabulary: The number of different tokens. Default: 16.
+        length: The number of tokens per sequence. Default: 16.
+        periods: The possible periods of a sequence. With a single period, a model can copy by position, without reading
+            the tokens. Default: (4, 5, 6, 7, 8).
+        samples: The number of sequences. Default: 4096.
+        repeated_only: Whether a target is only counted if its token followed an earlier occurrence of the input token.
+            The other targets are ignored (-100). Default: False.
+        seed: The seed of the tokens. Default: 0.
+
+    Returns:
+        Pairs of tokens and next tokens, both int64 [length].
+
+    Raises:
+        ValueError: A period is less than 1 or larger than the vocabulary.
+    """
+    if not all(1 <= period <= vocabulary for period in periods):
+        raise ValueError(f"periods must be from 1 to {vocabulary}, the size of the vocabulary, got {list(periods)}")
+    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
+    firsts = _different_tokens(samples, vocabulary, generator)
+    period = torch.tensor(list(periods))[torch.randint(len(periods), (samples, 1), generator=generator)]
+    positions = torch.arange(length + 1)
+    tokens = firsts.gather(1, positions % period)
+    targets = tokens[:, 1:]
+    if repeated_only:
+        targets = torch.where(positions[:-1] < period, IGNORED, targets)
+    return TensorDataset(tokens[:, :-1], targets)
+
+
+def induction_prompts(
+    split: str,
+    vocabulary: int = 16,
+    period: int = 4,
+    position: int = 1,
+    *,
+    samples: int = 1024,
+    corrupted: bool = False,
+    seed: int = 0,
+) -> TensorDataset:
+    """Create prompts with one answer: that of `A B C D A B` is `C`, which followed the first `B`.
+
+    A prompt has `period` different random tokens, followed by the first of them up to `position`. Its answer is the token at
+    `position + 1`. In a corrupted prompt, another random token replaces the one at `position`: `A X C D A B`. Its last token
+    has no earlier occurrence, so nothing predicts the answer.
+
+    Args:
+        split: `train` or `test`. The splits contain different prompts.
+        vocabulary: The number of different tokens. Default: 16.
+        period: The number of different tokens of a prompt. Default: 4.
+        position: The position of the token that the prompt repeats last. Default: 1.
+        samples: The number of clean prompts. Default: 1024.
+        corrupted: Whether each clean prompt is followed by its corrupted version. The answer of the clean prompt is then
+            ignored (-100), so that the loss is that of the corrupted one. Default: False.
+        seed: The seed of the tokens. Default: 0.
+
+    Returns:
+        Pairs of tokens int64 [period + position + 1] and the answer, an int64 scalar.
+
+    Raises:
+        ValueError: `period` is not less than `vocabulary`, or `position` is not from 0 to `period - 2`.
+    """
+    if not period < vocabulary:
+        raise ValueError(f"period must be less than {vocabulary}, the size of the vocabulary, got {period}")
+    if not 0 <= position <= period - 2:
+        raise ValueError(f"position must be from 0 to period - 2 = {period - 2}, got {position}")
+    tokens = _different_tokens(samples, vocabulary, torch.Generator().manual_seed(2 * seed + (split == "test")))
+    prompts = torch.cat([tokens[:, :period], tokens[:, : position + 1]], dim=1)
+    answers = tokens[:, position + 1]
+    if corrupted:
+        others = prompts.clone()
+        others[:, position] = tokens[:, period]
+        prompts = torch.stack([prompts, others], dim=1).flatten(0, 1)
+        answers = torch.stack([torch.full_like(answers, IGNORED), answers], dim=1).flatten()
+    return TensorDataset(prompts, answers)
+
+
+def _different_tokens(samples: int, vocabulary: int, generator: torch.Generator) -> Tensor:
+    """Return random permutations of the vocabulary, int64 [samples, vocabulary]."""
+    return torch.rand(samples, vocabulary, generator=generator).argsort(dim=1)
 
 
 class Prompts(Dataset[str | Tensor]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, 
 from ..tasks.forward_and_loss import Forward
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
-from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options
+from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
@@ -335,6 +335,11 @@ def _check_shapes(
     check_paths(plan, inferred_by_phase)
     check_shapes(plan, inferred_by_phase)
     sizes: dict[str, Callable[[int], Sequence[int]]] = {config.mode: batches.sizes}
+    ids: dict[str, Callable[[Collection[int]], set[int] | None]] = {
+        config.mode: batches.samples_at,
+        "eval": lambda _: samples_of(data.test),
+        "probe": lambda _: samples_of(data.probe),
+    }
     if eval_loader is not None:
         eval_sizes = batch_sizes(eval_loader.length, config.train.eval_batch_size)
         sizes["eval"] = lambda _: eval_sizes
@@ -342,7 +347,8 @@ def _check_shapes(
         probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
         sizes["probe"] = lambda _: probe_sizes
     batches_by_phase = {
-        phase: PhaseBatches(inferred, samples[phase], sizes[phase]) for phase, inferred in inferred_by_phase.items()
+        phase: PhaseBatches(inferred, samples[phase], sizes[phase], ids[phase])
+        for phase, inferred in inferred_by_phase.items()
     }
     check_batch_shapes(plan, archive, batches_by_phase, length)
 
@@ -392,6 +398,7 @@ def _infer_shapes(
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
             loss, generates = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+        functions.check_outputs()
         _check_target_selection(task, batch)
         if generates and phase in ("forward", "eval"):
             generating.add(phase)

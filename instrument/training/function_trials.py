@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..actions.base import Action, Archive, Context, Effect, NotKeptError, StepContext
-from ..actions.intervention import Intervention
+from ..actions.make_action import make_modification
 from ..actions.measurement import Measurement
-from ..actions.modify import Modify
 from ..errors import ConfigError, InstrumentError, Problem
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
+from ..kinds.together import JOINED_IN_PLACE_FIX, joins_gradients
 from ..nested import iter_tensors
 from ..plan.hook_plan import HookPlan, Site
 from ..spec.modify import AddSpec, FunctionSpec, MeanAblateSpec, ModifySpec, ProjectSpec
@@ -55,7 +55,9 @@ class FunctionCheck:
             AttachedHook(site, actions[site.spec.name], Clock(_first(site.spec.schedule), seed), shapes_checked=True)
             for site in sites
         ]
-        self.called: set[tuple[AttachedHook, str]] = set()
+        self._inputs: dict[int, list[_JoinedTensor]] = {}  # of the modules that run
+        self._outputs: list[_JoinedTensor] = []
+        self.called: set[tuple[AttachedHook | str, ...]] = set()
         self.by_module: dict[int, list[AttachedHook]] = {}
         for attached in self.attached_hooks:
             definition = attached.site.spec.definition
@@ -71,11 +73,16 @@ class FunctionCheck:
             value: The input or output: a tensor, or nested tensors.
             phase: `train` (default) or `eval`.
         """
+        if role == "output":
+            _check_unmodified(self._inputs.pop(id(module), ()))
         for attached in self.by_module.get(id(module), ()):
             spec = attached.site.spec
             if spec.phase != phase or role != ("input" if "input" in spec.tensor_role else "output"):
                 continue
             self._check(attached, value)
+            if joins_gradients(attached.site):
+                watched = self._inputs.setdefault(id(module), []) if role == "input" else self._outputs
+                watched += _JoinedTensor.of(attached, value)
 
     def check_function(self, site: Site, role: str, value: Any, phase: str = "train") -> None:
         """Call the functions at a site of a function kind with the tensors of one call of a torch function.
@@ -90,17 +97,32 @@ class FunctionCheck:
             spec = attached.site.spec
             if attached.site is site and spec.phase == phase and (role == "input") == (spec.tensor_role == "input"):
                 self._check(attached, value)
+                if joins_gradients(site):
+                    self._outputs += _JoinedTensor.of(attached, value)
+
+    def check_outputs(self) -> None:
+        """Check, after a forward pass, that no operation modified the outputs whose gradients hooks join."""
+        outputs, self._outputs = self._outputs, []
+        _check_unmodified(outputs)
 
     def _check(self, attached: AttachedHook, value: Any) -> None:
-        for path, tensor in iter_tensors(value):
-            if attached.accepts(tensor, path) and (tensor.requires_grad or not attached.site.spec.definition.gradient):
-                self._call(attached, tensor, path)
+        is_gradient = attached.site.spec.definition.gradient
+        tensors = {
+            path: tensor
+            for path, tensor in iter_tensors(value)
+            if attached.accepts(tensor, path) and (tensor.requires_grad or not is_gradient)
+        }
+        if attached.together is None:
+            for path, tensor in tensors.items():
+                self._call(attached, {path: tensor})
+        elif tensors:
+            self._call(attached, tensors)
 
     def check_loss(self, loss: Tensor) -> None:
         """Call the functions of kind `loss` with the loss."""
         for attached in self.attached_hooks:
             if attached.site.spec.kind == "loss":
-                self._call(attached, loss, "")
+                self._call(attached, {"": loss})
 
     def check_parameters(self) -> None:
         """Call the functions at parameters, buffers and entries of state dicts."""
@@ -112,27 +134,34 @@ class FunctionCheck:
             tensor = {**module._parameters, **module._buffers}[site.own_name]
             if tensor is not None and not nn.parameter.is_lazy(tensor) and attached.accepts(tensor, site.own_name):
                 value = tensor if site.spec.definition.family == "parameter" else None
-                self._call(attached, tensor.detach(), site.own_name, value)
+                self._call(attached, {site.own_name: tensor.detach()}, value)
 
-    def _call(self, attached: AttachedHook, tensor: Tensor, path: str, value: Tensor | None = None) -> None:
-        """Call one function with a copy of a tensor, unless it was called for this path before.
+    def _call(self, attached: AttachedHook, tensors: Mapping[str, Tensor], value: Tensor | None = None) -> None:
+        """Call one function with copies of tensors, unless it was called for their paths before.
+
+        Args:
+            attached: The hook of the function.
+            tensors: One tensor by its path; several for a hook with `together: true`.
+            value: The parameter of a gradient.
 
         Raises:
             ConfigError: The function raises an exception, or its result is invalid.
         """
-        if (attached, path) in self.called:
+        if (attached, *tensors) in self.called:
             return
-        self.called.add((attached, path))
+        self.called.add((attached, *tensors))
         spec = attached.site.spec
         is_gradient = spec.definition.gradient
-        copy = tensor.detach().clone()
-        if tensor.requires_grad and not is_gradient:
-            copy = copy.requires_grad_().clone()  # Not a leaf, because PyTorch refuses in-place writes to a leaf.
-        if is_gradient and spec.definition.family == "module":
-            value = tensor.detach().clone()
+        copies = {path: _copy(tensor, has_graph=not is_gradient) for path, tensor in tensors.items()}
+        of_module = is_gradient and spec.definition.family == "module"
+        values = {path: tensor.detach().clone() for path, tensor in tensors.items()} if of_module else {}
         try:
-            with torch.set_grad_enabled(copy.requires_grad):
-                attached.fire(copy, path, value=value)
+            with torch.set_grad_enabled(any(copy.requires_grad for copy in copies.values())):
+                if attached.together is not None:
+                    attached.fire_together(copies, values=values)
+                else:
+                    ((path, copy),) = copies.items()
+                    attached.fire(copy, path, value=values.get(path, value))
         except ConfigError:
             raise
         except InstrumentError as error:
@@ -145,7 +174,51 @@ class FunctionCheck:
             if not isinstance(spec, FunctionSpec):
                 raise ConfigError(Problem(f"hooks.{spec.name}", message)) from error
             allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
+            if spec.together:
+                allowed = (
+                    "fn(tensors, context) that returns a dict of new tensors of the same shapes and dtypes, or None"
+                )
             raise ConfigError(Problem(f"hooks.{spec.name}.fn", message, spec.fn.target, allowed)) from error
+
+
+class _JoinedTensor(NamedTuple):
+    """A tensor whose gradient a hook joins with others, which requires that it is not modified in place.
+
+    Attributes:
+        attached: The hook.
+        path: The path of the tensor.
+        tensor: The tensor without its graph. It shares the version counter.
+        version: The version when the hook would join the gradients.
+    """
+
+    attached: AttachedHook
+    path: str
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, attached: AttachedHook, value: Any) -> list[_JoinedTensor]:
+        """Return the tensors of a call that the hook would join; none if a single one gets a gradient."""
+        found = [(path, tensor) for path, tensor in iter_tensors(value) if tensor.requires_grad]
+        if sum(attached.matches_path(path) for path, _ in found) < 2:
+            return []
+        return [cls(attached, path, tensor.detach(), tensor._version) for path, tensor in found]
+
+
+def _check_unmodified(joined: Sequence[_JoinedTensor]) -> None:
+    """Check that tensors were not modified in place.
+
+    Raises:
+        ConfigError: One was.
+    """
+    for attached, path, tensor, version in joined:
+        if tensor._version != version:
+            site = attached.site
+            of = "input" if site.spec.tensor_role == "grad_input" else "output"
+            message = (
+                f"an operation modifies the {of} {path!r} of {site.label!r} in place, so its gradients cannot be joined"
+            )
+            raise ConfigError(Problem(f"hooks.{site.spec.name}.together", message, given=True, fix=JOINED_IN_PLACE_FIX))
 
 
 def _action(site: Site, archive: Archive) -> Action:
@@ -153,7 +226,13 @@ def _action(site: Site, archive: Archive) -> Action:
     if isinstance(site.spec, StatisticsSpec):
         return _CustomStatistics(site.spec)
     assert isinstance(site.spec, ModifySpec), "other actions have no functions"
-    return Intervention(Modify(site.spec, archive), _NoRows())
+    return make_modification(site.spec, _NoRows(), archive)
+
+
+def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:
+    copy = tensor.detach().clone()
+    # Not a leaf, because PyTorch refuses in-place writes to a leaf.
+    return copy.requires_grad_().clone() if tensor.requires_grad and has_graph else copy
 
 
 class _CustomStatistics:

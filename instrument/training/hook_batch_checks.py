@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..errors import ConfigError, Problem
+from ..analysis.tensors_of_earlier_runs import Place, RunArchive
+from ..errors import ConfigError, Problem, similar_names
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfits_in_smaller_batches, selected_shape_at, tensors_at
 from ..plan.hook_plan import HookPlan, Site
@@ -34,11 +34,13 @@ class PhaseBatches:
         inferred: The result of shape inference on the first batch.
         samples: The number of samples in the first batch of this process.
         sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
+        ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
     """
 
     inferred: InferredCalls
     samples: int
     sizes: Callable[[int], Sequence[int]]
+    ids: Callable[[Collection[int]], set[int] | None]
 
 
 class TensorLocation(NamedTuple):
@@ -111,11 +113,71 @@ def check_batch_shapes(
             }
             shapes = {location: shape for location, (_, shape) in tensors.items()}
             sites = {location: site for location, (site, _) in tensors.items()}
+            if spec.match == "id":
+                found = _sample_problems(spec, archive, tensors, batches_by_phase[spec.phase], length)
+                problems += [problem for problem in [next(found, None)] if problem]
+                continue
             recorded = _recorded_tensors(spec, archive)
             check = _RecordingCheck(spec, shapes, sites, batches_by_phase[spec.phase], recorded)
             problems += [problem for problem in [next(check.problems(firings_of(spec, length).steps), None)] if problem]
     if problems:
         raise ConfigError(*problems)
+
+
+def _sample_problems(
+    spec: RecordedSpec,
+    archive: RunArchive,
+    tensors: Mapping[TensorLocation, tuple[Site, Shape]],
+    batches: PhaseBatches,
+    length: Length,
+) -> Iterator[Problem]:
+    """Yield the problems of a spec with `match: id`: unknown or missing samples, and values of another shape.
+
+    Args:
+        spec: The spec.
+        archive: Reads the recorded tensors of other runs.
+        tensors: The tensors that the spec changes: their sites, and their shapes in shape inference.
+        batches: The batches of the phase of the spec.
+        length: The length of the run.
+    """
+    assert spec.run is not None, "required by match"
+    where = f"hooks.{spec.name}"
+    needed = batches.ids(firings_of(spec, length).steps)
+    missing_tensors: list[Problem] = []
+    for location, (site, shape) in tensors.items():
+        if shape[:1] != (batches.samples,):
+            message = f"dimension 0 of {location} does not contain the {batches.samples} samples of a batch: shape {list(shape)}"
+            yield Problem(f"{where}.match", message, given="id", fix="remove 'match'")
+            return
+        place = Place(location.layer, spec.tensor_role, location.path, location.call)
+        try:
+            recorded = archive.by_sample(spec.run, spec.hook, spec.step, place, where)
+        except ConfigError as error:
+            missing_tensors += error.problems[:1]
+            continue
+        if missing := sorted((needed or set()) - recorded.rows.keys()):
+            message = f"the other run has no values of {len(missing)} of the {len(needed or ())} samples at {location}"
+            ids = shorten([*map(str, missing)], 6)
+            allowed = f"the {len(recorded.rows)} recorded samples"
+            fix = f"record the samples with the dataset indices {ids}, or change data.slice or the schedule of the hook"
+            yield Problem(f"{where}.run", message, spec.run, allowed, fix=fix)
+        part = selected_shape_at(site, shape)
+        shapes = [shape, part] if part[:1] == shape[:1] else [shape]
+        if _without_ones(tuple(recorded.values.shape)) not in map(_without_ones, shapes):
+            message = f"{location} was recorded with shape {['samples', *recorded.values.shape[1:]]}"
+            message += f" per sample, but has shape {list(shape)} in this run"
+            yield Problem(f"{where}.run", message, spec.run)
+    # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
+    if not spec.definition.gradient or len(missing_tensors) == len(tensors):
+        yield from missing_tensors
+
+
+def _without_ones(shape: Shape) -> Shape:
+    """Return the shape of one sample without dimensions of size 1 at the end."""
+    sizes = shape[1:]
+    while sizes and sizes[-1] == 1:
+        sizes = sizes[:-1]
+    return sizes
 
 
 def _recorded_tensors(
@@ -180,9 +242,13 @@ class _RecordingCheck:
         # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
         if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
             message = f"the other run recorded no tensors with role {self.spec.tensor_role!r} at {shorten([*map(str, missing)])}"
-            yield self._problem(
-                "layers", message, list(self.spec.globs), shorten(sorted(map(str, self.recorded))) or "none"
-            )
+            names = sorted(map(str, self.recorded))
+            shapes = {
+                str(location): next(iter(tensors.values()))[0].shape for location, tensors in self.recorded.items()
+            }
+            allowed = shorten([f"{name} {list(shapes[name] or ())}" for name in names]) or "none"
+            similar = similar_names(str(missing[0]), names)
+            yield self._problem("layers", message, list(self.spec.globs), allowed, similar)
             return
         steps = {step for tensors in self.recorded.values() for step, _ in tensors}
         if missing_steps := sorted({self._source_step(step) for step in due} - steps):
@@ -287,10 +353,17 @@ class _RecordingCheck:
         return self._problem("run", message, self.spec.run, fix=fix)
 
     def _problem(
-        self, key: str, message: str, written: object, allowed: Sequence[str] | str = (), *, fix: str = ""
+        self,
+        key: str,
+        message: str,
+        written: object,
+        allowed: Sequence[str] | str = (),
+        similar: Sequence[str] = (),
+        *,
+        fix: str = "",
     ) -> Problem:
         """Return the problem of a key of the spec."""
-        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed, fix=fix)
+        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed, similar, fix=fix)
 
 
 def _scaled(shape: Shape, samples: int, size: int) -> Shape:

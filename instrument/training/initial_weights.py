@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..analysis.saved_weights import WEIGHTS
 from ..dtensor import join_shards
 from ..errors import ConfigError, Problem, similar_names
-from ..folders.run_record import CHECKPOINTS, WEIGHTS, read_record
+from ..folders.run_record import CHECKPOINTS, read_record
 from ..plan.layer_selection import shorten
 
 WHERE = "init_from"

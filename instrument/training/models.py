@@ -184,6 +184,75 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]
 
 
+class AttentionBlock(nn.Module):
+    """Causal self-attention whose output is added to the residual stream, without normalization and biases.
+
+    The position is only known to the queries and the keys: an embedding of it is added to their inputs, and not to the
+    residual stream (Press et al. 2021, "Shortformer").
+
+    Args:
+        length: The maximum number of tokens per sequence.
+        width: The number of features per token.
+        heads: The number of attention heads.
+        head_size: The number of features of the queries, keys and values of a head.
+    """
+
+    def __init__(self, length: int, width: int, heads: int, head_size: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.places = nn.Embedding(length, width)
+        self.query, self.key, self.value = (nn.Linear(width, heads * head_size, bias=False) for _ in range(3))
+        self.output = nn.Linear(heads * head_size, width, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map the residual stream [N, T, width] to that after the block [N, T, width]."""
+        count = hidden.shape[1]
+        placed = hidden + self.places(torch.arange(count, device=hidden.device))
+        inputs = (self.query(placed), self.key(placed), self.value(hidden))
+        query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in inputs)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(key.shape[-1])  # [N, heads, T, T]
+        later = torch.ones(count, count, dtype=torch.bool, device=hidden.device).triu(1)
+        attention = scores.masked_fill(later, -math.inf).softmax(-1)
+        return hidden + self.output((attention @ value).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class AttentionOnly(nn.Module):
+    """A transformer of attention layers only, without MLPs and normalization, so that its circuits are easy to read.
+
+    The output of `tokens` and of each block is the residual stream. The input of `blocks.N.output` has the results of the
+    heads side by side.
+
+    Source: Elhage et al. 2021, "A mathematical framework for transformer circuits".
+
+    Args:
+        vocabulary: The number of different tokens. Default: 16.
+        length: The maximum number of tokens per sequence. Default: 16.
+        width: The number of features per token. Default: 64.
+        layers: The number of attention layers. Default: 2.
+        heads: The number of attention heads per layer. Default: 4.
+        head_size: The number of features of a head. Default: None, which is `width` divided by `heads`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 16,
+        length: int = 16,
+        width: int = 64,
+        layers: int = 2,
+        heads: int = 4,
+        head_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        size = width // heads if head_size is None else head_size
+        self.blocks = nn.Sequential(*(AttentionBlock(length, width, heads, size) for _ in range(layers)))
+        self.unembed = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens [N, T] to logits [N, T, vocabulary]."""
+        return self.unembed(self.blocks(self.tokens(tokens)))  # type: ignore[no-any-return]
+
+
 class DenseGAN(nn.Module):
     """A dense generator and a dense critic.
 

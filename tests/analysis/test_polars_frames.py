@@ -223,7 +223,7 @@ def closed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=tiered(["memory", "s3"], ["s3"]))
+@pytest.fixture(scope="module", params=tiered(["memory", "s3"], ["memory"]))
 def uploaded(request: pytest.FixtureRequest, closed: Path, s3_server: str) -> str:
     """Return the remote address of the same runs."""
     address = request.getfixturevalue("kept_bucket") if request.param == "s3" else "memory:/"

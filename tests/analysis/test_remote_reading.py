@@ -66,7 +66,7 @@ SYSTEMS = ("memory", "file", "s3")
 IN_S3 = pytest.mark.parametrize("remote_root", tiered(SYSTEMS, ["s3"]), indirect=True)  # the others in `make test-all`
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=tiered(SYSTEMS, ["memory", "s3"]))
 def remote_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the address of an empty folder on each file system."""
     path = tmp_path_factory.mktemp("there")

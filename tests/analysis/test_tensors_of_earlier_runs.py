@@ -145,3 +145,10 @@ def test_other_path_of_the_same_layer_is_reported(tmp_path: Path, clean: Path) -
     message = r"no tensors of layer '1' with role 'output' and path ''\n(.|\n)*allowed .*1 relu\.0 \[5, 4\]"
     with pytest.raises(ConfigError, match=message):
         run(model_of(0), {"h": {"layers": "1", "kind": "forward", **mean, "run": str(tmp_path / "functions")}})
+
+
+def test_folder_of_several_runs_is_refused(clean: Path) -> None:
+    with pytest.raises(ConfigError, match="is not the folder of a run") as refused:
+        run(model_of(1), patch_hook(clean.parent, fn="replace"))
+    assert refused.value.problems[0].where == "hooks.p.run"
+    assert refused.value.problems[0].allowed == [str(clean)]

@@ -77,7 +77,7 @@ class EndlessCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("attached_hook", "functions", "module_tensors", "plain_record", "tensor_gradients"):
+    for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "plain_record", "together"):
         monkeypatch.setattr(f"instrument.kinds.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
@@ -112,6 +112,25 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> No
                 probe.end_step()
     assert [row["fired"] for row in probe.coverage()] == [2]
     assert all(len(probe.sink.rows[table]) == 2 for table in tables_of(change))
+
+
+@pytest.mark.usefixtures("imitated")
+@pytest.mark.parametrize("kind", ["forward_pre", "full_backward"])
+def test_function_of_several_tensors_neither_waits_nor_copies(kind: str) -> None:
+    def halve(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {path: tensor / 2 for path, tensor in tensors.items()}
+
+    model = nn.Bilinear(3, 4, 2, device="meta")
+    spec = {"layers": ".", "kind": kind, "action": "modify", "fn": halve, "together": True}
+    with instrument.attach(model, {"h": spec}) as probe:
+        for _ in range(2):
+            inputs = [torch.empty(5, size, device="meta", requires_grad=True) for size in (3, 4)]
+            with Launches() as launches:
+                model(*inputs).sum().backward()
+            assert launches.copies == []
+            probe.end_step()
+    assert [row["fired"] for row in probe.coverage()] == [2]
+    assert len(probe.sink.rows["effects"]) == 4
 
 
 @pytest.mark.usefixtures("imitated")

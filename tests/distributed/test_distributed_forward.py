@@ -30,6 +30,8 @@ FORWARD = [
     '+hooks.seen={layers: "**", kind: forward, action: record}',
     '+hooks.flow={layers: "**", kind: full_backward, action: record}',
     '+hooks.sums={layers: "**", kind: post_accumulate_grad, action: record, tensors: true}',
+    '+hooks.called={layers: "**", kind: function, functions: "*", action: record}',
+    '+hooks.arriving={layers: "**", kind: function_grad, functions: "*", action: record}',
 ]
 TRAINING = [*COMMON, "train.steps=3", "optimizer=adam", "train.save=true", "train.checkpoint.every=3"]
 PROBED = [
@@ -67,7 +69,9 @@ def rows_of(run: instrument.Run, phase: str, *hooks: str) -> pd.DataFrame:
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_forward_in_two_processes_equals_one_process(executed: Callable[..., instrument.Run], parallel: str) -> None:
     one, two = executed(*FORWARD), executed(*FORWARD, parallel=parallel)
-    hooks = ["seen", "flow"] if parallel == "ddp" else ["seen", "flow", "sums"]  # ddp: gradients of each process
+    hooks = ["seen", "flow", "called", "arriving"]
+    hooks += ["sums"] if parallel == "fsdp2" else []  # ddp: gradients of each process
+    assert {*hooks} <= {*two.stats.hook}
     pd.testing.assert_frame_equal(
         rows_of(one, "forward", *hooks), rows_of(two, "forward", *hooks), rtol=1e-4, atol=1e-6, check_dtype=False
     )
@@ -75,6 +79,19 @@ def test_forward_in_two_processes_equals_one_process(executed: Callable[..., ins
     for name in ("loss", "accuracy"):
         assert two.metrics[name].tolist() == pytest.approx(one.metrics[name].tolist(), rel=1e-5)
         assert two.info["metrics"][name] == pytest.approx(one.info["metrics"][name], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_values_of_samples_are_found_by_id(executed: Callable[..., instrument.Run], parallel: str) -> None:
+    kept = "+hooks.kept={layers: layers.0, kind: forward, action: record, tensors: true}"
+    source = executed(*COMMON, "mode=forward", kept)
+    fields = f"layers: layers.0, kind: forward, action: modify, fn: replace, run: {source.path}, match: id"
+    changed = [*COMMON, "seed=3", "train.steps=2", f"+hooks.put={{{fields}}}", kept]
+    found = executed(*changed, "train.batch_size=16", parallel=parallel)
+    wanted, values = source.features("layers.0"), found.features("layers.0")
+    assert len(values.ids) == 32
+    np.testing.assert_array_equal(values.X, wanted.X[np.searchsorted(wanted.ids, values.ids)])
 
 
 def test_parameter_gradients_of_forward_are_those_of_each_process(executed: Callable[..., instrument.Run]) -> None:

@@ -17,21 +17,26 @@ from instrument import compact
 from instrument.training.checkpoint import Checkpoints
 
 CLOCK = ["seconds", "samples_per_second"]
-STEPS = {"ddp": 20, "fsdp2": 30}  # the DDP run is killed once, the FSDP2 run twice
 EVERY, AFTER = 5, 27
 
 
-def arguments(name: str, parallel: str, reduce: str, failing_rank: int, device: str = "cpu") -> list[str]:
+def arguments(
+    name: str, parallel: str, reduce: str, failing_rank: int, device: str = "cpu", steps: int = 20
+) -> list[str]:
     return [
         f"device={device}",
         "data=digits",
         f"model={{_target_: failing_model.FailingModel, rank: {failing_rank}, how: kill, after: {AFTER}}}",
         "optimizer=adam",
-        f"train={{steps: {STEPS[parallel]}, batch_size: 30, accumulate: 2, eval_every: 10, checkpoint: {{every: {EVERY}}}}}",
+        f"train={{steps: {steps}, batch_size: 30, accumulate: 2, eval_every: 10, checkpoint: {{every: {EVERY}}}}}",
         "+hooks.seen={layers: '**', kind: forward, action: record}",
         "+hooks.moved={layers: '**', kind: step_post, role: update, action: record}",
         "+hooks.kept={layers: '5', kind: forward, action: record, stats: none, tensors: true, every: 7}",
         "+hooks.noisy={layers: '1', kind: parameter_grad, action: modify, fn: noise, std: 0.01}",
+        "+hooks.called={layers: '*', kind: function, functions: '*', action: record}",
+        "+hooks.arriving={layers: '*', kind: function_grad, functions: '*', action: record, every: 3}",
+        "+hooks.shaken={layers: '1', kind: function, functions: linear, action: modify, fn: noise, std: 0.01}",
+        "+hooks.damped={layers: '5', kind: function_grad, functions: linear, action: scale, factor: 0.5, start: 7}",
         "+hooks.tests={layers: '5', kind: forward, action: record, phase: eval}",
         f"train.parallel={parallel}",
         f"reduce={reduce}",
@@ -45,32 +50,33 @@ STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((*STRATEGIES[0], "cpu"), id="ddp-global"),
-        pytest.param((*STRATEGIES[1], "cpu"), id="fsdp2-none"),
+        pytest.param((*STRATEGIES[0], "cpu", 20), id="ddp-global"),
+        pytest.param((*STRATEGIES[1], "cpu", 20), id="fsdp2-none", marks=pytest.mark.slow),
+        pytest.param((*STRATEGIES[1], "cpu", 30), id="fsdp2-none-killed-twice", marks=pytest.mark.slow),
         *(
-            pytest.param((*strategy, "cuda"), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
+            pytest.param((*strategy, "cuda", 20), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
             for strategy in STRATEGIES
         ),
     ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
-    """Folders of an uninterrupted run and of a run with a rank killed several times, and the output of the latter."""
-    parallel, reduce, device = request.param
+    """Folders of an uninterrupted run and of a run with a rank killed once or twice, and the output of the latter."""
+    parallel, reduce, device, steps = request.param
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer GPUs than processes")
     folder = tmp_path_factory.mktemp("resumed")
-    uninterrupted = run_processes(folder, *arguments("whole", parallel, reduce, -1, device), processes=2)
+    uninterrupted = run_processes(folder, *arguments("whole", parallel, reduce, -1, device, steps), processes=2)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
-    steps: list[int] = []
-    done = run_processes(folder, *arguments("killed", parallel, reduce, 1, device), processes=2)
+    kept: list[int] = []  # the steps of the checkpoints
+    done = run_processes(folder, *arguments("killed", parallel, reduce, 1, device, steps), processes=2)
     while done.returncode:
-        assert len(steps) < 4, done.stderr
+        assert len(kept) < 4, done.stderr
         assert instrument.load(folder / "killed").info["failed_rank"] == 1
-        steps.append(Checkpoints(folder / "killed").load()["step"])
-        if len(steps) == 1:
+        kept.append(Checkpoints(folder / "killed").load()["step"])
+        if len(kept) == 1:
             assert compact.main([str(folder / "killed")]) == 0  # compaction keeps rows of steps to be repeated apart
         done = run_processes(folder, "resume=killed", processes=2)
-    assert steps == [10, 20][: STEPS[parallel] // 10 - 1]
+    assert kept == [10, 20][: steps // 10 - 1]
     return folder / "whole", folder / "killed", done.stdout.splitlines()
 
 

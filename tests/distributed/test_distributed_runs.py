@@ -49,6 +49,10 @@ hooks:
   tame:     {layers: "layers.1.**", kind: parameter_grad, action: clip, norm: 0.05}
   each:     {layers: "layers.2", kind: parameter_grad, action: clip, quantile: 0.9}
   quiet:    {layers: "layers.1", kind: full_backward, action: scale, factor: 0.5}
+  called:   {layers: "layers.**", types: Linear, kind: function, functions: linear, action: record, stats: [default, l1]}
+  arriving: {layers: "layers.**", types: Linear, kind: function_grad, functions: linear, action: record, stats: [default, l1]}
+  damped:   {layers: "layers.1.0", kind: function, functions: linear, action: scale, factor: 0.9}
+  halved:   {layers: "layers.2", kind: function_grad, functions: linear, action: scale, factor: 0.5}
   noisy:    {layers: "layers.0.0", kind: step_post, role: param, action: modify, fn: noise, std: 0.001}
 """
 
@@ -146,7 +150,7 @@ def test_counts_and_extremes_are_exact(runs: Runs, variant: str) -> None:
 @pytest.mark.parametrize("variant", MERGED)
 def test_effects_and_metrics_equal_a_single_process(runs: Runs, variant: str) -> None:
     effects = side_by_side(runs, variant, "effects", KEYS)
-    assert {"tame", "each", "quiet", "noisy"} == set(effects["hook"])
+    assert {"tame", "each", "quiet", "noisy", "damped", "halved"} == set(effects["hook"])
     assert (effects["numel"] == effects["numel_there"]).all()
     for name in ("norm_before", "norm_after", "factor"):
         assert_close(effects, name)
@@ -187,7 +191,7 @@ def test_distributed_run_has_one_folder(runs: Runs) -> None:
 def test_each_rank_records_its_own_rows(runs: Runs) -> None:
     stats = runs["apart"].stats
     scopes = stats.groupby("hook")["scope"].unique().map(list).to_dict()
-    local = ["seen", "flowing", "sums", "evaluated"]
+    local = ["seen", "flowing", "sums", "evaluated", "called", "arriving"]
     averaged = ["used", "moved", "weights"]
     assert scopes == {**{hook: ["local"] for hook in local}, **{hook: ["averaged"] for hook in averaged}}
     assert set(stats["rank"]) == {0, 1}

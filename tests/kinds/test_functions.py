@@ -258,7 +258,7 @@ def run_inside(model: nn.Module, specs: Any, *args: Any) -> tuple[Any, Any]:
 
 
 def test_mode_is_only_active_inside_of_scheduled_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.kinds.functions.has_compiled", lambda: False)  # other tests may compile code
+    monkeypatch.setattr("instrument.kinds.suspendable_hook.has_compiled", lambda: False)  # other tests may compile code
     depths: list[int] = []
 
     def look(x: Tensor) -> Tensor:
@@ -484,6 +484,25 @@ def test_changed_gradient_reaches_the_arguments(name: str) -> None:
     spec = {**scale(name, 3.0), "kind": "function_grad"}
     run(Calls(lambda x: getattr(x * 2, name)() * 5), {"h": spec}, x, backward=True)
     assert torch.allclose(x.grad, 3 * 2 * 5 * (2 * x).exp())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [torch.sin, torch.Tensor.sin_, lambda x: torch.sin(x).add_(1)],
+    ids=["new", "in_place", "then_in_place"],
+)
+def test_gradient_hooks_act_in_the_written_order(function: Callable[..., Tensor]) -> None:
+    on_gradient = {"kind": "function_grad"}
+    specs = {
+        "before": record("sin*") | on_gradient,
+        "tripled": scale("sin*", 3.0) | on_gradient,
+        "limited": {"layers": ".", "functions": "sin*", "action": "clip", "value": 2.0} | on_gradient,
+        "after": record("sin*") | on_gradient,
+    }
+    x = torch.zeros(3, requires_grad=True)
+    _, probe = run(Calls(lambda x: function(x * 1.0) * 1.0), specs, x, backward=True)
+    found = [next(iter(recorded(probe, name).values())).unique().tolist() for name in ("before", "after")]
+    assert (found, x.grad.unique().tolist()) == ([[1.0], [2.0]], [2.0])
 
 
 def test_double_backward_is_recorded_and_changed() -> None:

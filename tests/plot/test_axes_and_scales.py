@@ -24,6 +24,7 @@ from instrument.plot.axes_and_scales import (
     new_figure,
     plain,
     scale,
+    write_numbers,
 )
 
 
@@ -66,7 +67,18 @@ def test_figure_is_saved_as_png_and_svg(tmp_path: Path) -> None:
 
 
 def test_plot_functions_are_listed() -> None:
-    assert instrument.plot.__all__ == ["compare", "feature_maps", "gradient_flow", "heatmap", "histogram_over_time"]
+    assert instrument.plot.__all__ == [
+        *(
+            "attention",
+            "compare",
+            "feature_maps",
+            "gradient_flow",
+            "heatmap",
+            "histogram_over_time",
+            "layer_similarity",
+        ),
+        *("logit_lens", "patching"),
+    ]
     assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)
 
 
@@ -136,3 +148,11 @@ def test_legend_has_each_label_once() -> None:
     figure.axes[1].plot([0], label="own")
     add_legend(figure)
     assert legend_of(figure) == ["same", "own"]
+
+
+def test_rounded_number_has_no_negative_zero() -> None:
+    figure = new_figure(4, 2)
+    axes = figure.add_subplot()
+    values = np.array([[-0.001, -2.0]])
+    write_numbers(axes, values, axes.pcolormesh(values), 4)
+    assert [text.get_text() for text in axes.texts] == ["0.0", "-2.0"]

@@ -281,38 +281,42 @@ def _contrast(*colours: str) -> float:
     return (max(light) + 0.05) / (min(light) + 0.05)
 
 
-def test_names_with_markup_are_shown_as_text(open_page: Open, tmp_path: Path) -> None:
-    name = "<script>alert(1)</script>"
+MARKUP = "<script>alert(1)</script>"
+ONE_HOOK = {"h": {"layers": "*", "kind": "forward", "action": "record"}}
+
+
+@pytest.fixture(scope="module")
+def small_report(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenReport]:
+    """Report of a run of one step with one hook, and with markup in the names of its layers."""
     model = nn.Sequential()
-    model.add_module(name, nn.Linear(4, 4))
+    model.add_module(MARKUP, nn.Linear(4, 4))
     model.add_module("<b>bold</b>&amp;", nn.ReLU())
-    with open_page(train(tmp_path / "r", model, {**EVERYTHING, "spread": SPREAD}, steps=1)) as report:
-        assert report.plot("heatmap-chart")[0]["x"] == ["0"]
-        assert report.page.text_content("#layer-title") == f"{name}, Linear"
-        ticks = report.page.locator("#heatmap-chart .ytick text").all_text_contents()
-        assert ticks == [name, "<b>bold</b>&amp;", "."]
-        assert name in report.page.inner_text("#model")
+    folder = tmp_path_factory.mktemp("small")
+    with open_report(browser, folder, train(folder / "r", model, ONE_HOOK, steps=1)) as report:
+        yield report
 
 
-def test_sections_without_records_are_hidden(open_page: Open, tmp_path: Path) -> None:
-    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record"}}
-    with open_page(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8))) as report:
-        hidden = report.page.evaluate(
-            "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
-        )
-        assert hidden == ["flow", "maps", "interventions"]
-        links = report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
-        assert links == [
-            "#findings",
-            "#training",
-            "#layers",
-            "#units",
-            "#coverage",
-            "#events",
-            "#model",
-        ]
-        assert "Set histogram: true" in report.page.inner_text("#layer-histogram-note")
-    with open_page(train(tmp_path / "none", convolutional(), hooks, steps=0, shape=(3, 8, 8))) as report:
+def test_names_with_markup_are_shown_as_text(small_report: OpenReport) -> None:
+    assert small_report.plot("heatmap-chart")[0]["x"] == ["0"]
+    assert small_report.page.text_content("#layer-title") == f"{MARKUP}, Linear"
+    ticks = small_report.page.locator("#heatmap-chart .ytick text").all_text_contents()
+    assert ticks == [MARKUP, "<b>bold</b>&amp;"]
+    assert MARKUP in small_report.page.inner_text("#model")
+
+
+def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
+    hidden = small_report.page.evaluate(
+        "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
+    )
+    assert hidden == ["flow", "attention", "maps", "interventions"]
+    links = small_report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
+    assert links == ["#findings", "#training", "#layers", "#units", "#coverage", "#events", "#model"]
+    assert "Set histogram: true" in small_report.page.inner_text("#layer-histogram-note")
+
+
+@pytest.mark.slow
+def test_run_without_steps_is_shown(open_page: Open, tmp_path: Path) -> None:
+    with open_page(train(tmp_path / "none", convolutional(), ONE_HOOK, steps=0, shape=(3, 8, 8))) as report:
         assert "Conv2d" in report.page.inner_text("#model")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from tiers import tiered
 
 from instrument.sinks.journal import Journal, JournalReader
 
@@ -31,11 +32,12 @@ def write_journal(path: Path, steps: int) -> list[int]:
     return sizes
 
 
-def test_truncated_journal_has_all_complete_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", tiered([1, 7], [7]))
+def test_truncated_journal_has_all_complete_steps(tmp_path: Path, stride: int) -> None:
     path = tmp_path / "j.arrows"
     sizes = write_journal(path, 4)
     content = path.read_bytes()
-    for end in range(len(content) + 1):
+    for end in [*range(0, len(content), stride), len(content)]:
         path.write_bytes(content[:end])
         reading = JournalReader.of(path)
         found = list(reading.batches())
@@ -45,12 +47,13 @@ def test_truncated_journal_has_all_complete_steps(tmp_path: Path) -> None:
         assert reading.rows == 2 * len(found)
 
 
-def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", tiered([200, 2000], [200]))
+def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path, cases: int) -> None:
     path = tmp_path / "j.arrows"
     write_journal(path, 4)
     content, draw = path.read_bytes(), random.Random(0)
     named = 0
-    for _ in range(2000):
+    for _ in range(cases):
         damaged = bytearray(content)
         for _ in range(draw.choice([1, 1, 4, 30])):
             damaged[draw.randrange(len(damaged))] = draw.randrange(256)
@@ -61,7 +64,7 @@ def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path) -> None
         if len(found) < 4:
             assert reading.torn or reading.problem
             named += reading.problem is not None
-    assert named > 500
+    assert named > cases // 4
 
 
 def test_file_that_is_no_journal_is_reported(tmp_path: Path) -> None:

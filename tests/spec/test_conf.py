@@ -37,6 +37,7 @@ INPUTS = {
     "autoencoder": (torch.zeros(2, 1, 8, 8), (2, 1, 8, 8)),
     "dense_gan": (torch.zeros(2, 16), (2, 1, 8, 8)),
     "tiny_gpt": (torch.zeros(2, 64, dtype=torch.int64), (2, 64, 128)),
+    "attention_only": (torch.zeros(2, 16, dtype=torch.int64), (2, 16, 16)),
 }
 
 
@@ -100,8 +101,9 @@ def test_one_option_of_every_group_composes_with_an_experiment(which: int) -> No
 @pytest.mark.parametrize("experiment", options("exp"))
 def test_every_option_composes_with_every_experiment(group: str, experiment: str) -> None:
     for option in options(group):
-        # The experiments set `steps`; `epochs` requires `steps` to be null.
-        more = ["train.steps=null"] if option == "epochs" else []
+        # The experiments set `steps`; `epochs` requires `steps` to be null. Some hooks require an optimizer step, which the
+        # mode of some experiments does not have.
+        more = ["train.steps=null"] if option == "epochs" else ["mode=train"] if group == "hooks" else []
         assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
 
 
@@ -249,13 +251,20 @@ def test_command_line_changes_and_removes_a_hook() -> None:
     assert "noisy" not in compose_here("hooks.noisy=null").hooks
 
 
-TASKS = {"autoencoder": "autoencoder", "dense_gan": "wgan_gp", "tiny_gpt": "next_token"}
+TASKS = {
+    "autoencoder": "autoencoder",
+    "dense_gan": "wgan_gp",
+    "tiny_gpt": "next_token",
+    "attention_only": "next_token",
+}
 DATA: dict[str, tuple[str, ...]] = {
     "digits": ("data=digits",),
     "digits of 28": ("data=digits", "data.dataset.size=28"),
     "random": ("data=random",),
     "colour": ("data=random", "data.dataset.shape=[3,32,32]"),
     "english": ("data=english",),
+    "repeated tokens": ("data=repeated_tokens",),
+    "induction prompts": ("data=induction_prompts",),
 }
 FIT = {
     *{("mlp", data) for data in ("digits", "digits of 28", "random", "colour")},
@@ -263,6 +272,7 @@ FIT = {
     *{(model, "digits") for model in ("autoencoder", "dense_gan")},
     *{(model, "colour") for model in ("resnet18", "vgg11", "vit")},
     ("tiny_gpt", "english"),
+    *{(model, data) for model in ("tiny_gpt", "attention_only") for data in ("repeated tokens", "induction prompts")},
 }
 
 
@@ -271,6 +281,7 @@ PAIRS = [(model, data) for model in options("model") for data in DATA]
 QUICK = {
     *{("mlp", "digits"), ("mnist_cnn", "random"), ("lenet", "digits of 28"), ("autoencoder", "digits")},
     *{("dense_gan", "digits"), ("resnet18", "colour"), ("vit", "colour"), ("tiny_gpt", "english")},
+    *{("attention_only", "repeated tokens"), ("attention_only", "induction prompts")},
     *{("mnist_cnn", "digits"), ("mlp", "english"), ("autoencoder", "colour"), ("tiny_gpt", "digits")},
 }
 

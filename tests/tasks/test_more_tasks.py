@@ -62,8 +62,19 @@ def test_next_token_uses_the_targets_of_a_pair() -> None:
     assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that are not ignored
 
 
+def test_next_token_with_one_target_per_prompt_uses_the_last_position() -> None:
+    tokens, targets = torch.tensor([[1, 2, 3], [3, 2, 1], [0, 0, 2]]), torch.tensor([0, 1, -100])
+    table = nn.Embedding(4, 4)
+    outcome = NextToken()(table, (tokens, targets))
+    torch.testing.assert_close(outcome.loss, F.cross_entropy(table(tokens[:2, -1]), targets[:2]))
+    assert outcome.correct is not None
+    hits = (table(tokens[:2, -1]).argmax(-1) == targets[:2]).sum()
+    assert outcome.correct.item() == pytest.approx(hits.item() / 2 * 3)
+    assert NextToken().number_of_terms((tokens, targets)) == 2
+
+
 @pytest.mark.parametrize(
-    "batch", [(TOKENS, CLASS), (TOKENS, TOKENS[:, 1:]), TOKENS[:, :1], (TOKENS,) * 3, {"ids": TOKENS}]
+    "batch", [(TOKENS, CLASS[:1]), (TOKENS, TOKENS[:, 1:]), TOKENS[:, :1], (TOKENS,) * 3, {"ids": TOKENS}]
 )
 def test_next_token_refuses_invalid_shapes(batch: object) -> None:
     task, model = NextToken(), nn.Embedding(4, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -9,7 +10,14 @@ import pytest
 import torch
 
 from instrument.training import datasets
-from instrument.training.datasets import DatasetMissingError, digits, english, mnist
+from instrument.training.datasets import (
+    DatasetMissingError,
+    digits,
+    english,
+    induction_prompts,
+    mnist,
+    repeated_tokens,
+)
 
 
 def test_digits_equal_scikit_learn() -> None:
@@ -31,6 +39,65 @@ def test_english_has_the_descriptions_of_scikit_learn() -> None:
     windows = english("train", length=8).windows.flatten().tolist()
     assert windows == list(tokens[: len(windows)])
     assert len(windows) == len(tokens) * 9 // 10 // 8 * 8
+
+
+def test_repeated_tokens_have_their_periods_and_next_tokens() -> None:
+    tokens, targets = repeated_tokens("train", vocabulary=9, length=12, periods=[3, 5], samples=50).tensors
+    assert tokens.shape == targets.shape == (50, 12)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    is_period = {period: (tokens[:, period:] == tokens[:, :-period]).all(1) for period in (3, 5)}
+    assert torch.equal(is_period[3], ~is_period[5])
+    assert 10 < int(is_period[3].sum()) < 40
+    assert all(len(set(row[:3].tolist())) == 3 for row in tokens)
+    assert tokens.unique().tolist() == list(range(9))
+
+
+def test_repeated_tokens_depend_on_seed_and_split() -> None:
+    first, again = repeated_tokens("train").tensors, repeated_tokens("train").tensors
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    for other in (repeated_tokens("test"), repeated_tokens("train", seed=1)):
+        assert not torch.equal(first[0], other.tensors[0])
+
+
+def test_repeated_only_ignores_targets_that_nothing_predicts() -> None:
+    (tokens, targets), (_, complete) = (
+        repeated_tokens("test", periods=[4, 6], samples=20, repeated_only=only).tensors for only in (True, False)
+    )
+    for row, target, expected in zip(tokens.tolist(), targets.tolist(), complete.tolist(), strict=True):
+        for position, token in enumerate(row):
+            assert target[position] == (expected[position] if token in row[:position] else -100)
+
+
+def test_induction_prompts_end_with_a_repeated_token_and_have_its_successor_as_answer() -> None:
+    for tokens, answer in induction_prompts("train", vocabulary=8, period=5, position=2, samples=20):
+        row = tokens.tolist()
+        assert (len(set(row[:5])), row[5:]) == (5, row[:3])
+        assert int(answer) == row[3]
+
+
+def test_corrupted_prompt_follows_the_clean_one_and_differs_at_one_position() -> None:
+    clean = induction_prompts("test", samples=20)
+    pairs = induction_prompts("test", samples=20, corrupted=True)
+    assert len(pairs) == 40
+    for i, (tokens, answer) in enumerate(clean):
+        (same, ignored), (other, expected) = pairs[2 * i], pairs[2 * i + 1]
+        assert torch.equal(same, tokens)
+        assert (int(ignored), int(expected)) == (-100, int(answer))
+        assert (other != tokens).tolist() == [False, True, False, False, False, False]
+        assert int(other[1]) not in tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: repeated_tokens("train", vocabulary=6, periods=[4, 7]), "periods must be from 1 to 6"),
+        (lambda: induction_prompts("train", vocabulary=4), "period must be less than 4"),
+        (lambda: induction_prompts("train", position=3), "position must be from 0 to period - 2 = 2, got 3"),
+    ],
+)
+def test_invalid_sequences_are_refused(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        make()
 
 
 @pytest.mark.parametrize(

@@ -62,17 +62,20 @@ def draws_globally(tensor: Tensor, context: Context) -> Tensor:
     return tensor + torch.rand(())
 
 
-def try_function(function: Callable[..., Any], *, evaluate: bool = False, **fields: Any) -> nn.Module:
+def try_function(
+    function: Callable[..., Any], *, evaluate: bool = False, model: nn.Module | None = None, **fields: Any
+) -> nn.Module:
     """Return the model after a trial of a function."""
     spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0, archive=NoArchive())
     batch = torch.ones(2, 4, requires_grad=True)
 
     def forward() -> None:
         trial.check_loss(model(batch).sum())
         trial.check_parameters()
+        trial.check_outputs()
 
     sites = [attached.site for attached in trial.attached_hooks if attached.site.spec.functions]
     infer_shapes(
@@ -168,3 +171,69 @@ def test_trial_keeps_values_and_random_states() -> None:
     torch.testing.assert_close(model[0].weight, plain.weight, rtol=0, atol=0)
     assert torch.equal(after_trial, torch.rand(3))
     assert model[0].weight.grad is None
+
+
+class Pair(nn.Module):
+    """Two inputs and two outputs. `writes` names the tensor that an operation changes in place."""
+
+    def __init__(self, writes: str = "") -> None:
+        super().__init__()
+        self.writes, self.parts = writes, nn.ModuleList([nn.Linear(4, 4), _Both(writes)])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        first, second = self.parts[1](self.parts[0](batch), batch * 2)
+        if self.writes == "output":
+            first += 1
+        low, high = (first - second).split(2, -1)
+        result: Tensor = low * high
+        return result
+
+
+class _Both(nn.Module):
+    def __init__(self, writes: str) -> None:
+        super().__init__()
+        self.writes = writes
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, (y.mul_(2) if self.writes == "input" else y) + 1
+
+
+TOGETHER: list[dict[str, Any]] = [
+    *({"kind": kind, "layers": "parts.1"} for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")),
+    *({"kind": kind, "layers": ".", "functions": "split"} for kind in ("function", "function_grad")),
+]
+
+
+@pytest.mark.parametrize("fields", TOGETHER, ids=lambda fields: fields["kind"])
+def test_function_of_several_tensors_is_tried_once(fields: dict[str, Any]) -> None:
+    calls: list[dict[str, tuple[int, ...]]] = []
+
+    def seen(tensors: dict[str, Tensor], context: Context) -> None:
+        is_gradient = context.kind in ("full_backward", "full_backward_pre", "function_grad")
+        assert ([*context.values] == [*tensors]) == is_gradient
+        calls.append({path: tuple(tensor.shape) for path, tensor in tensors.items()})
+
+    def partial_result(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {"no": next(iter(tensors.values()))}
+
+    try_function(seen, model=Pair(), together=True, **fields)
+    split = "functions" in fields
+    assert calls == [{"split.0.0": (2, 2), "split.0.1": (2, 2)} if split else {"0": (2, 4), "1": (2, 4)}]
+    with pytest.raises(ConfigError, match="returned the path 'no', but its tensors have the paths") as caught:
+        try_function(partial_result, model=Pair(), together=True, **fields)
+    assert "a dict of new tensors" in str(caught.value.problems[0].allowed)
+
+
+@pytest.mark.parametrize(("kind", "writes"), [("full_backward", "input"), ("full_backward_pre", "output")])
+def test_joined_tensor_that_is_modified_in_place_is_refused(kind: str, writes: str) -> None:
+    def keep(tensors: dict[str, Tensor], context: Context) -> None:
+        pass
+
+    fields = {"kind": kind, "layers": "parts.1", "together": True}
+    for harmless in ({"input": "output", "output": "input"}[writes], ""):
+        try_function(keep, model=Pair(harmless), **fields)
+    with pytest.raises(ConfigError) as caught:
+        try_function(keep, model=Pair(writes), **fields)
+    (problem,) = caught.value.problems
+    assert problem.where == "hooks.mine.together"
+    assert f"an operation modifies the {writes}" in problem.message

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import instrument
 from instrument import ConfigError, MemorySink
 from instrument.analysis.tensors_of_earlier_runs import RunArchive
 from instrument.capture.probe import Probe
@@ -37,11 +38,19 @@ RECORD = {"layers": "layers.*", "kind": "forward", "action": "record", "stats": 
 REPLACE = {"layers": "layers.1", "kind": "forward", "action": "modify", "fn": "replace"}
 
 
-def trained(hooks: dict[str, Any], out: Path | None = None, seed: int = 0, **train_overrides: Any) -> MemorySink:
-    """Train with hooks. With `out`, the tensors are recorded there for another run."""
+def trained(
+    hooks: dict[str, Any], out: Path | None = None, seed: int = 0, order: int = 0, **train_overrides: Any
+) -> MemorySink:
+    """Train with hooks, from the weights of a seed. With `out`, the tensors are recorded there for another run."""
     model = train_overrides.pop("model", CONFIG["model"])
     data = CONFIG["data"] | train_overrides.pop("data", {})
-    overrides = {"hooks": hooks, "model": model, "data": data, "train": CONFIG["train"] | train_overrides}
+    overrides = {
+        "seed": order,
+        "hooks": hooks,
+        "model": model,
+        "data": data,
+        "train": CONFIG["train"] | train_overrides,
+    }
     torch.manual_seed(seed)
     experiment = prepare(parse_config(CONFIG | overrides))
     sink = MemorySink()
@@ -159,7 +168,7 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
         (
             {"layers": "."},
             {},
-            r"put.layers: the other run recorded no tensors with role 'output' at '\.'\n(.|\n)*allowed  'layers.0'",
+            r"put.layers: the other run recorded no tensors with role 'output' at '\.'\n(.|\n)*allowed  'layers.0' \[16, 16\], 'layers.1'",
         ),
         (
             {"kind": "forward_pre"},
@@ -380,3 +389,114 @@ def test_vectors_of_another_run_are_computed_before_step_0(
     with pytest.raises(ConfigError) as refused:
         prepare_only({"put": put})
     assert re.search(message, str(refused.value)), str(refused.value)
+
+
+def by_sample(sink: MemorySink, hook: str = "after") -> dict[int, Tensor]:
+    """Return the recorded values of each sample."""
+    tensors = {
+        row["step"] * 100 + row["micro_step"]: row["values"] for row in sink.records("tensors") if row["hook"] == hook
+    }
+    rows = sink.records("samples")
+    return {row["sample"]: tensors[row["step"] * 100 + row["micro_step"]][row["position"]] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("phase", "part"),
+    [("train", {}), ("train", {"units": [2, 0, 1]}), ("eval", {}), ("eval", {"slice": "2:, 0:3"})],
+    ids=str,
+)
+def test_samples_get_their_values_in_any_batch(clean: str, phase: str, part: dict[str, Any]) -> None:
+    fn = "patch" if part else "replace"
+    put = {**REPLACE, "fn": fn, "run": clean, "hook": phase, "phase": phase, "match": "id", **part}
+    after = {**RECORD, "layers": "layers.1", "phase": phase}
+    other = {"order": 5, "batch_size": 10, "accumulate": 1, "steps": 5, "eval_batch_size": 25}
+    source = by_sample(trained({"after": after}))
+    plain = by_sample(trained({"after": after}, seed=1, **other))
+    here = trained({"put": put, "after": after}, seed=1, **other)
+    found = by_sample(here)
+    assert len(found) == 50
+    positions = {row["sample"]: row["position"] for row in here.records("samples")}
+    for sample, values in found.items():
+        wanted = plain[sample].clone()
+        if phase == "train":
+            wanted = values.clone()  # the weights depend on the batches
+        if "slice" not in part or positions[sample] >= 2:
+            columns = slice(0, 3) if part else slice(None)
+            wanted[columns] = source[sample][columns]
+        assert torch.equal(values, wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "overrides", "message"),
+    [
+        (
+            {},
+            {"data": {"slice": {"stop": 60}}},
+            r"put.run: the other run has no values of 10 of the 60 samples at 'layers.1'(.|\n)*indices 50, 51,",
+        ),
+        ({"steps": [0]}, {"data": {"slice": {"start": 45, "stop": 80}}}, r"no values of 27 of the 32 samples"),
+        (
+            {"layers": "."},
+            {},
+            r"put.layers: in the other run, no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1",
+        ),
+        (
+            {"layers": "layers.0"},
+            {"model": {**CONFIG["model"], "sizes": [64, 12, 10]}},
+            r"put.run: 'layers.0' was recorded with shape \['samples', 16\] per sample, but has shape \[16, 12\]",
+        ),
+        ({"step": 1}, {}, r"no values of 32 of the 50 samples"),
+        ({"kind": "parameter_grad"}, {}, r"'match: id' requires a batch, which the tensors of kind parameter_grad"),
+    ],
+    ids=str,
+)
+def test_samples_without_values_are_refused_before_step_0(
+    clean: str, fields: dict[str, Any], overrides: dict[str, Any], message: str
+) -> None:
+    put = {**REPLACE, "run": clean, "hook": "train", "match": "id", **fields}
+    with pytest.raises(ConfigError) as refused:
+        prepare_only({"put": put}, **overrides)
+    assert re.search(message, str(refused.value)), str(refused.value)
+
+
+def test_samples_of_several_steps_require_a_step(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "twice", {"kept": RECORD}, steps=4)
+    put = {**REPLACE, "run": run, "match": "id"}
+    with pytest.raises(
+        ConfigError,
+        match=r"put.step: in the other run, the samples occur in several steps(.|\n)*set 'step' to one of them",
+    ):
+        prepare_only({"put": put})
+    prepare_only({"put": {**put, "step": 0, "steps": [0]}}, steps=1)
+
+
+def test_attach_names_the_samples(tmp_path: Path) -> None:
+    model, inputs = nn.Sequential(nn.Linear(3, 2), nn.AdaptiveAvgPool1d(1)), torch.randn(4, 3)
+    names = ["a", "b", "c", "d"]
+    record = {"k": {"layers": "1", "kind": "forward", "action": "record", "tensors": True}}
+    with instrument.attach(model, record, out=tmp_path / "run") as probe:
+        probe.batch(ids=names)
+        recorded_values = model(inputs)
+        probe.end_step()
+    put = {"put": {**REPLACE, "layers": "1", "run": str(tmp_path / "run"), "match": "id"}}
+    with instrument.attach(model, put) as probe:
+        for chosen in (["d", "a"], ["c"]):
+            probe.batch(ids=chosen)
+            found = model(torch.zeros(len(chosen), 3))
+            assert torch.equal(found, recorded_values[[names.index(name) for name in chosen]])
+            probe.end_step()
+        with pytest.raises(instrument.HookError, match="ids of the samples are unknown"):
+            model(inputs)
+        probe.end_step()
+        probe.batch(ids=["a", "x"])
+        with pytest.raises(instrument.HookError, match="has no values of sample 'x' at layer '1'"):
+            model(inputs[:2])
+
+
+def test_dry_run_uses_values_of_other_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "SECONDS", 0.0)
+    data = {"slice": {"stop": 64}}
+    run = recorded(tmp_path / "second", {"kept": {**RECORD, "steps": [1]}}, data=data)
+    put = {"put": {**REPLACE, "run": run, "match": "id", "steps": [1]}}
+    experiment = prepare(parse_config(CONFIG | {"hooks": put, "data": CONFIG["data"] | data}))
+    assert dry_run(experiment).cost["put"].firings == 1  # with a batch of step 0, which has no recorded values

@@ -14,6 +14,13 @@ SWEEP.push((report) => {
 });
 
 SWEEP.push((report) => {
+  if (!report.patching || !Object.keys(report.patching.metrics).length) return hide("patching");
+  fillSelect("patching-metric", Object.keys(report.patching.metrics));
+  onChange(["patching-metric"], () => drawPatching(report));
+  drawAndRedraw(() => drawPatching(report));
+});
+
+SWEEP.push((report) => {
   const phases = ["train", "eval"].filter((phase) => report.curves.some((one) => one[phase]));
   const names = report.metricNames.filter((name) => report.curves.some((one) => phases.some((phase) => one[phase]?.[name])));
   if (!names.length) return hide("training");
@@ -141,6 +148,31 @@ function drawGrid(seen, x, by, title) {
     height: Math.max(260, 60 * rows.length + 120), title: { text: `${title}: mean over runs`, font: { size: 13 } }, margin: { l: 10, r: 10, t: 40, b: 10 },
     xaxis: { type: "category", title: { text: plain(x) }, showgrid: false, nticks: MANY }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false },
   });
+}
+
+/** Draw the effect of an intervention on a metric: layers from top to bottom, positions or heads from left to right. */
+function drawPatching(report) {
+  const { hook, keys, rows, columns, metrics, difference, left } = report.patching;
+  const metric = document.getElementById("patching-metric").value;
+  const values = metrics[metric];
+  const all = values.flat().filter((value) => value !== null);
+  const largest = Math.max(...all.map(Math.abs)) || 1;
+  const [low, high] = difference ? [-largest, largest] : [Math.min(...all), Math.max(...all)];
+  const trace = {
+    type: "heatmap", z: values, zmin: low, zmax: high, colorscale: difference ? SIGNED : VIRIDIS, xgap: 2, ygap: 2, hoverongaps: false,
+    text: values.map((line) => line.map((value) => (value === null ? "" : String(Number(value.toPrecision(2)))))),
+    texttemplate: rows.length * columns.length <= 300 && !isNarrow() ? "%{text}" : "",
+    colorbar: { thickness: 12, outlinewidth: 0, title: { text: difference ? `${metric} minus baseline` : metric, side: "right" } },
+    customdata: values.map((_, y) => columns.map((column) => plain(`${rows[y]}, ${column}`))), hovertemplate: "%{customdata}<br>%{z:.5g}<extra></extra>",
+  };
+  const ticks = (names) => ({ tickvals: names.map((_, i) => i), ticktext: names.map((name) => plain(short(name))), showgrid: false, zeroline: false });
+  plot("patching-chart", [trace], {
+    height: Math.max(240, 34 * rows.length + 120),
+    xaxis: { ...ticks(columns), title: { text: plain(keys[1]) } }, yaxis: { ...ticks(rows), title: { text: plain(keys[0]), standoff: 16 }, automargin: true, autorange: "reversed" },
+  });
+  setText("patching-note",
+    (difference ? `Each cell is the ${metric} with ${hook} minus that of the run without it that has the same seed and configuration.` : `Each cell is the ${metric} with ${hook}. A run without it in the same folder would be the baseline.`) +
+    " Runs that differ only in their seed are averaged." + (all.length < rows.length * columns.length ? " Empty cells have no finished run with a finite value." : "") + (left ? ` ${left} runs are not shown, because they are not finished or cannot be compared.` : ""));
 }
 
 function plainLevel(level) {

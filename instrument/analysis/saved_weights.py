@@ -1,0 +1,36 @@
+"""The final weights that a run saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import InstrumentError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .run_tables import RunTables
+
+WEIGHTS = "weights.pt"  # File in the run folder: the final state dict of the model.
+
+
+def saved_weights(run: RunTables) -> dict[str, Tensor]:
+    """Return the final weights of a run by name, in CPU memory.
+
+    A run that trained nothing, with `init_from`, has those of the run that it loaded.
+
+    Raises:
+        InstrumentError: The run saved none.
+    """
+    import torch
+
+    source = (run.info.get("init_from") or {}).get("path")
+    for folder in (run.path, *([] if source is None else [Path(source)])):
+        if (folder / WEIGHTS).is_file():
+            with (folder / WEIGHTS).open("rb") as file:
+                weights: dict[str, Tensor] = torch.load(file, weights_only=True, map_location="cpu")
+            return weights
+    message = f"the run saved no weights: it has no {WEIGHTS}"
+    fix = "train with train.save=true, or pass the module or its weight"
+    raise InstrumentError(str(Problem("run", message, str(run.path), fix=fix)))

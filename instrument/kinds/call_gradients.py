@@ -1,0 +1,204 @@
+"""The gradients of the tensors of one call of a module or a function, and the hooks that get them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..nested import iter_tensors, map_tensors
+from ..stats.flatten import unreadable
+from .attached_hook import AttachedHook, fire_all, no_gradient_reason
+from .clock import Clock, Firing
+from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
+from .module_calls import Call
+from .reasons import NO_INPUT_GRAPH, NO_TENSOR
+from .together import groups_of, is_together, join_gradients
+
+
+class CallGradients:
+    """The expected gradients of one call of a module, of its inputs or of its outputs."""
+
+    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock) -> None:
+        self.attached_hooks = (
+            [attached for attached in attached_hooks if not attached.is_record_hook]
+            if call.graph_is_discarded
+            else attached_hooks
+        )
+        self.call = call
+        self.clock = clock
+        self.has_tensors = False
+        # By path, why a tensor that gets a gradient cannot be read.
+        self.unreadable: dict[str, str] = {}
+        self.expected_paths: set[str] = set()
+        self.registered: set[tuple[AttachedHook, int]] = set()
+        self.aliases: dict[int, Tensor] = {}
+        self.unfinished: list[TensorGradientHook] = []
+        self.fired: set[AttachedHook] = set()
+
+    def tensors_with_gradient(self, value: Any, root: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a value that can get a gradient, with their paths. `root` is the path of the value."""
+        for path, tensor in iter_tensors(value, root) if self.attached_hooks else ():
+            self.has_tensors = True
+            if tensor.requires_grad and torch.is_grad_enabled():
+                if (reason := unreadable(tensor)) is not None:
+                    self.unreadable[path] = reason
+                    continue
+                self.expected_paths.add(path)
+                yield path, tensor
+
+    def hook(self, path: str, value: Tensor) -> Hook | None:
+        """Return the hook to register on a tensor; None if no site selects it.
+
+        A tensor at several paths has one gradient. A site gets it once, with the first path.
+
+        Args:
+            path: The path of the tensor.
+            value: The tensor that the gradient belongs to.
+        """
+        attached_hooks = [
+            attached
+            for attached in self.attached_hooks
+            if attached.matches_path(path) and (attached, id(value)) not in self.registered
+        ]
+        if not attached_hooks:
+            return None
+        self.registered.update((attached, id(value)) for attached in attached_hooks)
+        value_copy = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
+        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
+        passes = count()
+
+        def on_gradient(gradient: Tensor | None) -> Tensor | None:
+            # The gradient is None if an operation has several outputs and this one is unused.
+            if clock.closed or gradient is None:
+                return None
+            for attached in attached_hooks:
+                if attached not in fired:
+                    fired.add(attached)
+                    attached.count_firing()
+            new = fire_all(attached_hooks, gradient, path, Firing(index, next(passes), is_recomputed), value_copy)
+            return None if new is gradient else new
+
+        return on_gradient
+
+    def register_outputs(
+        self, output: Any, versions: Mapping[int, int], leaf_hooks: LeafHooks, *, needs_alias: bool, root: str = ""
+    ) -> Any:
+        """Register hooks for the gradients of all tensors of an output. Return the output for the caller.
+
+        Call `finish_registration` afterwards.
+
+        Args:
+            output: The output of a module or a function.
+            versions: The versions of the input tensors before the call, by identity.
+            leaf_hooks: The hooks on leaf tensors.
+            needs_alias: Whether the caller gets an alias of every tensor.
+            root: The path of the output.
+        """
+        read_only = all(attached.is_record_hook for attached in self.attached_hooks)
+        for path, tensor in self.tensors_with_gradient(output, root):
+            if (hook := self.hook(path, tensor)) is not None:
+                is_new = not tensor.is_leaf and versions.get(id(tensor)) != tensor._version
+                if not needs_alias and (is_new or (read_only and not tensor.is_leaf)):
+                    self.unfinished.append(TensorGradientHook(tensor, hook))
+                elif read_only and not needs_alias:
+                    leaf_hooks.register(tensor, hook)
+                else:
+                    self.unfinished.append(TensorGradientHook(self.alias(tensor), hook))
+        return self.with_aliases(output)
+
+    def finish_registration(self) -> None:
+        """Register the hooks for outputs that are modified in place later. They act in the order of these calls."""
+        for hook in self.unfinished:
+            hook.finish_registration()
+        self.unfinished.clear()
+
+    def join(self, value: Any, root: str = "") -> Any:
+        """Register a hook with `together: true` for all gradients of a value. Return the aliases of its tensors.
+
+        All of them are joined, also those whose path the hook does not match. A tensor at several paths has one gradient.
+
+        Args:
+            value: The output or the inputs of a module, or the output of a function.
+            root: The path of the value.
+        """
+        (attached,) = self.attached_hooks
+        tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        # A tensor has the first of its paths that the hook matches.
+        for path, tensor in sorted(
+            self.tensors_with_gradient(value, root), key=lambda item: not attached.matches_path(item[0])
+        ):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                tensors[path] = tensor
+        values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
+        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
+        paths, passes = list(tensors), count()
+
+        def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            given = {
+                path: gradient
+                for path, gradient in zip(paths, gradients, strict=True)
+                if gradient is not None and path in values
+            }
+            if clock.closed or not given:
+                return gradients
+            if attached not in fired:
+                fired.add(attached)
+                attached.count_firing()
+            new = attached.fire_together(given, Firing(index, next(passes), is_recomputed), values=values)
+            return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
+
+        aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
+        self.aliases = {id(tensor): alias for tensor, alias in zip(tensors.values(), aliases, strict=True)}
+        return self.with_aliases(value)
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return the alias of a tensor in this call."""
+        return self.aliases.setdefault(id(tensor), tensor.view_as(tensor))
+
+    def with_aliases(self, value: Any) -> Any:
+        """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias."""
+        if not self.aliases:
+            return value
+        return map_tensors(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
+
+    def count_opportunities(self, *, missing_is_expected: bool) -> None:
+        """Count the opportunities of all sites after the hooks of the call were registered.
+
+        Args:
+            missing_is_expected: Whether tensors without a gradient are expected, because they are data.
+        """
+        for attached in self.attached_hooks:
+            if self.call.is_recomputed:
+                continue
+            if any(attached.matches_path(path) for path in self.expected_paths):
+                attached.count_opportunity()
+            elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
+                attached.count_opportunity()
+                attached.count_miss(reasons[0])
+            elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
+                attached.count_exempt(NO_INPUT_GRAPH)
+            else:
+                attached.count_opportunity()
+                attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+
+
+def gradient_groups(
+    attached_hooks: Sequence[AttachedHook], value: Any, root: str = ""
+) -> tuple[Sequence[Sequence[AttachedHook]], bool]:
+    """Return the hooks on the gradients of a value in groups, and whether hooks with `together: true` join the gradients.
+
+    If a hook acts on several gradients together, the hooks before and after it are groups of their own. Otherwise all hooks
+    are one group.
+    """
+    together = [attached for attached in attached_hooks if is_together(attached)]
+    if together and torch.is_grad_enabled():
+        paths = [path for path, tensor in iter_tensors(value, root) if tensor.requires_grad]
+        if any(sum(map(attached.matches_path, paths)) > 1 for attached in together):
+            return groups_of(attached_hooks, is_together), True
+    return [attached_hooks], False

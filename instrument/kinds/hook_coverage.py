@@ -1,0 +1,175 @@
+"""The coverage of an attached site: how often it should fire, how often it fired, and why it did not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from ..plan.hook_plan import Site
+from ..stats.flatten import unreadable
+from .clock import Clock
+from .module_calls import Calls
+from .reasons import FROZEN, NO_GRADIENT, RAISED, REMOVED, default_reason
+
+
+class HookCoverage:
+    """Counts the opportunities and firings of a site.
+
+    Args:
+        site: The site.
+        clock: The clock of the probe.
+    """
+
+    __slots__ = (
+        "_exempt",
+        "_fired",
+        "_misses",
+        "_opportunities",
+        "clock",
+        "copied",
+        "default_reason",
+        "exemptions",
+        "expected",
+        "fired",
+        "frequency",
+        "module_calls",
+        "other_phases",
+        "reasons",
+        "requires_grad_at_start",
+        "site",
+    )
+
+    def __init__(self, site: Site, clock: Clock) -> None:
+        self.site = site
+        self.clock = clock
+        self.frequency = site.spec.definition.frequency
+        self.default_reason = default_reason(site.spec.definition)
+        self.expected = 0
+        self.fired = 0
+        self.reasons: Counter[str] = Counter()  # of expected firings
+        self.exemptions: Counter[str] = Counter()  # of opportunities that do not count as expected
+        self.other_phases: set[str] = set()  # phases in which it had an opportunity but was not scheduled
+        self.copied = False  # whether its module was copied together with its hooks
+        self.module_calls: Calls | None = None  # of its module, if that has a forward hook
+        self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
+        self._opportunities = self._fired = 0  # in the current micro-step
+        self._misses: list[str] = []
+        self._exempt: list[str] = []
+
+    def count_opportunity(self) -> None:
+        """Count an opportunity: its module was called, or its optimizer made a step."""
+        self._opportunities += 1
+
+    @property
+    def opportunity_index(self) -> int:
+        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
+        return self._opportunities - 1
+
+    def count_firing(self) -> None:
+        """Count a firing."""
+        self._fired += 1
+
+    def count_hit(self) -> None:
+        """Count an opportunity and its firing."""
+        self._opportunities += 1
+        self._fired += 1
+
+    def count_and_check_readable(self, tensor: Tensor) -> bool:
+        """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
+        self.count_opportunity()
+        reason = unreadable(tensor)
+        if reason is None:
+            self.count_firing()
+        else:
+            self.count_miss(reason)
+        return reason is None
+
+    def count_miss(self, reason: str) -> None:
+        """Note why it could not fire at an opportunity."""
+        self._misses.append(reason)
+
+    def count_exempt(self, reason: str) -> None:
+        """Note an opportunity at which it is not expected to fire, for example because its parameter is frozen."""
+        self._exempt.append(reason)
+
+    def count_unscheduled(self) -> None:
+        """Note an opportunity while the hook is not scheduled."""
+        self.other_phases.add(self.clock.moment.phase)
+
+    @property
+    def is_phase_counted(self) -> bool:
+        """Whether an opportunity while it is not scheduled is noted for this phase already."""
+        return self.clock.moment.phase in self.other_phases
+
+    def update_coverage(self, reason: str | None = None) -> None:
+        """End a micro-step in which the hook was scheduled, and update its coverage.
+
+        Args:
+            reason: The reason if there was no opportunity; the default reason of the kind if None.
+        """
+        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
+        if fired >= opportunities > 0 and not exemptions:  # the usual case
+            self.expected += opportunities
+            self.fired += fired
+            self._opportunities = self._fired = 0
+            self._misses.clear()
+            return
+        if not self.has_opportunities and self.frequency == "micro_step" and self.is_frozen:
+            self.count_exempt(FROZEN)
+        self.expected += opportunities if opportunities or exemptions else 1
+        self.fired += fired
+        self.exemptions.update(exemptions)
+        if not opportunities and not fired and not exemptions:
+            self.reasons[self._refine_reason(reason or self.default_reason)] += 1
+        elif fired < opportunities:
+            # A recomputed forward pass may fire where the original one could not.
+            misses = self._misses[: opportunities - fired]
+            self.reasons.update(misses)
+            if more := opportunities - fired - len(misses):
+                self.reasons[self._refine_reason(NO_GRADIENT)] += more
+        self._opportunities = self._fired = 0
+        self._misses.clear()
+        self._exempt.clear()
+
+    def _refine_reason(self, reason: str) -> str:
+        """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""
+        if self.site.parameter is not None and self.current_parameter() is None:
+            return REMOVED
+        return RAISED if self.module_calls is not None and self.module_calls.has_unfinished else reason
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether its parameter requires no gradient, or required none when the step began."""
+        parameter = None if self.site.parameter is None else self.current_parameter()
+        return parameter is not None and not (self.requires_grad_at_start and parameter.requires_grad)
+
+    @property
+    def has_opportunities(self) -> bool:
+        """Whether it had any opportunity in the current micro-step."""
+        return bool(self._opportunities or self._fired or self._exempt)
+
+    def current_parameter(self) -> Parameter | None:
+        """Return the parameter that is at the site now; None if it was removed from the module."""
+        return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coverage counts between two micro-steps."""
+        return {
+            "expected": self.expected,
+            "fired": self.fired,
+            "reasons": dict(self.reasons),
+            "exemptions": dict(self.exemptions),
+            "other_phases": sorted(self.other_phases),
+            "copied": self.copied,
+            "default_reason": self.default_reason,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore coverage counts."""
+        self.expected, self.fired = state["expected"], state["fired"]
+        self.reasons, self.exemptions = Counter(state["reasons"]), Counter(state["exemptions"])
+        self.other_phases, self.copied = set(state["other_phases"]), state["copied"]
+        self.default_reason = state["default_reason"]

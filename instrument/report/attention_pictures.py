@@ -1,0 +1,80 @@
+"""Recorded attention probabilities for a page: the maps of all heads of each layer, for one sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..analysis.attention_maps import AttentionTensor, Maps, attention_tensors, sample_ids, token_ids
+from ..analysis.load import Run
+from ..analysis.tensor_images import smaller
+from .numbers import rounded
+
+ROOM = 200_000  # maximum number of values in all maps together
+PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
+MOST_HEADS = 32
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """The attention probabilities of a location at the last recorded step.
+
+    Attributes:
+        tensor: The tensor that holds them.
+        maps: Those of the first recorded sample.
+    """
+
+    tensor: AttentionTensor
+    maps: Maps
+
+
+def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
+    """Return the locations of a run at which attention probabilities were recorded, in forward order."""
+    last: dict[tuple[str, str], AttentionTensor] = {}
+    for tensor in attention_tensors(run):
+        at = (tensor.series.label, tensor.location)
+        is_output = tensor.series.role == "output" and not tensor.series.is_gradient
+        if is_output and (at not in last or tensor.batch.step > last[at].batch.step):
+            last[at] = tensor
+    found = []
+    for tensor in last.values():
+        values = tensor.read(run)
+        if tensor.are_probabilities(values):
+            found.append(AttentionLayer(tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
+    ranks = {layer: rank for rank, layer in enumerate(order)}
+    return sorted(found, key=lambda each: ranks.get(each.tensor.layer, len(ranks)))
+
+
+def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]]:
+    """Return the maps of the first recorded sample of each location.
+
+    The number of values on the page is limited: maps are averaged over squares if they have too many.
+    """
+    heads = sum(min(MOST_HEADS, len(each.maps.values)) for each in layers)
+    pixels = int(np.clip((ROOM / max(1, heads)) ** 0.5, FEWEST_PIXELS, PIXELS))
+    return [_picture(run, each, pixels) for each in layers[: ROOM // FEWEST_PIXELS**2 // MOST_HEADS]]
+
+
+def _picture(run: Run, layer: AttentionLayer, pixels: int) -> dict[str, Any]:
+    tensor, maps = layer.tensor, layer.maps
+    position = tensor.indices[0][0]
+    small = smaller(maps.values[:MOST_HEADS], pixels)
+    known = {places: name for name, all_places in sample_ids(run, [tensor.batch]).items() for places in all_places}
+    ids = token_ids(run, tensor.batch, position, tensor.shape[-1])
+    is_square = tensor.shape[-1] == tensor.shape[-2]
+    return {
+        "location": tensor.location,
+        "label": tensor.series.label,
+        "step": tensor.batch.step,
+        "sample": str(known.get((tensor.batch, position), position)),
+        "heads": maps.heads[:MOST_HEADS],
+        "total": len(maps.heads),
+        "z": rounded(small),
+        "high": rounded(float(np.nanmax(np.where(np.isfinite(maps.values), maps.values, 0.0)))),
+        "queries": [[at, ids[at] if ids and is_square else None] for at in maps.queries],
+        "keys": [[at, ids[at] if ids else None] for at in maps.keys],
+        "shape": list(tensor.shape),
+    }

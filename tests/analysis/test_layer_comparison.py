@@ -1,0 +1,136 @@
+"""Linear CKA: the formula, invariances, two runs matched by id, and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import InstrumentError, InstrumentWarning
+from instrument.analysis import layer_comparison, layer_similarity
+from instrument.plot import layer_similarity as plot
+
+RECORD = {"layers": "*", "kind": "forward", "action": "record", "stats": "none", "tensors": True}
+
+
+def by_hand(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the linear CKA from the Gram matrices of the samples (Kornblith et al. 2019, equations 1 and 3)."""
+    x, y = (features.reshape(len(features), -1).astype(np.float64) for features in (x, y))
+    center = np.eye(len(x)) - 1 / len(x)
+    k, l = (center @ features @ features.T @ center for features in (x, y))  # noqa: E741
+    return float(np.trace(k @ l) / np.sqrt(np.trace(k @ k) * np.trace(l @ l)))
+
+
+def recorded(
+    model: nn.Module, batch: Tensor, ids: Any = None, out: Path | None = None, size: int = 100
+) -> instrument.Run:
+    """Return a run with the outputs of all layers of a model, one step for each batch of `size` samples."""
+    with torch.no_grad(), instrument.attach(model, {"features": RECORD}, out=out) as probe:
+        for start in range(0, len(batch), size):
+            if ids is not None:
+                probe.batch(ids=ids[start : start + size])
+            model(batch[start : start + size])
+            probe.end_step()
+    return probe.run
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv1d(2, 3, 1), nn.Tanh(), nn.Flatten(), nn.Linear(24, 4))
+
+
+@pytest.fixture(scope="module")
+def run(model: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    batch = torch.randn(30, 2, 8)
+    return recorded(model, batch, torch.arange(30), tmp_path_factory.mktemp("similarity") / "run", size=16)
+
+
+@pytest.mark.parametrize("block", [2**25, 8 * 24 * 7])
+def test_similarity_equals_the_formula(run: instrument.Run, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(layer_comparison, "BLOCK_BYTES", block)  # blocks of seven samples
+    table = layer_similarity(run)
+    assert list(table.index) == list(table.columns) == ["0", "1", "2", "3"]
+    features = [run.features(layer).X for layer in table.index]  # type: ignore[union-attr]
+    expected = [[by_hand(one, two) for two in features] for one in features]
+    np.testing.assert_allclose(table, expected, rtol=1e-12)
+    assert table.attrs["samples"] == 30
+    part = layer_similarity(run, layers=["3"], other_layers=["0", "1"])
+    np.testing.assert_allclose(part, [expected[3][:2]], rtol=1e-12)
+
+
+def test_few_samples_with_many_features_use_products_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(9, 200)), generator.normal(size=(9, 150)) + 3
+    monkeypatch.setattr(layer_comparison, "BLOCK_BYTES", 8 * 200 * 4)  # blocks of four samples
+    one, two = (layer_comparison._Centered(features, np.arange(9)) for features in (x, y))
+    norm = layer_comparison._product_norm
+    assert norm(one, two) ** 2 / (norm(one, one) * norm(two, two)) == pytest.approx(by_hand(x, y), rel=1e-12)
+
+
+def test_similarity_ignores_rotation_and_scale() -> None:
+    torch.manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(6, 6))[0]
+    first = nn.Linear(6, 6, bias=False)
+    second, third = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+    with torch.no_grad():
+        second.weight.copy_(2.5 * rotation)
+        third.weight.copy_(torch.diag(torch.tensor([9.0, 1, 1, 1, 1, 1])))
+    values = layer_similarity(recorded(nn.Sequential(first, second, third).double(), torch.randn(50, 6).double()))
+    assert values.loc["0", "1"] == pytest.approx(1.0, rel=1e-6)  # values are stored as float32
+    assert values.loc["1", "2"] < 0.9
+
+
+def test_two_runs_are_matched_by_id(model: nn.Module, run: instrument.Run) -> None:
+    batch, order = torch.randn(30, 2, 8), torch.randperm(30)
+    one = recorded(model, batch, torch.arange(30))
+    shuffled = recorded(model, batch[order], order)
+    np.testing.assert_allclose(np.diag(layer_similarity(one, shuffled)), 1.0, rtol=1e-6)
+    with pytest.warns(InstrumentWarning, match="10 of 30 samples are left out"):
+        table = layer_similarity(one, recorded(model, batch[:20], torch.arange(20)), layers=["3"])
+    assert table.attrs["samples"] == 20
+    with pytest.raises(InstrumentError, match=r"0 of up to 30 samples are common to all layers"):
+        layer_similarity(one, recorded(model, batch, torch.arange(100, 130)))
+
+
+def test_constant_layers_have_no_similarity() -> None:
+    table = layer_similarity(recorded(nn.Sequential(nn.Threshold(9.0, 0.0), nn.Tanh()), torch.rand(4, 3)))
+    assert table.isna().all(axis=None)
+    assert plot(table).legends
+    infinite = nn.Sequential(nn.Linear(2, 2), nn.Threshold(9.0, torch.inf))
+    assert layer_similarity(recorded(infinite, torch.rand(4, 2)))["1"].isna().all()
+
+
+def test_figure_shows_the_table(run: instrument.Run) -> None:
+    table = layer_similarity(run, other_layers=["3", "0"])
+    axes, bar = plot(table).axes
+    np.testing.assert_array_equal(axes.collections[0].get_array(), table)
+    assert axes.collections[0].get_clim() == (0.0, 1.0)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "0"]
+    assert (axes.get_title(), bar.get_ylabel()) == ("similarity of layers, 30 samples", "linear CKA")
+
+
+def test_outputs_are_preferred_to_results_of_functions() -> None:
+    hooks = {"inside": {**RECORD, "kind": "function", "functions": "linear"}, "outputs": RECORD}
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.rand(6, 4)
+    with torch.no_grad(), instrument.attach(model, hooks) as probe:
+        probe.batch(ids=torch.arange(6))
+        model(batch)
+        probe.end_step()
+    expected = layer_similarity(recorded(model, batch, torch.arange(6)))
+    pd.testing.assert_frame_equal(layer_similarity(probe.run), expected)
+
+
+def test_missing_layers_are_errors(run: instrument.Run) -> None:
+    with pytest.raises(
+        InstrumentError, match=r"(?s)layers: no tensors of this layer.*given    conv.*0 \[14, 3, 8\].*fix"
+    ):
+        layer_similarity(run, layers=["conv"])
+    with pytest.raises(InstrumentError, match=r"layers: no layer was recorded"):
+        layer_similarity(run, hook="other")

@@ -1,0 +1,245 @@
+"""The logit lens: predictions, targets, output layers from modules, files and saved weights, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument import ConfigError, InstrumentError
+from instrument.analysis import logit_lens, output_projection
+from instrument.plot import logit_lens as plot
+
+RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
+HOOKS: dict[str, dict[str, Any]] = {
+    "residual": {**RECORD, "layers": "blocks.*"},
+    "tokens": {**RECORD, "layers": ".", "kind": "forward_pre"},
+}
+WIDTH, VOCABULARY, LENGTH = 5, 11, 4
+
+
+class Residual(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [N, T, width] to the same shape."""
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+class Model(nn.Module):
+    """A language model without attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(Residual(), Residual())
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map [N, T] to logits."""
+        logits: Tensor = self.head(self.norm(self.blocks(self.embed(tokens))))
+        return logits
+
+
+def recorded(model: nn.Module, batch: Tensor, ids: Any, out: Path | None = None, **hooks: Any) -> instrument.Run:
+    with torch.no_grad(), instrument.attach(model, hooks, out=out) as probe:
+        if ids is not None:
+            probe.batch(ids=ids, targets=torch.arange(len(batch)))
+        model(batch)
+        probe.end_step()
+    return probe.run
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> Tensor:
+    return torch.randint(0, VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def run(model: Model, tokens: Tensor, tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """A run that saved its weights; the samples were recorded in the order 20, 10, 30."""
+    folder = tmp_path_factory.mktemp("lens") / "run"
+    run = recorded(model, tokens, [20, 10, 30], folder, **HOOKS)
+    torch.save(model.state_dict(), folder / "weights.pt")
+    return run
+
+
+@pytest.mark.parametrize("block", [2**26, 1])
+def test_predictions_equal_hand_written_code(
+    model: Model, tokens: Tensor, run: instrument.Run, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr(output_projection, "LOGITS_BYTES", block)
+    table = logit_lens(run, model.head, norm=model.norm, top=3)
+    assert list(table.columns) == [
+        *("layer", "sample", "position", "top_tokens", "top_log_probs", "target", "target_log_prob", "target_rank")
+    ]
+    hidden, order = model.embed(tokens), [1, 0, 2]
+    for layer, block_module in zip(("blocks.0", "blocks.1"), model.blocks, strict=True):
+        hidden = block_module(hidden)
+        log_probs = model.head(model.norm(hidden)).log_softmax(-1).detach()[order]
+        rows = table[table["layer"] == layer].reset_index(drop=True)
+        assert rows["sample"].tolist() == [10] * LENGTH + [20] * LENGTH + [30] * LENGTH
+        assert rows["position"].tolist() == [*range(LENGTH)] * 3
+        best = log_probs.topk(3)
+        assert rows["top_tokens"].tolist() == best.indices.flatten(0, 1).tolist()
+        np.testing.assert_allclose(rows["top_log_probs"].tolist(), best.values.flatten(0, 1), rtol=1e-5)
+        wanted = tokens[order][:, 1:]
+        has_target = rows["position"] < LENGTH - 1
+        assert rows["target"][has_target].tolist() == wanted.flatten().tolist()
+        assert rows.loc[~has_target, ["target", "target_log_prob", "target_rank"]].isna().all(axis=None)
+        of_target = log_probs[:, :-1].gather(2, wanted[..., None])
+        np.testing.assert_allclose(rows["target_log_prob"][has_target], of_target.flatten(), rtol=1e-5)
+        ranks = (log_probs[:, :-1] > of_target).sum(-1).flatten()
+        assert rows["target_rank"][has_target].tolist() == ranks.tolist()
+
+
+def test_output_layers_of_all_forms_are_equal(model: Model, run: instrument.Run, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    expected = logit_lens(run, model.head, norm=model.norm)
+    pd.testing.assert_frame_equal(logit_lens(run, "head.weight", norm="norm"), expected)
+    pd.testing.assert_frame_equal(logit_lens(run, "head", norm=model.norm.forward), expected)
+    np.save(tmp_path / "head.npy", model.head.weight.detach())
+    save_file({"weight": model.head.weight.detach()}, tmp_path / "head.safetensors")
+    bare = logit_lens(run, model.head.weight)
+    for unembed in (model.head.weight.detach().numpy(), tmp_path / "head.npy", str(tmp_path / "head.safetensors")):
+        pd.testing.assert_frame_equal(logit_lens(run, unembed), bare)
+    assert not bare["target_log_prob"].equals(expected["target_log_prob"])
+
+
+def test_weights_are_those_that_the_run_was_started_from(
+    model: Model, tokens: Tensor, run: instrument.Run, tmp_path: Path
+) -> None:
+    again = recorded(model, tokens, [20, 10, 30], tmp_path / "again", **HOOKS)
+    file = again.path / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_from": {"path": str(run.path)}}))
+    pd.testing.assert_frame_equal(logit_lens(instrument.load(again.path), "head"), logit_lens(run, "head"))
+
+
+def test_targets_and_tokens_can_be_given(model: Model, tokens: Tensor, run: instrument.Run) -> None:
+    ordered = tokens[[1, 0, 2]]
+    expected = logit_lens(run, model.head)
+    pd.testing.assert_frame_equal(logit_lens(run, model.head, tokens=ordered), expected)
+    following = torch.cat([ordered[:, 1:], torch.full((3, 1), -100)], 1)
+    pd.testing.assert_frame_equal(logit_lens(run, model.head, targets=following.clamp(min=-1)), expected)
+    of_samples = logit_lens(run, model.head, targets=np.array([4, 5, 6]), layers=["blocks.1"])
+    assert of_samples["target"].tolist() == [4] * LENGTH + [5] * LENGTH + [6] * LENGTH
+    alone = recorded(model, tokens, [20, 10, 30], residual=HOOKS["residual"])
+    assert logit_lens(alone, model.head, layers=["blocks.1"])["target"].tolist()[::LENGTH] == [1, 0, 2]
+
+
+def test_runs_without_ids_and_with_vectors() -> None:
+    model = nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    batch = torch.rand(4, 3)
+    run = recorded(model, batch, None, all={**RECORD, "layers": "*"})
+    table = logit_lens(run, model[1], top=1)
+    assert table["layer"].unique().tolist() == ["0"]
+    assert table[["sample", "position"]].to_numpy().tolist() == [[i, 0] for i in range(4)]
+    assert [each[0] for each in table["top_tokens"]] == model(batch).argmax(-1).tolist()
+    assert table["target"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("field", "positions"), [({"positions": [-1, 1]}, [3, 1]), ({"slice": ":, 1:3"}, [1, 2]), ({"slice": ":, 2"}, [2])]
+)
+def test_recorded_positions_keep_their_numbers_and_targets(
+    model: Model, tokens: Tensor, run: instrument.Run, field: dict[str, Any], positions: list[int]
+) -> None:
+    part = recorded(
+        model,
+        tokens,
+        [20, 10, 30],
+        residual={**HOOKS["residual"], **field},
+        tokens={**HOOKS["tokens"], "kind": "forward_pre"},
+    )
+    table = logit_lens(part, model.head)
+    assert table["position"].tolist() == positions * 6
+    complete = logit_lens(run, model.head).set_index(["layer", "sample", "position"])
+    expected = complete.loc[table.set_index(["layer", "sample", "position"]).index].reset_index()
+    pd.testing.assert_frame_equal(
+        table.drop(columns="top_log_probs"), expected.drop(columns="top_log_probs"), rtol=1e-5
+    )
+    ordered = tokens[[1, 0, 2]]
+    assert logit_lens(part, model.head, tokens=ordered)["target"].equals(table["target"])
+
+
+def test_targets_are_input_ids_if_a_mask_was_recorded_too(tokens: Tensor) -> None:
+    class Masked(Model):
+        def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids * attention_mask)
+
+    model = Masked()
+    with torch.no_grad(), instrument.attach(model, HOOKS) as probe:
+        model(attention_mask=torch.ones_like(tokens), input_ids=tokens)
+        probe.end_step()
+    table = logit_lens(probe.run, model.head, layers=["blocks.0"])
+    assert table["target"].tolist()[: LENGTH - 1] == tokens[0, 1:].tolist()
+
+
+def test_figure_shows_the_most_probable_tokens(model: Model, run: instrument.Run) -> None:
+    table = logit_lens(run, model.head, norm=model.norm)
+    names = [chr(ord("a") + i) for i in range(VOCABULARY)]
+    axes, _ = plot(table, sample=20, tokens=names).axes
+    rows = table[table["sample"] == 20]
+    assert sorted(text.get_text() for text in axes.texts) == sorted(names[each[0]] for each in rows["top_tokens"])
+    values = axes.collections[0].get_array()
+    np.testing.assert_allclose(values.ravel(), [np.exp(each[0]) for each in rows["top_log_probs"]])
+    hits = (rows["target_rank"] == 0).sum()
+    assert len(axes.patches) == hits
+    targets = [names[int(each)] for each in rows["target"][:3]]
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    assert labels == [*(f"{i}: {each}" for i, each in enumerate(targets)), "3"]
+    with pytest.raises(InstrumentError, match=r"(?s)sample: the table has no such sample.*'7'.*10, 20, 30"):
+        plot(table, sample=7)
+
+
+def test_wrong_arguments_are_errors(model: Model, run: instrument.Run, tmp_path: Path) -> None:
+    with pytest.raises(
+        InstrumentError, match=r"(?s)layers: no layer was recorded with 7 features.*blocks\.0 \[3, 4, 5\]"
+    ):
+        logit_lens(run, torch.zeros(VOCABULARY, 7))
+    with pytest.raises(
+        InstrumentError, match=r"(?s)layers: the residual stream must have shape.*blocks\.0 \[3, 4, 5\]"
+    ):
+        logit_lens(run, torch.zeros(VOCABULARY, 7), layers=["blocks.0"])
+    with pytest.raises(
+        InstrumentError, match=r"(?s)layers: no tensors of this layer.*given    block\.1.*similar  blocks\.1"
+    ):
+        logit_lens(run, model.head, layers=["block.1"])
+    with pytest.raises(InstrumentError, match=r"(?s)unembed: wrong shape.*\[5\].*\[vocabulary, features\]"):
+        logit_lens(run, torch.zeros(5))
+    with pytest.raises(
+        InstrumentError, match=r"(?s)unembed: the saved weights have no such name.*heads\.weight.*similar  head\.weight"
+    ):
+        logit_lens(run, "heads")
+    with pytest.raises(ConfigError, match=r"unembed: this file does not exist"):
+        logit_lens(run, tmp_path / "none.npy")
+    with pytest.raises(
+        InstrumentError, match=r"(?s)norm: the saved weights of this layer are not those of an nn\.LayerNorm"
+    ):
+        logit_lens(run, "head", norm="head")
+    with pytest.raises(InstrumentError, match=r"(?s)tokens: wrong shape or dtype.*float32 \[3, 4\].*\[3, 4\]"):
+        logit_lens(run, model.head, tokens=torch.zeros(3, 4))
+    with pytest.raises(InstrumentError, match=r"(?s)targets: a target is not one of the 11 tokens.*given    99"):
+        logit_lens(run, model.head, targets=torch.full((3, 4), 99))
+    with pytest.raises(InstrumentError, match=r"the run saved no weights.*weights\.pt"):
+        logit_lens(recorded(model, torch.zeros(1, 4, dtype=torch.int64), None, residual=HOOKS["residual"]), "head")

@@ -1,0 +1,322 @@
+"""Attention maps: values, heads, samples, tokens, selections of heads and positions, layouts, and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from figures import overlaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import instrument
+from instrument import InstrumentError
+from instrument.plot import attention
+
+HEADS, LENGTH, WIDTH = 3, 6, 12
+TOKENS = torch.tensor([[ord(letter) for letter in text] for text in ("the sea", "a_b$c\nd")])[:, :LENGTH]
+FUNCTION = {"layers": "blocks.*", "kind": "function", "action": "record", "stats": "none", "tensors": True}
+INPUT = {"layers": ".", "kind": "forward_pre", "action": "record", "stats": "none", "tensors": True}
+
+
+class Attention(nn.Module):
+    """Causal attention that keeps its last probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(WIDTH, 3 * WIDTH)
+        self.probabilities = torch.empty(0)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map [N, T, width] to the same shape."""
+        parts = self.project(hidden).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = 4 * parts[0] @ parts[1].transpose(-1, -2)
+        mask = torch.ones(hidden.shape[1], hidden.shape[1], dtype=torch.bool).triu(1)
+        self.probabilities = torch.softmax(scores.masked_fill(mask, -torch.inf), -1)
+        return (self.probabilities @ parts[2]).transpose(1, 2).flatten(2)
+
+
+class Model(nn.Module):
+    """Two attention layers on token ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, WIDTH)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens [N, T] to [N, T, width]."""
+        hidden: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden
+
+
+def recorded(model: nn.Module, batch: Tensor = TOKENS, ids: Any = None, out: Path | None = None, **hooks: Any) -> Any:
+    """Return the run of one forward pass."""
+    with torch.no_grad(), instrument.attach(model, hooks, out=out) as probe:
+        if ids is not None:
+            probe.batch(ids=ids)
+        model(batch)
+        probe.end_step()
+    return probe.run
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture(scope="module")
+def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """Two steps with one batch each."""
+    hooks = {
+        "probabilities": {**FUNCTION, "functions": "softmax"},
+        "scores": {**FUNCTION, "functions": "masked_fill"},
+        "tokens": INPUT,
+    }
+    folder = tmp_path_factory.mktemp("attention") / "run"
+    with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
+        for ids in ([7, 3], [4, 9]):
+            probe.batch(ids=ids)
+            model(TOKENS if ids[0] == 7 else TOKENS.flip(0))
+            probe.end_step()
+    return instrument.load(folder)
+
+
+def maps_of(figure: Figure) -> dict[str, Axes]:
+    """Return the maps by title."""
+    return {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+
+
+def values_of(axes: Axes) -> np.ndarray:
+    (image,) = axes.images
+    return np.ma.filled(image.get_array(), np.nan)
+
+
+def labels_of(axes: Axes) -> tuple[list[str], list[str]]:
+    """Return the labels of the queries and of the keys."""
+    ticks = (axes.get_yticklabels(), axes.get_xticklabels())
+    queries, keys = ([label.get_text() for label in labels] for labels in ticks)
+    return queries, keys
+
+
+def test_maps_equal_the_probabilities_of_the_module(model: Model, run: instrument.Run) -> None:
+    maps = maps_of(attention(run, "blocks.1", sample=3))
+    model(TOKENS)
+    assert list(maps) == ["head 0", "head 1", "head 2"]
+    for axes, expected in zip(maps.values(), model.blocks[1].probabilities[1].detach(), strict=True):
+        np.testing.assert_array_equal(values_of(axes), expected)
+        assert axes.images[0].get_clim() == (0.0, 1.0)  # the first token attends only to itself
+
+
+def test_sample_is_selected_by_id(run: instrument.Run) -> None:
+    frame = run.tensors(hook="probabilities", layer="blocks.0")
+    for sample, (step, position) in {7: (0, 0), 3: (0, 1), 4: (1, 0), 9: (1, 1), None: (1, 0)}.items():
+        figure = attention(run, "blocks.0", head=1, sample=sample)
+        expected = frame[frame.step == step]["values"].iloc[0][position, 1]
+        np.testing.assert_array_equal(values_of(maps_of(figure)["head 1"]), expected)
+        name = 4 if sample is None else sample
+        assert (
+            figure.get_suptitle() == f"blocks.0[softmax.0]: probabilities: function output, step {step}, sample {name}"
+        )
+
+
+def test_frame_and_run_without_ids_select_by_position(model: Model, run: instrument.Run) -> None:
+    frame = run.tensors(hook="probabilities", step=0)
+    expected = frame[frame.layer == "blocks.0"]["values"].iloc[0][1, 2]
+    unnamed = recorded(model, probabilities={**FUNCTION, "functions": "softmax"})
+    for data in (frame, unnamed):
+        (axes,) = maps_of(attention(data, "blocks.0", head=2, sample=1)).values()
+        np.testing.assert_array_equal(values_of(axes), expected)
+    named = recorded(model, ids=["cat", "dog"], probabilities={**FUNCTION, "functions": "softmax"})
+    (axes,) = maps_of(attention(named, "blocks.0", head=2, sample="dog")).values()
+    np.testing.assert_array_equal(values_of(axes), expected)
+
+
+def test_tokens_are_labels(run: instrument.Run) -> None:
+    ids = [str(token) for token in TOKENS[1].tolist()]
+    texts = ["a", " _", "b", r"\$", "c", "↵"]
+    words = ["one", "two", "three", "a long word indeed", "five", "␣six"]
+    cases = [(None, ids), (chr, texts), (list("a_b$c\n"), texts), (TOKENS[1], ids)]
+    cases += [
+        (["\x07", "b", "c", "d", "e", "f"], [r"\x07", *"bcdef"]),
+        (["one", "two", "three", "a long word indeed", "five", " six"], [*words[:3], "a␣lon…indeed", *words[4:]]),
+    ]
+    for tokens, expected in cases:
+        (axes,) = maps_of(attention(run, "blocks.0", head=0, sample=3, tokens=tokens)).values()
+        assert labels_of(axes) == (expected, expected)
+
+
+def test_tokens_of_a_long_sequence_are_thinned(model: Model) -> None:
+    run = recorded(model, torch.randint(0, 128, (1, 90)), probabilities={**FUNCTION, "functions": "softmax"})
+    figure = attention(run, "blocks.0")
+    assert overlaps(figure) == []
+    queries, keys = labels_of(next(iter(maps_of(figure).values())))
+    assert queries == keys
+    assert queries[:2] == ["0", "4"]
+
+
+def test_rows_are_layers_in_forward_order(run: instrument.Run) -> None:
+    figure = attention(run, ["blocks.1", "blocks.0"], head=[2, 0])
+    maps = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in maps] == ["head 2", "head 0"] * 2
+    assert [axes.get_ylabel() for axes in maps] == ["blocks.0[softmax.0]", "", "blocks.1[softmax.0]", ""]
+    assert [bool(axes.get_yticks().size) for axes in maps] == [True, False] * 2
+    assert [bool(axes.get_xticks().size) for axes in maps] == [False, False, True, True]
+    assert len([axes for axes in attention(run).axes if axes.images]) == 2 * HEADS
+
+
+def test_selected_heads_and_positions_keep_their_numbers(model: Model) -> None:
+    hooks = {"kept": {**FUNCTION, "functions": "softmax", "units": [2, 1], "samples": 1}}
+    hooks["last"] = {**FUNCTION, "functions": "softmax", "slice": "1, :, -2:"}
+    run = recorded(model, ids=[5, 6], **hooks)
+    model(TOKENS)
+    expected = model.blocks[0].probabilities.detach()
+    maps = maps_of(attention(run, "blocks.0", hook="kept"))
+    assert list(maps) == ["head 2", "head 1"]
+    np.testing.assert_array_equal(values_of(maps["head 1"]), expected[0, 1])
+    (axes,) = maps_of(attention(run, "blocks.0", hook="last", head=0)).values()
+    np.testing.assert_array_equal(values_of(axes), expected[1, 0, -2:])
+    assert labels_of(axes) == (["4", "5"], list("012345"))
+    with pytest.raises(
+        InstrumentError, match=r"(?s)sample: the attention of this sample was not recorded.*5.*allowed  6"
+    ):
+        attention(run, "blocks.0", hook="last", sample=5)
+
+
+def test_reordered_heads_and_samples_keep_their_numbers(model: Model) -> None:
+    run = recorded(model, ids=[5, 6], kept={**FUNCTION, "functions": "softmax", "units": [2, 0, 1], "samples": [1, 0]})
+    model(TOKENS)
+    expected = model.blocks[0].probabilities.detach()
+    maps = maps_of(attention(run, "blocks.0", sample=6))
+    assert list(maps) == ["head 2", "head 0", "head 1"]
+    np.testing.assert_array_equal(values_of(maps["head 2"]), expected[1, 2])
+
+
+def test_selected_heads_of_a_frame_are_unknown(model: Model) -> None:
+    run = recorded(model, kept={**FUNCTION, "functions": "softmax", "units": [2]})
+    with pytest.raises(InstrumentError, match=r"pass the run if the hook selects heads or positions"):
+        attention(run.tensors())
+
+
+def test_units_in_another_dimension_are_no_heads() -> None:
+    hook = {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}
+    run = recorded(nn.Sequential(nn.Conv1d(2, 8, 1)), torch.rand(2, 2, 4), units=hook)
+    with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):
+        attention(run)
+
+
+def test_ids_may_be_unknown_in_later_steps(model: Model) -> None:
+    with (
+        torch.no_grad(),
+        instrument.attach(model, {"probabilities": {**FUNCTION, "functions": "softmax"}}) as probe,
+    ):
+        for ids in ([8, 9], None):
+            if ids is not None:
+                probe.batch(ids=ids)
+            model(TOKENS)
+            probe.end_step()
+    assert attention(probe.run, "blocks.0").get_suptitle().endswith("step 0, sample 8")
+
+
+def test_title_names_the_first_of_several_calls(model: Model) -> None:
+    with torch.no_grad(), instrument.attach(model, {"probabilities": {**FUNCTION, "functions": "softmax"}}) as probe:
+        model(TOKENS)
+        model(TOKENS.flip(0))
+        probe.end_step()
+    (axes,) = maps_of(figure := attention(probe.run, "blocks.0", head=0)).values()
+    assert figure.get_suptitle().endswith(", first call of each module")
+    np.testing.assert_array_equal(values_of(axes), probe.run.tensors(call=0, layer="blocks.0")["values"].iloc[0][0, 0])
+
+
+def test_input_ids_are_preferred_to_a_mask() -> None:
+    class Masked(Model):
+        def forward(self, attention_mask: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(input_ids * attention_mask)
+
+    model, hooks = Masked(), {"probabilities": {**FUNCTION, "functions": "softmax"}, "tokens": INPUT}
+    with torch.no_grad(), instrument.attach(model, hooks) as probe:
+        model(attention_mask=torch.ones_like(TOKENS), input_ids=TOKENS)
+        probe.end_step()
+    (axes,) = maps_of(attention(probe.run, "blocks.0", head=0)).values()
+    assert labels_of(axes)[1] == [str(token) for token in TOKENS[0].tolist()]
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_weights_that_a_module_returns_are_found(average: bool) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            output: Tensor = self.attention(hidden, hidden[:, :4], hidden[:, :4], average_attn_weights=average)[0]
+            return output
+
+    batch = torch.rand(2, LENGTH, WIDTH)
+    run = recorded(Returns(), batch, all={**FUNCTION, "kind": "forward", "layers": "**"})
+    axes = [axes for axes in attention(run).axes if axes.images]
+    assert len(axes) == (1 if average else HEADS)
+    assert labels_of(axes[0]) == (list("012345"), list("0123"))
+    weights = run.tensors(path="1")["values"].iloc[0]
+    np.testing.assert_array_equal(values_of(axes[-1]), weights[0] if average else weights[0, -1])
+
+
+@pytest.mark.parametrize("hook", [{"functions": "softmax"}, {"kind": "forward", "layers": "1"}], ids=str)
+def test_softmax_over_classes_is_no_attention(hook: dict[str, str]) -> None:
+    run = recorded(
+        nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1)), torch.rand(2, 4, 3), all={**FUNCTION, "layers": "**", **hook}
+    )
+    with pytest.raises(InstrumentError, match="these tensors are no attention probabilities"):
+        attention(run)
+
+
+def test_masked_queries_are_blank(run: instrument.Run) -> None:
+    frame = run.tensors(hook="probabilities", layer="blocks.0", step=0)
+    values = frame["values"].iloc[0].copy()
+    values[:, :, 2] = np.nan
+    frame["values"] = [values]
+    (axes,) = maps_of(attention(frame, head=0)).values()
+    assert axes.images[0].get_array().mask.all(1).tolist() == [False, False, True, False, False, False]
+
+
+def test_scores_are_drawn_if_their_location_is_named(run: instrument.Run) -> None:
+    figure = attention(run, "blocks.0[masked_fill.0]", sample=3)
+    scores = run.tensors(hook="scores", layer="blocks.0", step=0)["values"].iloc[0][1, 0]
+    np.testing.assert_array_equal(values_of(maps_of(figure)["head 0"]), np.where(np.isfinite(scores), scores, np.nan))
+    assert figure.axes[-1].get_ylabel() == "value"
+    only = recorded(nn.Sequential(Model()), scores={**FUNCTION, "layers": "0.blocks.*", "functions": "masked_fill"})
+    with pytest.raises(
+        InstrumentError,
+        match=r"(?s)layer: these tensors are no attention prob.*0\.blocks\.0\[masked_fill\.0\] \[2, 3, 6, 6\]",
+    ):
+        attention(only)
+
+
+def test_arguments_without_data_are_errors_with_options(run: instrument.Run) -> None:
+    with pytest.raises(
+        InstrumentError, match=r"(?s)layer: no tensor with attention.*'blocks\.7'.*blocks\.0\[softmax\.0\]"
+    ):
+        attention(run, "blocks.7")
+    with pytest.raises(
+        InstrumentError, match=r"(?s)head: .*no such recorded head.*\[2, 3, 6, 6\].*given    9.*0, 1, 2"
+    ):
+        attention(run, "blocks.0", head=9)
+    with pytest.raises(InstrumentError, match=r"(?s)sample: .*given    0\n.*allowed  7, 3, 4, 9"):
+        attention(run, "blocks.0", sample=0)
+    with pytest.raises(InstrumentError, match=r"(?s)step: no attention was recorded at this step.*'5'.*0, 1"):
+        attention(run, step=5)
+    with pytest.raises(InstrumentError, match=r"(?s)tokens: the number of tokens is not that.*given    2.*allowed  6"):
+        attention(run, "blocks.0", tokens=["a", "b"])
+    with pytest.raises(InstrumentError, match=r"(?s)hook: no data with this value.*'attention'.*probabilities"):
+        attention(run, hook="attention")
+    with pytest.raises(InstrumentError, match="tokens: a function requires the recorded token ids"):
+        attention(run.tensors(hook="probabilities"), tokens=chr)
+    with pytest.raises(InstrumentError, match=r"(?s)no attention probabilities were recorded.*functions: softmax"):
+        attention(run.tensors(hook="tokens"))

@@ -1,0 +1,122 @@
+"""Attention maps on the page of a run, and the effect of an intervention by location on the page of a sweep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from report_fixtures import data_of, new_page
+from torch import nn
+
+import instrument
+from instrument.report import make
+from instrument.report.attention_pictures import PIXELS
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
+
+
+class Attention(nn.Module):
+    """Probabilities of three heads on token ids."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, length)
+        self.scores = nn.Conv2d(1, 3, 1)
+        self.probabilities = nn.Softmax(-1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map tokens [N, T] to [N, 3, T, T]."""
+        output: torch.Tensor = self.probabilities(self.scores(self.embed(tokens)[:, None]))
+        return output
+
+
+def run_of(folder: Path, length: int) -> instrument.Run:
+    """Record two batches of two samples."""
+    torch.manual_seed(0)
+    model = Attention(length)
+    hooks = {
+        "maps": {**RECORD, "layers": ["scores", "probabilities"]},
+        "tokens": {**RECORD, "layers": ".", "kind": "forward_pre"},
+    }
+    with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
+        for ids in ([4, 5], [9, 8]):
+            probe.batch(ids=ids)
+            model(torch.arange(2 * length).reshape(2, length) % 90 + ids[0])
+            probe.end_step()
+    return instrument.load(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    return run_of(tmp_path_factory.mktemp("attention") / "run", 5)
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """A sweep over two layers and three units, without one of the runs, and with a baseline."""
+    folder = tmp_path_factory.mktemp("patching")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    places: list[Any] = [(layer, unit) for layer in "01" for unit in range(3)][:-1]
+    for place in (*places, None):
+        zero = {"kind": "forward", "action": "modify", "fn": "zero"}
+        hooks = {"ablate": {**zero, "layers": place[0], "units": [place[1]]}} if place else {}
+        hooks["kept"] = {**RECORD, "layers": "1"}
+        with (
+            torch.no_grad(),
+            instrument.attach(
+                model, hooks, out=folder / ("base" if place is None else "_".join(map(str, place)))
+            ) as probe,
+        ):
+            probe.end_step(loss=model(torch.ones(2, 3)).square().mean())
+    return instrument.load(folder)
+
+
+def test_page_of_a_run_has_the_attention_of_the_last_step(run: instrument.Run) -> None:
+    data = data_of(make(run).html)
+    (layer,) = data["attention"]
+    expected = run.tensors(layer="probabilities", step=1)["values"].iloc[0][0]
+    np.testing.assert_allclose(layer["z"], expected, rtol=1e-5)
+    assert (layer["location"], layer["step"], layer["sample"], layer["heads"]) == ("probabilities", 1, "9", [0, 1, 2])
+    assert layer["keys"] == [[i, i + 9] for i in range(5)]
+    assert [one["location"] for one in data["maps"]["shown"]] == ["scores", "scores"]  # not shown twice
+
+
+def test_long_sequences_are_averaged(tmp_path: Path) -> None:
+    (layer,) = data_of(make(run_of(tmp_path / "run", 2 * PIXELS)).html)["attention"]
+    assert np.shape(layer["z"]) == (3, PIXELS, PIXELS)
+
+
+def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> None:
+    grid = data_of(make(sweep).html)["patching"]
+    losses = sweep.metrics.set_index("run")["loss"]
+    rows = [[losses.get(f"{layer}_{unit}", np.nan) - losses["base"] for unit in range(3)] for layer in "01"]
+    np.testing.assert_allclose(np.array(grid["metrics"]["loss"], float), rows, rtol=1e-5, atol=1e-8)
+    assert (grid["rows"], grid["columns"]) == (["0", "1"], ["0", "1", "2"])
+    assert grid["keys"] == ["hooks.ablate.layers", "hooks.ablate.units"]
+    assert grid["difference"]
+
+
+@pytest.mark.slow
+def test_charts_are_drawn(browser: Browser, run: instrument.Run, sweep: instrument.Run, tmp_path: Path) -> None:
+    page = new_page(browser)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: errors.append(message.text))
+    page.goto(make(run).save(tmp_path / "run.html").as_uri())
+    page.wait_for_selector("html[data-drawn=yes]")
+    assert page.locator("#attention .chart").count() == 3
+    assert page.locator("#attention h3").all_text_contents() == ["Head 0", "Head 1", "Head 2"]
+    assert "sample 9" in page.locator("#attention-note").inner_text()
+    page.goto(make(sweep).save(tmp_path / "sweep.html").as_uri())
+    page.wait_for_selector("html[data-drawn=yes]")
+    assert page.evaluate("document.getElementById('patching-chart').data[0].z.length") == 2
+    assert "Empty cells" in page.locator("#patching-note").inner_text()
+    page.close()
+    assert errors == []
