@@ -1,12 +1,13 @@
-"""`python -m instrument.watch RUN [--once | --web [--port PORT]]`: follow a run or a sweep that is in progress.
+"""`python -m instrument.watch RUN [--once | --web [--port PORT] [--control]]`: follow a run or a sweep that is in progress.
 
-Exit codes: 0, the run is done, or all jobs of the sweep; 1, it failed or was killed, or it cannot be read; 2, there is no
+Exit codes: 0, the run is done, or all jobs of the sweep; 1, it ended in another way, or it cannot be read; 2, there is no
 run, or the arguments are invalid; 130, interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -17,17 +18,18 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from .analysis.folders import NoRunError, find_runs
-from .errors import ConfigError, InstrumentError, Problem
-from .sinks.remote_folder import SWEEP_RECORD, is_address, open_folder
+from .errors import ConfigError, InstrumentError
+from .sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PIPE_WIDTH = 160
 OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
-READING_SECONDS = 0.25  # for earlier steps, in each later frame
+READING_SECONDS = 0.1  # for earlier steps, in each later frame
 INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
-PAUSE = 9  # A pause takes at least this many times as long as reading, so that a watcher uses a tenth of a core.
+PAUSE = 19  # A pause takes at least this many times as long as reading, so that a watcher uses a twentieth of a core.
+NICENESS = 10  # priority of the process; a training that uses all cores comes first
 SUCCESSFUL = ("done", "running")
 
 
@@ -95,19 +97,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print the current state and exit")
     how.add_argument(
-        "--web", action="store_true", help="serve the report of a run, updated while the run is in progress"
+        "--web", action="store_true", help="serve the report, updated while the run or the sweep is in progress"
     )
     parser.add_argument("--port", type=int, default=0, help="the port of --web on this machine (default: a free one)")
+    parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
     args = parser.parse_args(arguments)
+    if args.control and not args.web:
+        parser.error("--control requires --web")
     interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     try:
-        view = open_view(args.run)
         if args.web:
-            _serve(view, args.run, args.port, interval)
-        elif args.once:
+            return _serve(args.run, args.port, interval, takes_changes=args.control)
+        view = open_view(args.run)
+        if args.once:
             view.refresh()
             console.print(view.frame())
         else:
@@ -136,14 +141,21 @@ def open_view(folder: str) -> View:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package is missing.
     """
-    root = open_folder(folder)
-    if not (root / SWEEP_RECORD).exists():
-        root, folders = find_runs(folder)
-        if folders == [root]:
-            return RunView(root)
+    root, is_sweep = _find(folder)
+    if not is_sweep:
+        return RunView(root)
     from .live.sweep import LiveSweep
 
     return LiveSweep(folder)
+
+
+def _find(folder: str) -> tuple[Path, bool]:
+    """Return the folder of a run or a sweep, and whether it is a sweep; see `open_view`."""
+    root = open_folder(folder)
+    if (root / SWEEP_RECORD).exists():
+        return root, True
+    root, folders = find_runs(folder)
+    return root, folders != [root]
 
 
 def _follow(view: View, console: Console, interval: float) -> None:
@@ -163,26 +175,30 @@ def _follow(view: View, console: Console, interval: float) -> None:
                 time.sleep(max(interval, PAUSE * (time.monotonic() - began)))
 
 
-def _serve(view: View, folder: str, port: int, interval: float) -> None:
-    """Serve the page of a run until Ctrl-C.
+def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:
+    """Serve the page of a run or a sweep until Ctrl-C, which raises KeyboardInterrupt.
 
     Raises:
-        ConfigError: The folder contains several runs.
+        ConfigError: A remote run cannot be changed.
         OSError: The port is not available.
     """
-    if not isinstance(view, RunView):
-        message = "the folder contains several runs, and the page shows one run"
-        raise ConfigError(Problem("--web", message, folder, fix="pass the folder of a job, or omit --web"))
+    if takes_changes:
+        check_is_local(folder, "--control", "a run can only be changed in its local folder")
+    root, is_sweep = _find(folder)
     from .live.server import LiveServer
 
     server = LiveServer(
-        view.live,
+        root,
         lambda seconds: max(interval, PAUSE * seconds),
+        sweep=folder if is_sweep else None,
         opening_seconds=OPENING_SECONDS,
         reading_seconds=READING_SECONDS,
+        takes_changes=takes_changes,
     )
     server.serve(port, lambda address: print(f"{address}\nCtrl-C ends the server.", flush=True))
+    return 0
 
 
 if __name__ == "__main__":
+    os.nice(NICENESS)
     sys.exit(main())

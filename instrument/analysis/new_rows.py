@@ -25,6 +25,10 @@ from .run_files import UNREADABLE
 READERS = 16  # threads that read the footers of files; remote storage has a high latency
 
 
+FileVersion = tuple[int, int] | None
+"""Modification time and size of a local file."""
+
+
 class RowsRemovedError(Exception):
     """Rows that were read do not exist any more, for example because the run was resumed from a checkpoint."""
 
@@ -71,7 +75,7 @@ class NewRows:
         self._remote = arrow_files(folder)
         self._arrow = self._remote or LocalFileSystem()
         self._journals: dict[Part, JournalReader] = {}
-        self._parts: set[Part] = set()  # parts that were read, or whose row groups are in `_left`
+        self._parts: dict[Part, FileVersion] = {}  # parts that were read, or whose row groups are in `_left`
         self._left: list[_RowGroup] = []  # read from the end
         self._total = 0
 
@@ -133,29 +137,33 @@ class NewRows:
 
     def _add_files(self, files: Mapping[Part, Path], journals: Mapping[Part, Path]) -> None:
         """Add the row groups of new files to those to be read."""
-        new = {part: file for part, file in files.items() if part not in self._parts}
-        for part in new:
+        versions = {part: self._version(file) for part, file in files.items()}
+        if any(version != versions.get(part, version) for part, version in self._parts.items()):
+            raise RowsRemovedError(self.folder)  # a resumed run wrote another file with the same name
+        for part in [part for part in files if part not in self._parts]:
             covered = {known for known in (*self._parts, *self._journals) if known != part and part.covers(known)}
             if covered and (
-                not covered <= self._parts
+                not covered <= self._parts.keys()
                 or any(group.part in covered for group in self._left)
                 or sum(known.end - known.number for known in covered) < part.end - part.number
             ):
                 raise RowsRemovedError(files[part])  # merged from files of which not all were read
             if covered:
-                self._parts = (self._parts - covered) | {part}
-        new = {part: file for part, file in new.items() if part not in self._parts}
+                self._parts = {known: version for known, version in self._parts.items() if known not in covered}
+                self._parts[part] = versions[part]
+        new = {part: file for part, file in files.items() if part not in self._parts}
         gone = [part for part in self._parts if part not in files]
         gone += [part for part in self._journals if part not in journals and part not in files]
         if gone and not self.moved:
             raise RowsRemovedError(self.folder)
-        self._parts -= set(gone)
+        for part in gone:
+            self._parts.pop(part, None)
         with ThreadPoolExecutor(READERS) as readers:
             counts = dict(zip(new, readers.map(self._row_counts, new.values()), strict=True))
         groups = [group for part, file in new.items() for group in self._groups(part, file, counts[part])]
         self._left += [groups[i] for i in evenly_covering(len(groups))]
         self._total += len(groups)
-        self._parts.update(new)
+        self._parts.update({part: versions[part] for part in new})
         for part in [part for part in self._journals if part in self._parts]:
             del self._journals[part]
 
@@ -166,6 +174,16 @@ class NewRows:
             if skipped < rows:
                 yield _RowGroup(part, file, index, skipped)
             skipped = max(0, skipped - rows)
+
+    def _version(self, file: Path) -> FileVersion:
+        """Return what differs between two files with the same name; None for remote files, which would be slow."""
+        if self._remote is not None:
+            return None
+        try:
+            about = file.stat()
+        except FileNotFoundError:
+            raise RowsRemovedError(file) from None
+        return about.st_mtime_ns, about.st_size
 
     def _row_counts(self, file: Path) -> list[int]:
         """Return the number of rows of each row group; an empty list if the file cannot be read."""

@@ -141,6 +141,7 @@ class Probe:
         self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
         self.warnings: list[str] = []
         self._disabled: frozenset[str] = frozenset()
+        self._stop_reason: str | None = None
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
@@ -280,6 +281,24 @@ class Probe:
         return self._overhead.relative
 
     @property
+    def should_stop(self) -> bool:
+        """Whether the run should stop. The loop should end after this step."""
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run should stop; None if it should continue."""
+        return self._stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Request that the loop ends after this step; see `should_stop`.
+
+        Args:
+            reason: The reason, for run.json.
+        """
+        self._stop_reason = reason
+
+    @property
     def epoch(self) -> int:
         """The current epoch, from 0. The loop can assign it."""
         return self.clock.moment.epoch
@@ -304,9 +323,8 @@ class Probe:
             disabled: The names of all hooks that do not run.
         """
         for name, spec in specs.items():
-            self.plan.specs[name].__dict__.update(
-                spec.__dict__
-            )  # the sites and the action of the hook share this object
+            # The sites and the action of the hook share this object.
+            self.plan.specs[name].__dict__.update(spec.__dict__)
         self._disabled = frozenset(disabled)
         if self._entered:
             self._scheduled.advance(update_all=True)

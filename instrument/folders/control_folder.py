@@ -4,7 +4,8 @@
     control/1732345678901234567-4711.done   the answer
     control/changes.jsonl                   for each message, the number of completed steps and the changes
 
-A message is written under a temporary name and renamed, so that it is never read incompletely.
+A message is written under a temporary name and renamed, so that it is never read incompletely. The folder belongs to the user
+who runs the run, and only this user can write to it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ CONTROL = "control"
 LOG = "changes.jsonl"
 MESSAGE, ANSWER = ".json", ".done"
 MOST_BYTES = 64 * 2**10
+OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 CLOCK_SECONDS = 1.0  # resolution of the modification time of a folder, with a margin
 
 
@@ -92,26 +94,41 @@ class ControlFolder:
         self.folder = folder / CONTROL
         self._listed: tuple[int, float] | None = None  # modification time of the folder, and when it was listed
 
-    def messages(self) -> Iterator[Path]:
-        """Yield the files of new messages in order. Without a message, this costs one call of the system."""
+    def messages(self) -> list[Path]:
+        """Return the files of new messages in order. Without a message, this costs one call of the system.
+
+        Raises:
+            MessageError: The folder is a link, belongs to another user, or other users can write to it.
+        """
         try:
-            changed = os.stat(self.folder).st_mtime_ns
+            about = os.lstat(self.folder)
         except OSError:
-            return
+            return []
+        changed = about.st_mtime_ns
         # A file that appears after the listing can leave the same modification time.
         if self._listed is not None and self._listed[0] == changed and self._listed[1] > changed / 1e9 + CLOCK_SECONDS:
-            return
-        self._listed = changed, time.time()
-        yield from sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
+            return []
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & OTHERS_CAN_WRITE:
+            raise MessageError(f"{self.folder} is not a folder to which only the user of the run can write")
+        listed_at = time.time()
+        try:
+            found = sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
+        except OSError as error:
+            raise MessageError(f"{self.folder} cannot be read: {error.strerror}") from None
+        self._listed = changed, listed_at
+        return found
 
     def read(self, message: Path) -> list[str]:
         """Return the changes of a message.
 
         Raises:
+            FileNotFoundError: The sender has withdrawn it.
             MessageError: Another user wrote it, it is no regular file, it is too large, or it is malformed.
         """
         try:
             descriptor = os.open(message, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise MessageError(f"it cannot be opened: {error.strerror}") from None
         with os.fdopen(descriptor, "rb") as file:
@@ -139,19 +156,28 @@ class ControlFolder:
         message.unlink(missing_ok=True)
 
     def record(self, step: int, changes: Sequence[str]) -> None:
-        """Add changes to the log, so that a resumed run makes them again."""
-        with (self.folder / LOG).open("a") as log:
-            log.write(json.dumps({"step": step, "changes": list(changes)}) + "\n")
+        """Add changes to the log, so that a resumed run makes them again.
+
+        Raises:
+            OSError: The log cannot be written.
+        """
+        entry = json.dumps({"step": step, "changes": list(changes)}) + "\n"
+        with (self.folder / LOG).open("a+b") as log:
+            if log.tell():
+                log.seek(-1, os.SEEK_END)
+                if log.read(1) != b"\n":  # the process was killed while it wrote the last line
+                    entry = "\n" + entry
+            log.write(entry.encode())
 
     def recorded(self) -> list[tuple[int, list[str]]]:
         """Return the logged changes with the number of completed steps, in the order of the steps.
 
-        An incomplete last line, from a process that was killed, is ignored.
+        An incomplete line, from a process that was killed, is ignored.
         """
         found = []
         with suppress(FileNotFoundError):
             for line in (self.folder / LOG).read_text().splitlines():
-                with suppress(ValueError):
+                with suppress(ValueError, TypeError, KeyError):
                     entry = json.loads(line)
                     found.append((int(entry["step"]), list(entry["changes"])))
         return sorted(found, key=lambda entry: entry[0])

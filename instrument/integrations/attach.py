@@ -99,7 +99,8 @@ def attach(
             those in which a tensor is recorded (`recorded`, default), or `all`.
 
     Yields:
-        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step.
+        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step. End the loop when
+        `probe.should_stop` is true: `python -m instrument.control` requested it.
 
     Warns:
         InstrumentWarning: At the start: `specs` contains no hook. At the end of the block, once per finding: a hook fired
@@ -145,6 +146,8 @@ def attach(
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
+    if ranks is None:
+        probe.accept_changes()
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
@@ -173,7 +176,8 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterato
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
-    with run_folder.recording(has_started=lambda: probe.step > 0), dead_ranks if several else contextlib.nullcontext():
+    recording = run_folder.recording(has_started=lambda: probe.step > 0, stop_reason=lambda: probe.stop_reason)
+    with recording, dead_ranks if several else contextlib.nullcontext():
         yield
         run_folder.update(device_statistics=measured_by())
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -30,10 +31,11 @@ from .step_history import StepHistory
 
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
 METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds")
-MOST_EVENTS = 200
+MOST_EVENTS = 200  # of each severity
 MOST_STEPS = 1_000  # steps at which a metric was not finite
 WHERE = ("hook", "kind", "role", "phase", "layer", "path")
 RUNNING = "running"
+DELETED = "deleted"  # run.json does not exist any more; the rows that were read are kept
 SEVERITIES = ("error", "warning", "info")
 
 
@@ -64,16 +66,17 @@ class LiveRun:
     Args:
         folder: The folder of the run, local or remote.
         tables: The tables to read. Default: all that are shown.
+        version: The first version. Default: 0.
 
     Attributes:
         folder: The folder.
         info: The content of run.json.
-        version: The number of refreshes that found changes.
+        version: A number that increases with each refresh that finds changes.
         order_version: The version of the last change of `order`.
-        unreachable: The error of the last refresh, if a remote folder could not be reached; otherwise None.
+        unreachable: The error of the last refresh, if the folder could not be read; otherwise None.
         layers: The rows of the table `layers`, as dictionaries.
         coverage: The rows of the table `coverage`, as dictionaries.
-        events: The first events, as dictionaries.
+        events: The first events of each severity, as dictionaries.
         event_count: The number of events.
         series: The recorded statistics by series.
         effects: The effects of interventions by series.
@@ -87,10 +90,11 @@ class LiveRun:
         self,
         folder: Path,
         tables: Sequence[str] = ("metrics", "events", "layers", "coverage", "effects", "stats", "distributions"),
+        version: int = 0,
     ) -> None:
         self.folder = folder
         self.tables = tuple(tables)
-        self.version = 0
+        self.version = version
         self.unreachable: str | None = None
         self._reset()
 
@@ -111,6 +115,7 @@ class LiveRun:
         self.metrics: dict[str, StepHistory] = {}
         self.not_finite: dict[tuple[str, str], list[int]] = {}
         self.places: dict[str, tuple[str, str]] = {}  # layer and module type of each location
+        self._shown: Counter[str] = Counter()  # events by severity
         self._groups: dict[tuple[str, str, str | None], EventGroup] = {}
         self._called: dict[str, int] = {}  # position of the first output of each layer in its step
         self._order: list[str] | None = None
@@ -154,34 +159,63 @@ class LiveRun:
         Returns:
             Whether anything changed.
         """
+        if self._is_deleted():
+            changed = self.info["status"] != DELETED
+            self.info = {**self.info, "status": DELETED}
+            self.version += changed
+            return changed
         until = time.monotonic() + seconds
         before, unreachable = self.version, self.unreachable
         self.version += 1
         if is_address(self.folder):
             cast(Any, self.folder).fs.invalidate_cache()
         self.unreachable = None
-        changed = False
         try:
-            changed = self._refresh_info()
-            for name, reader in self._readers.items():
-                for rows in reader.read(until):
-                    if rows.num_rows:
-                        self._add(name, rows)
-                        changed = True
-        except RowsRemovedError:
-            self._reset()
-            return self.refresh(seconds)
-        except InstrumentError as error:
+            changed = self._read(until)
+        except (InstrumentError, OSError) as error:
             self.unreachable = str(error)
+            changed = False
         changed |= self.unreachable != unreachable
         if not changed:
             self.version = before
         return changed
 
+    def _read(self, until: float) -> bool:
+        """Read new rows, and all rows again if rows were removed. Return whether anything changed."""
+        try:
+            return self._read_new(until)
+        except RowsRemovedError:
+            self._reset()
+        with suppress(RowsRemovedError):  # removed at the same time: the next call starts again
+            self._read_new(until)
+        return True
+
+    def _read_new(self, until: float) -> bool:
+        changed = self._refresh_info()
+        for name, reader in self._readers.items():
+            for rows in reader.read(until):
+                if rows.num_rows:
+                    self._add(name, rows)
+                    changed = True
+        return changed
+
+    def _is_deleted(self) -> bool:
+        return not is_address(self.folder) and not (self.folder / "run.json").exists()
+
     def _refresh_info(self) -> bool:
+        """Read run.json.
+
+        Returns:
+            Whether it has changed.
+
+        Raises:
+            RowsRemovedError: The run was resumed, or another run was started in the folder.
+        """
         with _without_warnings():
             info = self._files.info()
         changed = bool(info != self.info)
+        if any(info.get(key) != self.info.get(key) for key in ("started", "resumed")):
+            raise RowsRemovedError(self.folder)
         self.info = info
         return changed
 
@@ -272,7 +306,8 @@ class LiveRun:
     def _add_events(self, rows: pa.Table) -> None:
         for event in rows.to_pylist():
             self.event_count += 1
-            if len(self.events) < MOST_EVENTS:
+            self._shown[event["severity"]] += 1
+            if self._shown[event["severity"]] <= MOST_EVENTS:
                 self.events.append(event)
             key = (event["rule"], event["severity"], event["layer"])
             group = self._groups.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pandas as pd
 from ..analysis.plot_data import UNKNOWN_ORDER
 from ..capture.tables import TABLES
 from ..report.charts import about, alerts, merge_ranges
-from ..report.make_report import render_blocks, with_vocabulary
+from ..report.make_report import render, render_blocks, with_vocabulary
 from ..report.numbers import rounded
 from ..report.run_page import PageTables, add_settings, values
 from .distribution_history import COLUMNS, LocationDistributions
@@ -22,16 +23,74 @@ BLOCKS = ("summary", "findings", "lanes", "coverage", "events", "model")
 NO_MAPS: dict[str, Any] = {"shown": [], "images": [], "locations": 0, "pictures": 0}
 
 
-class LivePage:
-    """The page of a run in progress.
+class ChangedBlocks:
+    """The parts of a page that changed after a version.
 
     Args:
-        live: The run. Call the methods and its method `refresh` from one thread at a time.
+        template: The file of the template.
+        names: The names of the parts.
     """
 
-    def __init__(self, live: LiveRun) -> None:
-        self.live = live
+    def __init__(self, template: str, names: Sequence[str]) -> None:
+        self.template = template
+        self.names = names
         self._blocks: dict[str, tuple[str, int]] = {}  # by name: the HTML, and the version of its last change
+
+    def since(self, since: int, version: int, words: Mapping[str, Any]) -> dict[str, str]:
+        """Return the HTML of the changed parts by name.
+
+        Args:
+            since: The version that the browser has.
+            version: The current version.
+            words: The current values of the template.
+        """
+        for name, html in render_blocks(self.template, words, self.names).items():
+            if name not in self._blocks or self._blocks[name][0] != html:
+                self._blocks[name] = html, version
+        return {name: html for name, (html, changed) in self._blocks.items() if changed > since or since > version}
+
+
+class LivePage:
+    """The page of a run in progress. Call its methods from one thread at a time.
+
+    Args:
+        live: The run.
+        sweep: The address of the page of the sweep to which the run belongs. Default: None.
+        takes_changes: Whether the page has a form that changes the run. Default: False.
+    """
+
+    def __init__(self, live: LiveRun, *, sweep: str | None = None, takes_changes: bool = False) -> None:
+        self.live = live
+        self.refresh = live.refresh
+        self._sweep = sweep
+        self._takes_changes = takes_changes
+        self._blocks = ChangedBlocks("run.html", BLOCKS)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.live.folder
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run is in progress."""
+        return self.live.is_running
+
+    @property
+    def version(self) -> int:
+        """The version of the run."""
+        return self.live.version
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows have been read."""
+        return self.live.fraction_read == 1
+
+    def html(self) -> str:
+        """Return the complete page."""
+        numbers = self.numbers()
+        words, options = self.words(numbers), {"live": True, "takes_changes": self._takes_changes}
+        return render("run.html", words, numbers, self.folder, **options, sweep=self._sweep)
 
     def words(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of the template of a report."""
@@ -62,14 +121,13 @@ class LivePage:
                 {**about(series), **self._locations(history), **_unnested(self._matrix(history))}
                 for series, history in live.effects.items()
             ],
-            "metrics": {
-                phase: {**_curves(history), "bad": self._not_finite(phase)} for phase, history in live.metrics.items()
-            },
+            "metrics": metric_curves(live),
             "distributions": [
                 {**about(series), "location": location, **_distributions(found)}
                 for (series, location), found in live.distributions.locations.items()
             ],
             "maps": NO_MAPS,
+            "attention": [],
             **self._lanes(),
         }
         add_settings(numbers, live.info)
@@ -90,7 +148,8 @@ class LivePage:
         rebuilt = max([live.order_version, live.distributions.rebuilt, *(history.rebuilt for history in histories)])
         is_whole = since > live.version or since < rebuilt
         numbers = self.numbers() if is_whole else self._lanes()
-        changes: dict[str, Any] = {"version": live.version, "html": self._changed_blocks(since, numbers)}
+        blocks = self._blocks.since(since, live.version, self.words(numbers))
+        changes: dict[str, Any] = {"version": live.version, "html": blocks}
         if is_whole:
             return {**changes, "whole": with_vocabulary(numbers)}
         return {
@@ -99,15 +158,9 @@ class LivePage:
             "effects": [_unnested(self._matrix(history, since)) for history in live.effects.values()],
             "metrics": {phase: _curves(history, since) for phase, history in live.metrics.items()},
             "distributions": [_distributions(found, since) for found in live.distributions.locations.values()],
-            "bad": {phase: self._not_finite(phase) for phase in live.metrics},
+            "bad": {phase: _not_finite(live, phase) for phase in live.metrics},
             "lanes": numbers,
         }
-
-    def _changed_blocks(self, since: int, numbers: Mapping[str, Any]) -> dict[str, str]:
-        for name, html in render_blocks(self.words(numbers), BLOCKS).items():
-            if name not in self._blocks or self._blocks[name][0] != html:
-                self._blocks[name] = html, self.live.version
-        return {name: html for name, (html, version) in self._blocks.items() if version > since}
 
     def _locations(self, history: StepHistory) -> dict[str, Any]:
         """Return the locations in forward order, and the types of their modules."""
@@ -126,9 +179,6 @@ class LivePage:
         layers = [self.live.places[name][0] for name in history.locations]
         return sorted(range(len(layers)), key=lambda row: ranks.get(layers[row], UNKNOWN_ORDER))
 
-    def _not_finite(self, phase: str) -> dict[str, list[int]]:
-        return {name: steps for (its_phase, name), steps in self.live.not_finite.items() if its_phase == phase}
-
     def _lanes(self) -> dict[str, Any]:
         """Return the steps of interventions and alerts."""
         acted: dict[str, list[StepHistory]] = {}
@@ -136,6 +186,15 @@ class LivePage:
             acted.setdefault(series.hook, []).append(history)
         events = _frame("events", self.live.events)
         return {"acted": [_firings(hook, found) for hook, found in acted.items()], "alerts": alerts(events)}
+
+
+def metric_curves(live: LiveRun) -> dict[str, Any]:
+    """Return the metrics of each phase over steps, in the format of `instrument.report.charts.curves`."""
+    return {phase: {**_curves(history), "bad": _not_finite(live, phase)} for phase, history in live.metrics.items()}
+
+
+def _not_finite(live: LiveRun, phase: str) -> dict[str, list[int]]:
+    return {name: steps for (its_phase, name), steps in live.not_finite.items() if its_phase == phase}
 
 
 def _firings(hook: str, histories: Iterable[StepHistory]) -> dict[str, Any]:

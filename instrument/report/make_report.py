@@ -83,7 +83,14 @@ def make(run: Run | str | Path) -> Report:
 
 
 def render(
-    template: str, words: Mapping[str, Any], numbers: Mapping[str, Any], path: Path, *, live: bool = False
+    template: str,
+    words: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    path: Path | str,
+    *,
+    live: bool = False,
+    takes_changes: bool = False,
+    sweep: str | None = None,
 ) -> str:
     """Return a page.
 
@@ -93,6 +100,8 @@ def render(
         numbers: The data of the charts.
         path: The folder of the run or the sweep.
         live: Whether the page is served and updated while the run is in progress. Default: False.
+        takes_changes: Whether the page has a form that changes the run. Default: False.
+        sweep: The address of the page of the sweep to which the run belongs. Default: no link.
     """
     scripts = (*SCRIPTS, "live", "main") if live else (*SCRIPTS, "main")
     return str(
@@ -101,6 +110,8 @@ def render(
         .render(
             **words,
             live=live,
+            takes_changes=takes_changes,
+            sweep=sweep,
             version=version("instrument"),
             path=str(path),
             style=_markup((TEMPLATES / "style.css").read_text()),
@@ -111,16 +122,17 @@ def render(
     )
 
 
-def render_blocks(words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Return parts of the page of a run as HTML, by name.
+def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return parts of a served page as HTML, by name.
 
     Args:
+        template: The file of the template.
         words: The values of the template.
         names: The names of the blocks of the template.
     """
-    template = _templates().get_template("run.html")
-    context = template.new_context(dict(words))
-    return {name: "".join(template.blocks[name](context)) for name in names}
+    found = _templates().get_template(template)
+    context = found.new_context({**words, "live": True})
+    return {name: "".join(found.blocks[name](context)) for name in names}
 
 
 def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:

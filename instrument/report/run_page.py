@@ -28,6 +28,7 @@ OUTCOMES = {
     "killed": "The run was killed: its last steps may be missing, and it has no coverage table.",
     "running": "The run is in progress: this page shows the data recorded so far.",
     "interrupted": "The run was interrupted.",
+    "deleted": "The folder of the run was deleted: this page shows the data that was read before.",
     "unknown": "run.json cannot be read: this page shows the tables only.",
 }
 PARTS = {
@@ -186,7 +187,10 @@ def _alerts(tables: PageTables) -> list[dict[str, Any]]:
     """Return the problems shown at the top of the page, the most severe ones first."""
     info = tables.info
     found: list[dict[str, Any]] = []
-    if info.get("error") and info["status"] != "interrupted":
+    if info["status"] == "stopped":
+        message = f"The run was stopped before its last step: {info.get('error')}"
+        found.append({"severity": "warning", "rule": "stopped", "message": message, "step": None})
+    elif info.get("error") and info["status"] != "interrupted":
         found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
     elif info["status"] in OUTCOMES:
         found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})

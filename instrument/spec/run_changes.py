@@ -19,6 +19,10 @@ COMMANDS = ("checkpoint", "stop")
 SCALE = "lr_scale"
 SWITCHES = {"enable": True, "disable": False}
 ALLOWED = "hooks.NAME.FIELD=VALUE, enable=NAME, disable=NAME, lr_scale=FACTOR, checkpoint, stop"
+NOT_IN_CUSTOM_LOOPS = {
+    SCALE: "instrument.attach does not change the learning rates: the training loop sets them",
+    "checkpoint": "instrument.attach saves no checkpoints: the training loop saves them",
+}
 
 
 @dataclass(frozen=True)
@@ -48,21 +52,24 @@ class Settings:
         phase: The phase of hooks that set none.
         disabled: The names of disabled hooks.
         lr_scale: The factor of all learning rates.
+        has_custom_loop: Whether the hooks are attached to a custom training loop.
     """
 
     hooks: Mapping[str, Mapping[str, Any]]
     phase: str = "train"
     disabled: frozenset[str] = frozenset()
     lr_scale: float = 1.0
+    has_custom_loop: bool = False
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Settings:
-        """Return the settings of a run, given its composed configuration."""
+        """Return the settings of a run, given the configuration in its run.json."""
         hooks = config.get("hooks") or {}
         if not isinstance(hooks, Mapping):
             hooks = {str(spec.get("name") or f"hooks_{i}"): spec for i, spec in enumerate(hooks) if spec}
         named = {str(name): spec for name, spec in hooks.items() if spec is not None}
-        return cls(named, phase="forward" if config.get("mode") == "forward" else "train")
+        phase = "forward" if config.get("mode") == "forward" else "train"
+        return cls(named, phase=phase, has_custom_loop="train" not in config)
 
     def specs(self, names: Sequence[str]) -> dict[str, HookSpec]:
         """Return the validated specs of some hooks.
@@ -125,6 +132,8 @@ def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
 def _with(text: str, request: Request) -> Request:
     """Return a request with one more change."""
     settings = request.settings
+    if settings.has_custom_loop and (problem := NOT_IN_CUSTOM_LOOPS.get(text.partition("=")[0])):
+        raise ConfigError(Problem(text, problem))
     if text in COMMANDS:
         return replace(request, commands=[*request.commands, text])
     key, equals, written = text.partition("=")
@@ -162,6 +171,9 @@ def _with_field(key: str, value: Any, request: Request) -> Request:
         message = "this field cannot change while the run is in progress"
         raise ConfigError(Problem(key, message, allowed=allowed, similar=similar))
     (changed,) = fields
+    if changed == "factor" and _length(value) != _length(spec[changed]):
+        message = "must have as many factors as before" if _length(spec[changed]) else "cannot become a list"
+        raise ConfigError(Problem(key, message, value, allowed=_text(spec[changed])))
     new = {**spec, changed: value}
     if value is None:
         del new[changed]
@@ -180,6 +192,11 @@ def _bounds(spec: Mapping[str, Any]) -> list[str]:
     names = FIELDS_OF_ACTIONS.get(str(spec.get("action")), ())
     found = {name for name in names if spec.get(name) is not None}
     return [name for name in names if name in found or (name in ("min", "max") and found & {"min", "max"})]
+
+
+def _length(factor: Any) -> int:
+    """Return the number of factors in a list, which the size of a tensor determines; 0 if it is no list."""
+    return len(factor) if isinstance(factor, Sequence) and not isinstance(factor, str) else 0
 
 
 def _known_hook(name: str, where: str, settings: Settings) -> str:

@@ -46,10 +46,12 @@ class Result:
     Attributes:
         folder: The folder of the run.
         metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
+        stopped: Why the run was stopped; None if the run is complete.
     """
 
     folder: Path
     metrics: Mapping[str, float | None]
+    stopped: str | None = None
 
 
 def run(
@@ -91,7 +93,10 @@ def run(
     training: _Training | None = None
     with copy:
         with (
-            run_folder.recording(has_started=lambda: training is not None and training.has_started),
+            run_folder.recording(
+                has_started=lambda: training is not None and training.has_started,
+                stop_reason=lambda: None if training is None else training.probe.stop_reason,
+            ),
             stop_together(processes, folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
@@ -119,14 +124,14 @@ def run(
         if processes is not None:
             processes.close()
             if not processes.is_rank_zero:
-                return Result(folder, metrics)
+                return Result(folder, metrics, training.probe.stop_reason)
         if failure is None:
             readable = copy.readable_folder()
             page = report.make(readable).save(folder / report.FILE) if config.report else None
-            terminal.end(experiment, readable, metrics, page)
+            terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
-    return Result(folder, metrics)
+    return Result(folder, metrics, training.probe.stop_reason)
 
 
 def _open_folder(
@@ -223,7 +228,9 @@ class _Training:
         )
         if self.state is not None:
             restore(self.state, experiment, self.probe)
-        self.control = Control(folder, raw, experiment, self.probe)
+        self.control = Control(
+            folder, raw, self.probe, lr_scale=experiment.lr_scale, processes=experiment.strategy.processes
+        )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Run to the last step.
@@ -290,16 +297,11 @@ class _Training:
         return {sink.name: sink}
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
-        """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested.
-
-        Raises:
-            KeyboardInterrupt: It was requested to stop the run.
-        """
+        """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
-        commands = self.control.end_step()
+        saves = self.control.end_step()
+        is_last = self.probe.should_stop and self.checkpoints.every > 0
         is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
-        if is_scheduled or "checkpoint" in commands or ("stop" in commands and self.checkpoints.every):
+        if is_scheduled or is_last or saves:
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)
-        if "stop" in commands:
-            raise KeyboardInterrupt(f"stopped after {self.probe.step} steps by python -m instrument.control")

@@ -179,7 +179,12 @@ class Terminal:
         return True
 
     def end(
-        self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None], report: Path | None = None
+        self,
+        experiment: Experiment,
+        folder: Path,
+        metrics: Mapping[str, float | None],
+        report: Path | None = None,
+        stop_reason: str | None = None,
     ) -> None:
         """Show the summary: recorded data, findings, warnings, files and next commands.
 
@@ -188,6 +193,7 @@ class Terminal:
             folder: The folder of the run.
             metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
             report: The file of the report. Default: None; the command that creates it is shown instead.
+            stop_reason: Why the run was stopped. Default: None, the run is complete.
         """
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())
@@ -216,6 +222,8 @@ class Terminal:
                     self.console.print()
         for message in new_messages:
             self._warn_at_once(message)
+        if stop_reason is not None:
+            self.console.print(f"[bold yellow]stopped[/]     {escape(stop_reason)}", soft_wrap=True)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
             if evaluation:  # A task without a loss has no metrics.

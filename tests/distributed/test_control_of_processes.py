@@ -19,7 +19,7 @@ def test_all_processes_follow_rank_zero(tmp_path: Path) -> None:
         processes=2,
     )
     run = instrument.load(tmp_path / "out")
-    assert run.info["status"] == "interrupted", done.stderr
+    assert run.info["status"] == "stopped", done.stderr
     assert list((tmp_path / "out" / "checkpoints").glob("step-*.pt"))
     steps = run.stats[run.stats["hook"] == "seen"].groupby("rank")["step"].unique().map(sorted)
     assert steps[0] == steps[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from report_fixtures import EVERYTHING
+from run_folders import write_run
 from torch import nn
 
 import instrument
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
 from instrument.compact import main as compact
-from instrument.live.live_run import LiveRun
+from instrument.live.live_run import MOST_EVENTS, LiveRun
 from instrument.sinks import parquet
 from instrument.sinks.remote_folder import folder_at
 
@@ -113,6 +115,67 @@ def test_removed_rows_restart_the_state(watched: tuple[Path, LiveRun, list[int]]
     live.refresh()
     steps = {history.last_step for history in live.series.values()}
     assert steps == {int(instrument.load(copy).stats["step"].max())} != {STEPS - 1}
+
+
+def test_replaced_file_restarts_the_state(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(watched[0], copy)
+    stats = NewRows(copy, "stats", ["step"])
+    list(stats.read(float("inf")))
+    first, *_, last = sorted((copy / "stats").iterdir())
+    shutil.copy(first, last)  # as a resumed run does: another file with the number of a removed one
+    with pytest.raises(RowsRemovedError):
+        list(stats.read(float("inf")))
+
+
+def test_resumed_or_new_run_restarts_the_state(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(watched[0], copy)
+    live = LiveRun(copy)
+    live.refresh()
+    record = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**record, "resumed": [{"at": "now"}]}))
+    version = live.version
+    assert live.refresh()
+    assert live.order_version > version  # the page is drawn again
+    assert live.step == STEPS
+    assert live.event_count == len(instrument.load(copy).events)
+
+
+def test_deleted_run_keeps_what_was_read(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(watched[0], copy)
+    live = LiveRun(copy)
+    live.refresh()
+    shutil.move(copy, tmp_path / "moved")
+    assert live.refresh()
+    assert (live.info["status"], live.step, live.is_running) == ("deleted", STEPS, False)
+    assert not live.refresh()
+    shutil.move(tmp_path / "moved", copy)
+    assert live.refresh()
+    assert live.info["status"] == "done"
+
+
+def test_unreadable_folder_is_reported(
+    watched: tuple[Path, LiveRun, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = LiveRun(watched[0])
+    with monkeypatch.context() as patched:
+        patched.setattr("instrument.analysis.new_rows.part_files", no_answer)
+        assert live.refresh()
+    assert live.problems == ["no answer"]
+    assert live.refresh()
+    assert live.problems == []
+
+
+def test_errors_are_shown_after_many_other_events(tmp_path: Path) -> None:
+    events = [{"rule": "remote", "message": f"message {i}", "severity": "info"} for i in range(MOST_EVENTS + 5)]
+    events.append({"rule": "error", "message": "failed", "severity": "error"})
+    live = LiveRun(write_run(tmp_path / "run", rows={"events": events}))
+    live.refresh()
+    assert len(live.events) == MOST_EVENTS + 1
+    assert live.events[-1]["message"] == "failed"
+    assert live.event_count == MOST_EVENTS + 6
 
 
 def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
+def serving(folder: Path, **options: Any) -> Iterator[str]:
     """Serve the page of a run, which is refreshed without pauses, and yield its address."""
-    server = LiveServer(LiveRun(folder), lambda seconds: 0.02, opening_seconds=10, reading_seconds=10)
+    server = LiveServer(folder, lambda seconds: 0.02, opening_seconds=10, reading_seconds=10, **options)
     addresses: list[str] = []
     thread = Thread(target=lambda: server.serve(0, addresses.append))
     thread.start()
@@ -79,12 +79,12 @@ def address(training: Training) -> Iterator[str]:
         yield address
 
 
-def answer(address: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
+def answer(address: str, method: str = "GET", body: str | None = None, **headers: str) -> tuple[int, str, str]:
     """Return status, content type and the first line of the body of a page."""
     split = urlsplit(address)
     connection = http.client.HTTPConnection(split.hostname or "", split.port or 0, timeout=TIMEOUT)
     try:
-        connection.request(method, f"{split.path}?{split.query}", headers=headers)
+        connection.request(method, f"{split.path}?{split.query}", body, headers)
         found = connection.getresponse()
         return found.status, found.headers["content-type"], found.readline().decode()
     finally:
@@ -105,6 +105,9 @@ def test_only_the_printed_address_is_answered(address: str) -> None:
     assert answer(f"{start}changes?since=0")[0] == 403
     assert answer(f"{changes}&since=0", Origin="http://example.org")[0] == 403
     assert answer(changes)[0] == answer(f"{changes}&since=x")[0] == 400
+    assert (
+        answer(f"{start}control?token={token}", "POST", Origin=start.removesuffix("/"))[0] == 404
+    )  # without --control
     assert answer(f"{changes}&since=0")[:2] == (200, "text/event-stream; charset=utf-8")
 
 
@@ -121,11 +124,17 @@ def steps_of(page: Page, chart: str) -> int:
     return steps
 
 
-def test_values_change_without_a_reload(training: Training, address: str, browser: Browser) -> None:
-    page = new_page(browser, viewport={"width": 1400, "height": 900})
+def errors_of(page: Page) -> list[str]:
+    """Return a list to which the messages of the console and the errors of a page are added."""
     errors: list[str] = []
     page.on("console", lambda message: errors.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: errors.append(str(error)))
+    return errors
+
+
+def test_values_change_without_a_reload(training: Training, address: str, browser: Browser) -> None:
+    page = new_page(browser, viewport={"width": 1400, "height": 900})
+    errors = errors_of(page)
     requests: list[str] = []
     page.on("request", lambda request: requests.append(urlsplit(request.url).path))
     page.goto(address)
@@ -203,11 +212,90 @@ def test_changes_contain_only_new_groups_of_steps(tmp_path: Path) -> None:
     training.attached.close()
 
 
-def test_page_of_a_sweep_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(2):
-        write_run(tmp_path / str(number))
-    assert watch.main([str(tmp_path), "--web"]) == 2
-    assert "--web: the folder contains several runs" in capsys.readouterr().err
+def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> None:
+    training = Training(tmp_path / "sweep" / "0")
+    training.step(2)
+    with serving(tmp_path, sweep=str(tmp_path / "sweep")) as address:
+        page = new_page(browser, viewport={"width": 1400, "height": 900})
+        errors = errors_of(page)
+        page.goto(address)
+        page.wait_for_selector("html[data-drawn=yes]")
+        assert page.inner_text("#runs tbody tr td:nth-child(3)") == "2"
+        rows = [{"step": step, "loss": 1.0 / (step + 1)} for step in range(4)]
+        overrides, metrics = {"optimizer.lr": 0.1}, {"loss": 0.25}
+        write_run(tmp_path / "sweep" / "1", overrides=overrides, used={"metrics": metrics}, rows={"metrics": rows})
+        training.step(3)
+        wait_until(lambda: [len(trace["x"]) for trace in traces(page, "training-chart")] == [5, 4])
+        assert page.locator("#runs tbody tr").count() == 2
+        assert [trace["y"] for trace in traces(page, "against-chart")][-1] == [0.25]
+        page.click("#runs tbody tr:first-child a")
+        page.wait_for_selector("html[data-drawn=yes]")
+        wait_until(lambda: steps_of(page, "heatmap-chart") == 5)
+        training.step(1)
+        wait_until(lambda: steps_of(page, "heatmap-chart") == 6)
+        page.click("text=All runs of the sweep")
+        page.wait_for_selector("#runs")
+        assert answer(f"{address}&run=7")[0] == 404
+        assert errors == []
+        page.close()
+    training.attached.close()
+
+
+def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    training.step(1)
+    with serving(training.folder, takes_changes=True) as address:
+        url = address.replace("/?", "/control?")
+        origin = address.partition("/?")[0]
+        json_type = {"Content-Type": "application/json"}
+        assert answer(url, "POST", **json_type)[0] == answer(url, "POST", Origin=origin)[0] == 403
+        assert answer(url, "POST", Origin="http://example.org", **json_type)[0] == 403
+        assert answer(url.partition("?")[0], "POST", Origin=origin, **json_type)[0] == 403
+        assert answer(url, "GET", Origin=origin)[0] == 405
+        assert answer(url, "POST", Origin=origin, **json_type)[0] == 400
+        large = '"' + "x" * 70_000 + '"'
+        assert answer(url, "POST", large, Origin=origin, **json_type)[0] == 413
+        page = new_page(browser, viewport={"width": 1400, "height": 900})
+        page.goto(address)
+        page.wait_for_selector("html[data-drawn=yes]")
+        page.fill("#changes", "hooks.acts.ever=2")
+        page.click("#change [type=submit]")
+        page.wait_for_selector("output.bad")
+        assert "this field cannot change" in page.inner_text("#changed")
+        page.fill("#changes", "hooks.acts.every=2 disable=spread")
+        page.click("#change [type=submit]")
+        wait_until(lambda: list((training.folder / "control").glob("*.json")))
+        training.step(1)
+        page.wait_for_selector("output:not(.bad):has-text('after 2 steps')")
+        assert "hooks.acts.every: not set -> 2\nafter 2 steps  hooks.spread: enabled -> disabled" in page.inner_text(
+            "#changed"
+        )
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click("#change [value=stop]")
+        wait_until(lambda: list((training.folder / "control").glob("*.json")))
+        training.step(1)
+        assert training.probe.should_stop
+        page.close()
+        training.attached.close()
+    assert instrument.load(training.folder).info["status"] == "stopped"
+
+
+def test_failed_refresh_ends_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run")
+    server = LiveServer(tmp_path / "run", lambda seconds: 0.02, opening_seconds=1, reading_seconds=1)
+    monkeypatch.setattr(server.page, "refresh", lambda seconds: 1 / 0)
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.serve(0, lambda address: None)
+        except ZeroDivisionError as error:
+            failures.append(error)
+
+    thread = Thread(target=serve)  # the main thread may have an event loop
+    thread.start()
+    thread.join(TIMEOUT)
+    assert len(failures) == 1
 
 
 def test_missing_package_is_named(

@@ -124,7 +124,7 @@ def test_sweep_is_a_table_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [line.split()[:2] for line in lines[1:4]] == [["2", "running"], ["1", "failed"], ["0", "done"]]
     assert "optimizer.lr=0.1 " in lines[3]
     assert lines[3].split()[3:] == ["4", "of", "9", "█▃▁▁", "0.5", "0.75"]
-    assert lines[-1] == "3 jobs: 1 done, 1 running, 1 failed"
+    assert lines[-1] == "3 jobs: 1 done, 1 failed, 1 running"
     lock.release()
     assert watch.main([str(tmp_path / "sweep")]) == 1
     assert "killed" in capsys.readouterr().out

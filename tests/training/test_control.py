@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import Answer, run_in
 from run_folders import write_run
+from torch import nn
 from waiting import wait_until
 
 import instrument
 from instrument import ConfigError, control
 from instrument.actions.base import Context
-from instrument.folders import control_folder
+from instrument.folders import control_folder, control_request
 from instrument.folders.control_folder import ControlFolder, MessageError, send
 from instrument.sinks.lock import FolderLock
 from instrument.spec.run_changes import Change, Settings, parse_changes
@@ -116,10 +118,10 @@ def test_resumed_run_repeats_the_changes(folders: tuple[Path, Path]) -> None:
 def test_stop_saves_a_checkpoint_and_ends_the_run(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "test_control", sys.modules[__name__])
     monkeypatch.setattr(sys.modules[__name__], "MESSAGES", {2: [["lr_scale=0.1", "checkpoint"]], 5: [["stop"]]})
-    assert cli(*RUN).code == 130
+    assert cli(*RUN).code == 3
     run = instrument.load("out")
-    assert run.info["status"] == "interrupted"
-    assert "stopped after 6 steps by python -m instrument.control" in run.info["error"]
+    assert run.info["status"] == "stopped"
+    assert run.info["error"] == "python -m instrument.control stopped the run after 6 steps"
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000006.pt"]
     assert cli("resume=out").code == 0
     assert instrument.load("out").metrics["lr"].dropna().tolist() == pytest.approx([0.1] * 3 + [0.01] * 7)
@@ -174,15 +176,15 @@ def test_only_a_run_in_progress_is_changed(tmp_path: Path, running: Path, capsys
     assert "is not in progress: its status is done" in capsys.readouterr().err
     assert control.main([str(tmp_path / "none"), "stop"]) == 2
     record = json.loads((running / "run.json").read_text())
-    (running / "run.json").write_text(json.dumps({**record, "config": {"hooks": {}}}))
+    (running / "run.json").write_text(json.dumps({**record, "config": {"hooks": {}}, "ranks": 2}))
     assert control.main([str(running), "stop"]) == 2
-    assert "started with instrument.attach" in capsys.readouterr().err
+    assert "a custom training loop with several processes" in capsys.readouterr().err
 
 
 def test_message_is_withdrawn_if_the_run_ends(
     running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(control, "is_locked", lambda folder: False)
+    monkeypatch.setattr(control_request, "is_locked", lambda folder: False)
     assert control.main([str(running), "stop"]) == 1
     assert "the run ended before it read the message" in capsys.readouterr().err
     assert list((running / "control").iterdir()) == []
@@ -205,6 +207,7 @@ def test_malformed_messages_are_refused(content: bytes, problem: str, tmp_path: 
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "1.json").write_bytes(content)
     folder = ControlFolder(tmp_path)
+    (tmp_path / "control").chmod(0o700)
     (message,) = folder.messages()
     with pytest.raises(MessageError, match=problem):
         folder.read(message)
@@ -227,6 +230,100 @@ def test_messages_of_other_users_and_links_are_refused(tmp_path: Path, monkeypat
         folder.read(message)
 
 
+def test_folder_that_others_can_write_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = ControlFolder(tmp_path)
+    message = send(tmp_path, ["stop"])
+    for mode in (0o720, 0o702):
+        folder.folder.chmod(mode)
+        with pytest.raises(MessageError, match="only the user of the run can write"):
+            folder.messages()
+    folder.folder.chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "geteuid", lambda: -1)
+        with pytest.raises(MessageError, match="only the user of the run can write"):
+            folder.messages()
+    assert folder.messages() == [message]
+    folder.folder.rename(tmp_path / "other")
+    folder.folder.symlink_to(tmp_path / "other")
+    with pytest.raises(MessageError, match="only the user of the run can write"):
+        folder.messages()
+
+
+RECORD = {"layers": "**", "kind": "forward", "action": "record"}
+
+
+@pytest.fixture
+def probe(tmp_path: Path) -> Iterator[instrument.AttachedProbe]:
+    with instrument.attach(nn.Linear(2, 2), {"acts": {**RECORD, "every": 5}}, out=tmp_path / "run") as probe:
+        yield probe
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_problems_with_messages_do_not_end_the_run(
+    probe: instrument.AttachedProbe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    (run / "control").mkdir()
+    (run / "control").chmod(0o777)
+    for _ in range(3):
+        probe.end_step()
+    (run / "control").chmod(0o700)
+    withdrawn = send(run, ["stop"])
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlFolder, "messages", lambda folder: [withdrawn])
+        withdrawn.unlink()
+        probe.end_step()
+    for refused in (["lr_scale=0.5"], ["checkpoint"], ["hooks.acts.every=x"]):
+        send(run, refused)
+    probe.end_step()
+    (run / "control" / control_folder.LOG).mkdir()
+    unlogged = send(run, ["disable=acts"])
+    probe.end_step()
+    problem = json.loads(unlogged.with_suffix(".done").read_text())["problem"]
+    assert "Is a directory" in problem
+    with monkeypatch.context() as patched:
+        patched.setattr(ControlFolder, "answer", lambda *arguments: Path("/proc/none/file").read_bytes())
+        send(run, ["stop"])
+        probe.end_step()
+    probe.end_step()
+    events = probe.events[probe.events["rule"] == "control"]
+    assert [
+        (step, message.partition(":")[0]) for step, message in zip(events["step"], events["message"], strict=True)
+    ] == [
+        (1, "messages are not read"),
+        *[(5, "a message was refused")] * 3,
+        (6, "a message was refused"),
+        (7, "no more messages are read, since one cannot be answered"),
+        (7, "stop"),
+    ]
+    assert "the training loop sets them" in events["message"].iloc[1]
+    assert "the training loop saves them" in events["message"].iloc[2]
+    assert probe.stop_reason == "python -m instrument.control stopped the run after 7 steps"
+
+
+def test_custom_loop_is_changed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    hooks = {
+        "acts": {**RECORD, "every": 5},
+        "tame": {"layers": "**", "kind": "forward", "action": "clip", "value": 9.0},
+    }
+    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
+        for step in range(10):
+            if step == 3:
+                send(tmp_path / "run", ["hooks.acts.every=1", "hooks.tame.value=0.001"])
+            if step == 6:
+                send(tmp_path / "run", ["stop"])
+            output = model(torch.ones(1, 2))
+            assert (output.abs().max() < 0.0011) == (step > 3)
+            probe.end_step(loss=output.sum())
+            if probe.should_stop:
+                break
+    run = instrument.load(tmp_path / "run")
+    assert sorted(run.stats["step"].unique()) == [0, 4, 5, 6]
+    assert run.info["status"] == "stopped"
+    assert probe.coverage()[0]["fired"] == 4
+
+
 def test_message_after_a_listing_is_found(tmp_path: Path) -> None:
     folder = ControlFolder(tmp_path)
     assert list(folder.messages()) == []
@@ -238,12 +335,15 @@ def test_message_after_a_listing_is_found(tmp_path: Path) -> None:
 
 SETTINGS = Settings.of(
     {
+        "train": {},
         "hooks": {
             "acts": {"layers": "*", "kind": "forward", "action": "record", "every": 5},
             "tame": {"layers": "*", "kind": "parameter_grad", "action": "clip", "norm": 1.0},
+            "each": {"layers": "*", "kind": "forward", "action": "scale", "factor": [0.5, 2.0]},
+            "one": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
             "bound": {"layers": "*", "kind": "forward", "action": "clip", "min": 0.0},
             "removed": None,
-        }
+        },
     }
 )
 
@@ -268,6 +368,10 @@ def test_changes_of_one_message_are_validated_together() -> None:
         ("hooks.tame.value=1", "hooks.tame.value: this field cannot change"),
         ("hooks.tame.norm=-1", "hooks.tame.norm"),
         ("hooks.bound.max=-1", r"min \(0.0\) is above max"),
+        ("hooks.each.factor=[1, 2, 3]", "must have as many factors as before"),
+        ("hooks.each.factor=1", "must have as many factors as before"),
+        ("hooks.one.factor=[1, 2]", "cannot become a list"),
+        ("hooks.one.factor=null", "hooks.one"),
         ("hooks.removed.every=1", "the run has no such hook"),
         ("hooks.acts", "unknown change"),
         ("enable=tme", "similar  tame"),
@@ -296,3 +400,8 @@ def test_incomplete_line_of_the_log_is_ignored(tmp_path: Path) -> None:
         log.write('{"step": 5, "cha')
     recorded: list[Any] = folder.recorded()
     assert recorded == [(2, ["stop"]), (4, ["lr_scale=0.5"])]
+    folder.record(6, ["lr_scale=1"])  # by the resumed run
+    assert folder.recorded() == [*recorded, (6, ["lr_scale=1"])]
+    with (folder.folder / control_folder.LOG).open("a") as log:
+        log.write('{"step": null, "changes": []}\n{"step": 1}\n[]\n')
+    assert len(folder.recorded()) == 3

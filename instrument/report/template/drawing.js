@@ -195,7 +195,8 @@ function setText(id, text) {
 }
 
 function hide(id) {
-  document.getElementById(id).hidden = true;
+  const part = document.getElementById(id);
+  if (part) part.hidden = true;
   document.querySelector(`nav a[href="#${id}"]`)?.closest("li").remove();
 }
 

@@ -25,6 +25,10 @@ function update(report, changes) {
     const { colours, ...numbers } = changes.whole; // the colors of the page are unchanged
     Object.assign(report, numbers);
     rebuild(report);
+  } else if (changes.curves) { // of a sweep
+    report.runs = changes.runs;
+    for (const [run, curves] of Object.entries(changes.curves)) report.curves[run] = curves;
+    redraws.forEach((draw) => draw());
   } else {
     changes.series.forEach((one, i) => mergeGroups(report.series[i], one, Object.keys(one.statistics).map((name) => [report.series[i].statistics[name], one.statistics[name]])));
     changes.effects.forEach((one, i) => mergeGroups(report.effects[i], one, ["norm_before", "norm_after", "changed_fraction"].filter((name) => one[name]).map((name) => [report.effects[i][name], one[name]])));
@@ -79,3 +83,25 @@ function rebuild(report) {
   }
   scrollTo({ top: position, behavior: "instant" });
 }
+
+/** Send changes to the run, and show what it answers. */
+async function change(text) {
+  setText("changed", "The run makes the change when its current step ends.");
+  const headers = { "content-type": "application/json" };
+  try {
+    const response = await fetch(`control${location.search}`, { method: "POST", headers, body: JSON.stringify(text) });
+    setText("changed", await response.text());
+    document.getElementById("changed").className = `mono ${response.ok ? "" : "bad"}`;
+  } catch {
+    setText("changed", "The connection is lost.");
+  }
+}
+
+const form = document.getElementById("change");
+form?.addEventListener("submit", (event) => {
+  event.preventDefault();
+  change(document.getElementById("changes").value);
+});
+form?.querySelectorAll("[value]").forEach((button) => button.addEventListener("click", () => {
+  if (button.value !== "stop" || confirm("Stop the run?")) change(button.value);
+}));
