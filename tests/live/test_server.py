@@ -21,6 +21,7 @@ from waiting import TIMEOUT, wait_until
 
 import instrument
 from instrument import watch
+from instrument.live import step_history
 from instrument.live.live_run import LiveRun
 from instrument.live.page_data import LivePage
 from instrument.live.server import LiveServer
@@ -209,6 +210,31 @@ def test_changes_contain_only_new_groups_of_steps(tmp_path: Path) -> None:
     assert set(changes["html"]) == {"summary"}
     assert not live.refresh()
     assert page.changes(live.version)["html"] == {}
+    training.attached.close()
+
+
+@pytest.mark.slow
+def test_memory_of_the_page_is_flat(tmp_path: Path, browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour of steps, one per second, is simulated: the page shows groups of steps."""
+    monkeypatch.setattr(step_history, "MOST", 64)
+    training = Training(tmp_path / "run")
+    training.step(1)
+    with serving(training.folder) as address:
+        page = new_page(browser)
+        session = page.context.new_cdp_session(page)
+        page.goto(address)
+        page.wait_for_selector("html[data-drawn=yes]")
+        last_step = "document.getElementById('training-chart').data?.[0].x.at(-1) ?? -1"
+        sizes = []
+        for _ in range(12):
+            training.step(300)
+            first = training.probe.step - 65  # of the last group of steps, or later
+            wait_until(lambda first=first: page.evaluate(last_step) > first)
+            session.send("HeapProfiler.collectGarbage")
+            sizes.append(session.send("Runtime.getHeapUsage")["usedSize"])
+        assert steps_of(page, "training-chart") <= 64
+        assert max(sizes[6:]) < 1.3 * max(sizes[3:6])
+        page.close()
     training.attached.close()
 
 
