@@ -169,6 +169,14 @@ class ControlFolder:
                     entry = "\n" + entry
             log.write(entry.encode())
 
+    def remove_log(self) -> None:
+        """Remove the log of an earlier run in the same folder.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        (self.folder / LOG).unlink(missing_ok=True)
+
     def recorded(self) -> list[tuple[int, list[str]]]:
         """Return the logged changes with the number of completed steps, in the order of the steps.
 

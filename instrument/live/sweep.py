@@ -111,7 +111,9 @@ class LiveSweep:
             if time.monotonic() > until:
                 self.is_complete = False
                 break
-            live = self._runs.setdefault(job.folder, LiveRun(job.folder, tables=("metrics",)))
+            if job.folder not in self._runs:
+                self._runs[job.folder] = LiveRun(job.folder, tables=("metrics",))
+            live = self._runs[job.folder]
             if live.refresh() or job.folder not in self.views:
                 self.views[job.folder] = self._view(live)
                 changed = True

@@ -44,9 +44,12 @@ class Control:
         self._folder = ControlFolder(folder)
         self._reported: set[str] = set()
         self._is_closed = False  # whether messages are not read any more
-        self._logged = self._folder.recorded()
+        is_resumed = probe.step > 0
+        self._logged = self._folder.recorded() if is_resumed else []
         if self._is_rank_zero:
             with suppress(MessageError, OSError):  # reported at the end of the first step
+                if not is_resumed:
+                    self._folder.remove_log()
                 for message in self._folder.messages():
                     self._folder.answer(message, Answer(probe.step, problem=SENT_TOO_EARLY))
         while self._logged and self._logged[0][0] <= probe.step:

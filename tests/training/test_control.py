@@ -301,6 +301,18 @@ def test_problems_with_messages_do_not_end_the_run(
     assert probe.stop_reason == "python -m instrument.control stopped the run after 7 steps"
 
 
+def test_log_of_an_earlier_run_is_removed(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "control" / control_folder.LOG
+    log.parent.mkdir(parents=True)
+    log.write_text('{"step": 1, "changes": ["disable=acts"]}\n')
+    model = nn.Linear(2, 2)
+    with instrument.attach(model, {"acts": RECORD}, out=tmp_path / "run") as probe:
+        for _ in range(3):
+            probe.end_step(loss=model(torch.ones(1, 2)).sum())
+        assert not log.exists()
+        assert len(probe.stats) == 3
+
+
 def test_custom_loop_is_changed(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     hooks = {
