@@ -134,7 +134,7 @@ class LiveServer:
         Raises:
             OSError: The port is not available.
             KeyboardInterrupt: The process was interrupted.
-            Exception: The pages cannot be updated any more.
+            InstrumentError: The pages cannot be updated any more.
         """
         import uvicorn
 
@@ -147,6 +147,8 @@ class LiveServer:
             self._server = uvicorn.Server(config)
             on_start(f"http://{ADDRESS}:{listener.getsockname()[1]}{self._address()}")
             self._server.run(sockets=[listener])
+        if isinstance(self._failure, OSError):
+            raise InstrumentError(f"the page cannot be updated any more: {self._failure}") from self._failure
         if self._failure is not None:
             raise self._failure
 
@@ -280,8 +282,10 @@ class LiveServer:
                 return PlainTextResponse(f"more than {MOST_BYTES:,} bytes", 413, headers=HEADERS)
         try:
             text = json.loads(content)
+            if not isinstance(text, str):
+                raise ValueError("they are no JSON string")
             changes = shlex.split(text)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             return PlainTextResponse(f"the changes cannot be read: {error}", 400, headers=HEADERS)
         page = await asyncio.to_thread(self._locked_page, request.query_params.get("run", ""))
         if not isinstance(page, LivePage):

@@ -278,7 +278,8 @@ def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
         assert answer(url, "POST", Origin="http://example.org", **json_type)[0] == 403
         assert answer(url.partition("?")[0], "POST", Origin=origin, **json_type)[0] == 403
         assert answer(url, "GET", Origin=origin)[0] == 405
-        assert answer(url, "POST", Origin=origin, **json_type)[0] == 400
+        for unreadable in (None, "null", "[1]", '"\\"a"'):
+            assert answer(url, "POST", unreadable, Origin=origin, **json_type)[0] == 400
         large = '"' + "x" * 70_000 + '"'
         assert answer(url, "POST", large, Origin=origin, **json_type)[0] == 413
         page = new_page(browser, viewport={"width": 1400, "height": 900})
