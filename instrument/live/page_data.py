@@ -89,8 +89,9 @@ class LivePage:
     def html(self) -> str:
         """Return the complete page."""
         numbers = self.numbers()
-        words, options = self.words(numbers), {"live": True, "takes_changes": self._takes_changes}
-        return render("run.html", words, numbers, self.folder, **options, sweep=self._sweep)
+        changes = self._takes_changes
+        words = self.words(numbers)
+        return render("run.html", words, numbers, self.folder, live=True, takes_changes=changes, sweep=self._sweep)
 
     def words(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of the template of a report."""
