@@ -160,7 +160,7 @@ class LiveRun:
             Whether anything changed.
         """
         if self._is_deleted():
-            changed = self.info["status"] != DELETED
+            changed = bool(self.info["status"] != DELETED)
             self.info = {**self.info, "status": DELETED}
             self.version += changed
             return changed
