@@ -30,7 +30,9 @@ from measure import machine
 from torch import nn
 
 import instrument
+from instrument.spec.spec_file import default_rules
 
+RULES = default_rules()
 HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu")
 EVALUATE_EVERY = 20
 DEVELOPMENT_SEEDS, REPORTED_SEEDS = range(3), range(100, 103)
