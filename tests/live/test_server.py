@@ -238,6 +238,7 @@ def test_memory_of_the_page_is_flat(tmp_path: Path, browser: Browser, monkeypatc
     training.attached.close()
 
 
+@pytest.mark.slow
 def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> None:
     training = Training(tmp_path / "sweep" / "0")
     training.step(2)
