@@ -11,6 +11,8 @@ from pathlib import Path
 import yaml
 from conftest import REPOSITORY, Answer
 
+from instrument.convert import main as convert
+
 DOCS = REPOSITORY / "docs"
 PAGES = [
     *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
@@ -48,3 +50,5 @@ def run_blocks(page: Path, cli: Callable[..., Answer], folder: Path, done: Colle
                 if arguments not in (line, *done):
                     answer = cli(*shlex.split(arguments, comments=True))
                     assert answer.code == 0, (line, answer.err)
+                elif line.startswith("python -m instrument.convert "):
+                    assert convert(shlex.split(line)[3:]) == 0
