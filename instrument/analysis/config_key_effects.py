@@ -61,7 +61,7 @@ def effects_of(
     for i, name in enumerate(others):
         frame.insert(2 + i, name, _cells([match.by[i] for match in rows]))
     p_adjusted = adjusted(frame["p_value"].to_numpy())
-    after = frame.columns.get_loc("p_value") + 1
+    after = list(frame.columns).index("p_value") + 1
     frame.insert(after, "p_adjusted", p_adjusted)
     frame.insert(after + 1, "survives", p_adjusted < 1 - confidence)
     frame.attrs = {
