@@ -46,7 +46,7 @@ def step_rows(
             column,
             metrics_by_step.get((step, phase)),
             np.array(targets[step, phase], np.float64) if (step, phase) in targets else None,
-            numbers,
+            numbers=numbers,
             has_others=stats is not None and stats.has_others,
         )
 

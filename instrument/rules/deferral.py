@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,12 +43,12 @@ class DeferredSteps:
     def __init__(self, rules: Mapping[str, Rule]) -> None:
         self.immediate = rules
         self._rules = rules
-        self._steps: list[StepRows] = []
+        self._steps: list[FloatArray] = []  # the numbers of the deferred steps
         self._rows = 0  # of all deferred steps
         self._latest: StepRows | None = None  # the last step with rows that all rules have read
         self._is_repeated = False  # whether the one before it had the same layout
         self._layout: Layout | None = None  # of the steps that can be deferred; None if there are none
-        self._waiting: list[tuple[LocatedRule, Chosen]] = []
+        self._waiting: list[tuple[LocatedRule[Any], Chosen]] = []
         self._low = self._high = np.empty((0, 0))  # [rows, statistics of the kernel]
         self._others: list[_ColumnBounds] = []
 
@@ -60,17 +60,19 @@ class DeferredSteps:
         if rows.phase not in STEP_PHASES or (loss is not None and not math.isfinite(loss)):
             return False
         if len(rows):
-            if rows.layout is not self._layout or not self._is_within_bounds(rows):
+            if (
+                rows.layout is not self._layout
+                or rows.numbers is None
+                or not self._is_within_bounds(rows, rows.numbers)
+            ):
                 return False
             rows.has_non_finite = False
-            if self._waiting:
-                self._steps.append(rows)
-                self._rows += len(rows)
+            self._steps.append(rows.numbers)
+            self._rows += len(rows)
         return True
 
-    def _is_within_bounds(self, rows: StepRows) -> bool:
-        numbers = rows.numbers
-        if numbers is None or (numbers > self._high).any() or (numbers < self._low).any():
+    def _is_within_bounds(self, rows: StepRows, numbers: FloatArray) -> bool:
+        if (numbers > self._high).any() or (numbers < self._low).any():
             return False
         return not rows.has_others or all(
             _within(rows.counts(each.statistic)[each.rows], each.low, each.high) for each in self._others
@@ -106,12 +108,12 @@ class DeferredSteps:
         self._high[:] = np.inf
         self._high[:, _COUNTS] = 0
         for name, rule in self._rules.items():
-            if not isinstance(rule, LocatedRule):
-                self.immediate[name] = rule
-            elif (chosen := rule.choose(latest.layout)) is not None and not self._defer(rule, latest, chosen):
+            if not isinstance(rule, LocatedRule) or (
+                (chosen := rule.choose(latest.layout)) is not None and not self._defer(rule, latest, chosen)
+            ):
                 self.immediate[name] = rule
 
-    def _defer(self, rule: LocatedRule, rows: StepRows, chosen: Chosen) -> bool:
+    def _defer(self, rule: LocatedRule[Any], rows: StepRows, chosen: Chosen) -> bool:
         """Add the bounds of a rule. Return false if it has to read each step."""
         assert rows.numbers is not None
         bounds = rule.quiet_bounds(rows, chosen)
@@ -136,5 +138,3 @@ class DeferredSteps:
 def _within(values: FloatArray, low: FloatArray, high: FloatArray) -> bool:
     """Return whether no value is outside of its bounds. NaN, a missing value, is not."""
     return not ((values < low) | (values > high)).any()
-
-

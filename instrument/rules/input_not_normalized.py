@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -41,7 +42,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
             yield Firing(text, abs(mean), bound, where)
 
     def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
-        return Bounds("mean", -np.inf, np.inf) if self._done else None
+        return Bounds("mean", -math.inf, math.inf) if self._done else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "done": self._done}

@@ -261,6 +261,7 @@ class StepRows:
         column: Column,
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,
+        *,
         numbers: FloatArray | None = None,
         has_others: bool = True,
     ) -> None:
@@ -329,11 +330,11 @@ class QuietSteps:
     """Steps with the same layout, in which no value is outside of the bounds of the rules that read them.
 
     Args:
-        steps: The steps, with `numbers`.
+        numbers: The statistics of each step; see `StepRows.numbers`.
     """
 
-    def __init__(self, steps: Sequence[StepRows]) -> None:
-        self._numbers = np.stack([rows.numbers for rows in steps if rows.numbers is not None])
+    def __init__(self, numbers: Sequence[FloatArray]) -> None:
+        self._numbers = np.stack(numbers)
 
     def values(self, chosen: Chosen, statistic: str, merge: np.ufunc) -> FloatArray:
         """Return the values of a statistic of the kernel, float64 [steps, chosen locations]; see `Chosen.values`."""

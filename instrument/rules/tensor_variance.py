@@ -10,7 +10,6 @@ from ..spec.rules import TensorVarianceRule
 from .rule import WEIGHTED, BoundsRule
 from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
 
-
 ROUNDING = 1e-9  # of the square of a bound
 
 
