@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec.rules import PoorInitializationRule
 from .rule import WEIGHTED, Firing, LocatedRule
-from .step_rows import Chosen, FloatArray, Location, StepRows
+from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 
@@ -74,6 +74,9 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
             if initial > std[update] and abs(std[after] - std[update]) < SAME * initial:
                 text = f"all of its weights are {mean[after] - mean[update]:.3g}"
                 yield Firing(text, initial, None, location)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        return Bounds("mean", -np.inf, np.inf) if self._done else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "done": self._done}
