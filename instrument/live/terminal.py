@@ -36,7 +36,7 @@ class LocationView:
         series: The series.
         location: The name of the layer or parameter.
         statistic: The name of the statistic.
-        values: Its values over the groups of steps; NaN where there is none.
+        values: Its values over the groups of steps; NaN for a missing value.
         not_finite: Whether a group contains NaN or infinite elements.
         last: The value at the last step.
     """

@@ -111,7 +111,7 @@ class Windows:
 
 
 def _lowest(windows: FloatArray) -> FloatArray:
-    """Return the smallest positive value of each window [..., values]; infinity if there is none."""
+    """Return the smallest positive value of each window [..., values]; infinity without a positive value."""
     lowest: FloatArray = np.where(windows > 0, windows, np.inf).min(axis=-1)
     return lowest
 

@@ -244,9 +244,9 @@ class StepRows:
         phase: The phase.
         layout: The locations of the rows of statistics, in the order in which they were recorded.
         column: Returns a statistic of all rows: float64 [rows], NaN for no value.
-        metrics: The row of the table `metrics`; None if there is none.
+        metrics: The row of the table `metrics`; None without metrics.
         targets: The targets of samples, float64 [samples]; NaN for no number.
-        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None if there is none.
+        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None without rows.
         has_others: Whether any row has further statistics. Default: true.
 
     Attributes:
