@@ -33,6 +33,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A collection visits everything that PyTorch and transformers have imported, which takes a third of a second: there is none
+# while the tests are collected, and there are few later.
+gc.disable()
+gc.set_threshold(20_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"
 if KERNEL_DEVICE == "cpu":
@@ -124,8 +128,9 @@ def _is_large(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what was imported so far from each garbage collection of the tests, which takes a third of a second."""
+    """Exclude what was imported so far from the garbage collections of the tests."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
