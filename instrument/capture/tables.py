@@ -348,7 +348,7 @@ TABLES: dict[str, Table] = {
                     "",
                     "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, "
                     "optimizer, init_from, data, no_end_step, ranks, compiled, graph_break, device_statistics, recording, tracking, "
-                    "remote, resumed, error, interrupted",
+                    "remote, resumed, replay, counterfactual, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),
                 Column("severity", _LABEL, "", "info, warning or error"),

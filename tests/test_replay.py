@@ -1,0 +1,393 @@
+"""`python -m instrument.replay`: exact repetition of recorded steps, counterfactuals, and refused arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from conftest import Answer, run_in
+from tiers import tiered
+
+import instrument
+from instrument.folders.run_record import checkpoint_steps
+from instrument.replay import main
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 10))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, images):
+        if self.training:
+            self.calls += 1
+        return self.layers(images) * (1 + 0.001 * self.calls.sin())
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, split):
+        from instrument.training.datasets import digits
+        self.digits = digits(split=split)
+
+    def __len__(self):
+        return len(self.digits)
+
+    def __getitem__(self, index):
+        image, target = self.digits[index]
+        return image + 0.1 * torch.randn_like(image), target
+"""
+CHECKPOINTS = ["train.checkpoint.every=4", "train.checkpoint.keep=null"]
+SMALL = [
+    "model={_target_: replayed_model.Net}",
+    "data=digits",
+    "data.eval_slice.stop=32",
+    "train.batch_size=16",
+    "optimizer.lr=0.05",
+    "quiet=true",
+]
+INTERVENTIONS = [
+    "+hooks.noisy={layers: layers.1, kind: forward, action: modify, fn: noise, std: 0.1}",
+    "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 0.5, start: 6}",
+]
+CLIP = "+hooks.shrink={layers: layers.5, kind: forward, action: scale, factor: 0.5}"
+CLOCK = ["seconds", "samples_per_second"]
+
+
+def replay_in(folder: Path, *arguments: str) -> Answer:
+    """Run `python -m instrument.replay` in this process and in a folder."""
+    out, err = StringIO(), StringIO()
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
+        patched.chdir(folder)
+        patched.setattr(sys, "argv", ["replay.py", *arguments])
+        patched.setattr(sys, "path", list(sys.path))
+        patched.delenv("INSTRUMENT_DATA", raising=False)
+        try:
+            code = main(arguments)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return Answer(code, out.getvalue(), err.getvalue())
+
+
+def train(folder: Path, *overrides: str) -> instrument.Run:
+    """Train a small network in a folder of this name."""
+    folder.parent.mkdir(exist_ok=True)
+    (folder.parent / "replayed_model.py").write_text(MODEL)
+    answer = run_in(folder.parent, *SMALL, *overrides, f"hydra.run.dir={folder.name}")
+    assert answer.code == 0, answer.err
+    return instrument.load(folder)
+
+
+def certificate_of(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "certificate.json").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of the runs `done` and `failed`. The second one failed at step 11."""
+    folder = tmp_path_factory.mktemp("replays")
+    scheduler = "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, total_steps: 100}"
+    common = [*CHECKPOINTS, *INTERVENTIONS, scheduler, "train.accumulate=2", "optimizer.momentum=0.9"]
+    seen = "+hooks.seen={layers: layers.*, kind: forward, action: record, every: 3}"
+    train(folder / "done", *common, seen, "train.steps=14", "train.eval_every=6")
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(patch, 11)
+        assert run_in(folder, *SMALL, *common, seen, "train.steps=20", "hydra.run.dir=failed").code == 1
+    yield folder
+    sys.modules.pop("replayed_model", None)
+
+
+def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
+    """Make a run fail at a step."""
+    from instrument.training import loop
+
+    original = loop.train_step
+
+    def fail(experiment: Any, observer: Any, batches: Any) -> Any:
+        if observer.step == step:
+            raise RuntimeError("stopped here")
+        return original(experiment, observer, batches)
+
+    patch.setattr(loop, "train_step", fail)
+
+
+def test_checkpoints_are_kept(place: Path) -> None:
+    assert checkpoint_steps(place / "done") == [4, 8, 12, 14]
+
+
+def test_replay_from_the_start_repeats_every_row(place: Path) -> None:
+    answer = replay_in(place, "done", "hydra.run.dir=all")
+    assert answer.code == 0, answer.err
+    assert "EQUAL: all values are bit-identical" in answer.out
+    assert "of 14 steps and 3 evaluations" in answer.out
+    original, replayed = instrument.load(place / "done"), instrument.load(place / "all")
+    for table in ("stats", "effects", "layers"):
+        pd.testing.assert_frame_equal(getattr(original, table), getattr(replayed, table), check_exact=True)
+    pd.testing.assert_frame_equal(original.metrics.drop(columns=CLOCK), replayed.metrics.drop(columns=CLOCK))
+    assert not (place / "all" / "checkpoints").exists()
+
+
+def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
+    answer = replay_in(place, "done", "--steps", "9:12", "hooks=everything", "hydra.run.dir=window")
+    assert answer.code == 0, answer.err
+    run, original = instrument.load(place / "window"), instrument.load(place / "done")
+    assert set(run.stats["step"]) == {9, 10, 11}
+    assert set(run.stats["hook"]) == {
+        "inputs",
+        "outputs",
+        "output_gradients",
+        "parameter_gradients",
+        "parameters",
+        "updates",
+    }
+    assert list(run.metrics.query("phase == 'train'")["step"]) == [8, 9, 10, 11]
+    effects = original.effects.query("8 <= step < 12").reset_index(drop=True)
+    pd.testing.assert_frame_equal(effects, run.effects, check_exact=True)
+    assert certificate_of(run.path)["holds"]
+    assert run.info["replay"] == {
+        "source": str(place / "done"),
+        "source_config_hash": original.info["config_hash"],
+        "begin": 8,
+        "steps": [9, 12],
+        "counterfactual": [],
+        "first_step": None,
+        "forced": [],
+    }
+    assert "record hooks that are not scheduled" not in answer.out
+    assert list(run.events["rule"]) == ["replay"]
+    # The hooks of the run itself have no step in this window except one.
+    answer = replay_in(place, "done", "--steps", "10:12", "hydra.run.dir=narrow")
+    assert "record hooks that are not scheduled in these steps: seen" in answer.out
+
+
+def test_default_folder_contains_the_name_of_the_source(place: Path) -> None:
+    assert replay_in(place, "done", "--steps", "0:1", "quiet=true").code == 0
+    (folder,) = (place / "runs" / "replays" / "done").iterdir()
+    assert instrument.load(folder).info["replay"]["steps"] == [0, 1]
+
+
+def test_failed_run_is_repeated_up_to_its_failure(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = replay_in(place, "failed", "--before-failure", "2", "hooks=gradients", *EVERY_STEP, "hydra.run.dir=before")
+    assert answer.code == 0, answer.err
+    run = instrument.load(place / "before")
+    assert set(run.stats["step"]) == {9, 10}
+    assert certificate_of(run.path)["steps"] == 3
+    fails_at(monkeypatch, 11)
+    answer = replay_in(place, "failed", "--steps", "10:12", "hooks=gradients", *EVERY_STEP, "hydra.run.dir=again")
+    assert answer.code == 1
+    assert "EQUAL: all values are bit-identical" in answer.out
+    assert "the replay failed with the error of the run" in answer.out
+    assert certificate_of(place / "again")["repeats_failure"] is True
+
+
+EVERY_STEP = ("hooks.output_gradients.every=1", "hooks.parameter_gradients.every=1")
+
+
+def test_killed_run_is_repeated(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "failed", tmp_path / "killed")
+    record = json.loads((tmp_path / "killed" / "run.json").read_text())
+    (tmp_path / "killed" / "run.json").write_text(json.dumps({**record, "status": "running", "error": None}))
+    shutil.copy(place / "replayed_model.py", tmp_path)
+    answer = replay_in(tmp_path, "killed", "--before-failure", "1", "hydra.run.dir=again")
+    assert answer.code == 0, answer.err
+    assert certificate_of(tmp_path / "again")["begin"] == 8
+
+
+def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
+    answer = replay_in(place, "done", "--steps", "10:14", "--intervene", CLIP, "~hooks.noisy", "hydra.run.dir=other")
+    assert answer.code == 0, answer.err
+    assert "COUNTERFACTUAL from step 10 on, with other interventions: noisy, shrink" in answer.out
+    assert "EQUAL: all values before this step are bit-identical" in answer.out
+    assert "first effect at step 10: loss" in answer.out
+    run = instrument.load(place / "other")
+    found = certificate_of(run.path)
+    assert (found["begin"], found["steps"], found["evaluations"]) == (8, 2, 0)
+    assert found["counterfactual"] == ["noisy", "shrink"]
+    assert sorted(run.effects.query("hook == 'noisy'")["step"].unique()) == [8, 9]
+    assert sorted(run.effects.query("hook == 'shrink'")["step"].unique()) == [10, 11, 12, 13]
+    assert run.events["rule"].iloc[0] == "counterfactual"
+    figure = instrument.plot.replay(run)
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "gradient norm"]
+    recorded, replayed, mark = figure.axes[0].get_lines()
+    assert (len(recorded.get_xdata()), len(replayed.get_xdata())) == (14, 6)
+    assert list(mark.get_xdata()) == [10, 10]
+    assert (run.path / "comparison.png").stat().st_size > 10_000
+
+
+def test_changed_intervention_has_a_name_of_its_own(place: Path) -> None:
+    answer = replay_in(place, "done", "--steps", "9:11", "--intervene", "hooks.tame.norm=0.01", "hydra.run.dir=tamer")
+    assert answer.code == 0, answer.err
+    effects = instrument.load(place / "tamer").effects
+    assert set(effects.query("hook == 'tame'")["step"]) == {8}
+    assert set(effects.query("hook == 'tame_counterfactual'")["step"]) == {9, 10}
+
+
+def test_counterfactual_continues_after_a_failure(place: Path) -> None:
+    answer = replay_in(place, "failed", "--steps", "10:20", "--intervene", CLIP, "hydra.run.dir=beyond")
+    assert answer.code == 0, answer.err
+    assert list(instrument.load(place / "beyond").metrics["step"])[-1] == 20  # the evaluation after the last step
+
+
+def test_difference_is_located_and_explained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.training import loop
+
+    norm = loop.gradient_norm
+    calls: list[int] = []
+
+    def other(model: torch.nn.Module) -> torch.Tensor | None:
+        calls.append(1)
+        value = norm(model)
+        return value if value is None or len(calls) != 2 else torch.nextafter(value, torch.tensor(9.0))
+
+    monkeypatch.setattr(loop, "gradient_norm", other)
+    answer = replay_in(place, "done", "--steps", "8:12", "hydra.run.dir=differs")
+    assert answer.code == 1
+    assert "NOT EQUAL: step 9: grad_norm is" in answer.out
+    assert "likely reason: no difference of environment, data and code is known" in answer.out
+    assert "the difference comes from the backward pass" in answer.out
+
+
+def test_changed_environment_is_refused_or_forced(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "done", tmp_path / "done")
+    shutil.copy(place / "replayed_model.py", tmp_path)
+    record = json.loads((tmp_path / "done" / "run.json").read_text())
+    record["versions"]["torch"], record["data"]["hashes"]["train"] = "1.0", "0" * 16
+    record["code"]["replayed_model"] = "1" * 16
+    (tmp_path / "done" / "run.json").write_text(json.dumps(record))
+    answer = replay_in(tmp_path, "done", "--steps", "0:1", "hydra.run.dir=again")
+    assert answer.code == 2
+    assert f"cannot be expected to be exact, because versions.torch is {version('torch')}, but was 1.0" in answer.err
+    assert "; content of the train samples differ too" in answer.err
+    assert not (tmp_path / "again").exists()
+    answer = replay_in(tmp_path, "done", "--steps", "0:1", "--force", "hydra.run.dir=again")
+    assert answer.code == 0, answer.err
+    assert "forced, although versions.torch" in answer.out
+    found = certificate_of(tmp_path / "again")
+    assert [text.partition(" is ")[0] for text in found["environment"]] == [
+        "versions.torch",
+        "content of the train samples",
+        "code.replayed_model",
+    ]
+    assert len(instrument.load(tmp_path / "again").info["replay"]["forced"]) == 2
+    del record["hardware"]
+    (tmp_path / "done" / "run.json").write_text(json.dumps(record))
+    answer = replay_in(tmp_path, "done")
+    assert answer.code == 2
+    assert "run.json has no entry 'hardware'" in answer.err
+    assert "--force" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing"], "RUN: cannot read run.json"),
+        (["s3://bucket/run"], "RUN: a replay requires the files of the run"),
+        (["done", "--steps", "12:99"], "steps 0 to 13"),
+        (["done", "--steps", "5:5"], "--steps: the range is empty"),
+        (["done", "--steps", "last"], "--steps: must be a range of steps"),
+        (["failed", "--steps", "5:13"], "steps 0 to 11"),
+        (["done", "--before-failure", "3"], "--before-failure: the run did not fail"),
+        (["failed", "--before-failure", "0"], "--before-failure: must be a number of steps"),
+        (["done", "optimizer.lr=1"], "optimizer.lr: a replay repeats the training of the run"),
+        (["done", "+exp=clipping"], "exp: a replay repeats the training of the run"),
+        (["done", "hooks.tame.norm=1"], "hooks.tame: this intervention is changed or removed"),
+        (["done", "~hooks.tame"], "hooks.tame: this intervention is changed or removed"),
+        (["done", CLIP], "hooks.shrink: this intervention is not part of the run"),
+        (["done", "--intervene"], "--intervene: no intervention differs"),
+        (
+            ["done", "--steps", "3:4", "hooks=activations"],
+            "hooks.activations: the hook is not scheduled in steps 3 to 3",
+        ),
+        (
+            ["done", "--steps", "1:5", "--intervene", "hooks.tame.norm=1"],
+            "hooks.tame: the hook is not scheduled in steps 1 to 4",
+        ),
+        (["done", "--steps", "1:5", "--intervene", "~hooks.tame"], "no changed intervention runs in steps 1 to 4"),
+        (["done", "hooks=nothing"], "hooks: unknown option of this group"),
+        (["done", "hooks.seen.evry=1"], "hooks.seen.evry"),
+        (["done", "hooks.seen=[1"], "cannot parse this override"),
+    ],
+)
+def test_invalid_arguments_are_refused(place: Path, arguments: list[str], message: str) -> None:
+    before = sorted(place.rglob("*"))
+    answer = replay_in(place, *arguments)
+    assert answer.code == 2, answer.err
+    assert message in answer.err
+    assert "Traceback" not in answer.err
+    assert [path for path in sorted(place.rglob("*")) if path not in before and "__pycache__" not in str(path)] == []
+
+
+def test_run_of_attach_and_run_in_progress_are_refused(tmp_path: Path, place: Path) -> None:
+    model = torch.nn.Linear(2, 1)
+    hooks = {"seen": {"layers": "**", "kind": "forward", "action": "record"}}
+    with instrument.attach(model, hooks, out=tmp_path / "own") as probe:
+        model(torch.ones(1, 2))
+        probe.end_step()
+    answer = replay_in(tmp_path, "own")
+    assert answer.code == 2
+    assert "the run was started with instrument.attach" in answer.err
+    from instrument.sinks.lock import FolderLock
+
+    shutil.copytree(place / "done", tmp_path / "busy")
+    record = json.loads((tmp_path / "busy" / "run.json").read_text())
+    (tmp_path / "busy" / "run.json").write_text(json.dumps({**record, "status": "running"}))
+    lock = FolderLock(tmp_path / "busy")
+    assert lock.acquire()
+    answer = replay_in(tmp_path, "busy")
+    lock.release()
+    assert answer.code == 2
+    assert "the run is in progress" in answer.err
+
+
+def test_replay_requires_as_many_processes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = replay_in(place, "done")
+    assert answer.code == 2
+    assert "the run had 1 process, and its replay requires the same number" in answer.err
+    assert "python -m instrument.replay done" in answer.err
+
+
+TRAININGS = {
+    "fp16": ["train.precision=fp16", "optimizer=adam"],
+    "bf16": ["train.precision=bf16"],
+    "workers": ["data={dataset: {_target_: replayed_model.Noisy}, eval_slice: {stop: 32}}", "data.num_workers=2"],
+    "gan": ["task=wgan_gp", "model=dense_gan", "optimizer=generator_and_critic"],
+    "forward": ["mode=forward", "data.slice.stop=112", "forward.grad=true"],
+    "sampler": ["data.sampler={_target_: torch.utils.data.RandomSampler, replacement: true, num_samples: 40}"],
+    "probe_batch": ["data.probe_batch=8", "+hooks.probe={layers: '**', kind: forward, action: record, phase: probe}"],
+    "epochs": ["train=epochs", "train.epochs=2", "data.slice.stop=56", "train.batch_size=16"],
+}
+
+
+@pytest.mark.parametrize("name", tiered([*TRAININGS], ["fp16", "workers", "gan", "forward"]))
+def test_replay_of_every_kind_of_training_is_exact(tmp_path: Path, name: str) -> None:
+    given = TRAININGS[name]
+    replaced = {override.partition("=")[0] for override in given}
+    checkpoints = ["train.checkpoint.every=3", "train.checkpoint.keep=null"]
+    (tmp_path / "replayed_model.py").write_text(MODEL)
+    small = [each for each in SMALL if not replaced & {each.partition("=")[0], each.partition(".")[0]}]
+    steps = [] if name == "epochs" else ["train.steps=7"]
+    answer = run_in(tmp_path, *small, *given, *checkpoints, *steps, "hydra.run.dir=run")
+    assert answer.code == 0, answer.err
+    phase = ", phase: forward" if name == "forward" else ""
+    hook = f"+hooks.look={{layers: '**', kind: forward, action: record{phase}}}"
+    answer = replay_in(tmp_path, "run", "--steps", "4:6", hook, "hydra.run.dir=again")
+    sys.modules.pop("replayed_model", None)
+    assert answer.code == 0, answer.out + answer.err
+    found = certificate_of(tmp_path / "again")
+    assert (found["begin"], found["steps"], found["holds"]) == (3, 3, True)
+    assert set(instrument.load(tmp_path / "again").stats.query("hook == 'look'")["step"]) == {4, 5}
