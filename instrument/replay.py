@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -151,6 +152,10 @@ def _config(config: RunConfig, hooks: ReplayHooks, source: ReplaySource) -> RunC
 def _write(certificate: ReplayCertificate, folder: Path) -> None:
     """Write the certificate, and the plot of a counterfactual if matplotlib is installed."""
     content = {**asdict(certificate), "holds": certificate.holds}
+    for difference in (content["difference"], content["effect"]):
+        for name in ("recorded", "replayed") if difference else ():
+            if difference[name] is not None and not math.isfinite(difference[name]):
+                difference[name] = str(difference[name])  # JSON has no NaN
     (folder / CERTIFICATE).write_text(json.dumps(content, indent=2) + "\n")
     if certificate.counterfactual:
         from .analysis.load import load

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import REPOSITORY, Answer
+from conftest import REPOSITORY, Answer, replay_in
 
 DOCS = REPOSITORY / "docs"
 PAGES = [
@@ -57,7 +57,11 @@ def run_blocks(page: Path, cli: Callable[..., Answer], workdir: Path) -> None:
             for line in re.sub(r" \\\n\s*", " ", text).splitlines():
                 if line.startswith("python -m instrument "):
                     answer = cli(*shlex.split(line, comments=True)[3:])
-                    assert answer.code == 0, (line, answer.err)
+                elif line.startswith("python -m instrument.replay "):
+                    answer = replay_in(workdir, *shlex.split(line, comments=True)[3:])
+                else:
+                    continue
+                assert answer.code == 0, (line, answer.err)
 
 
 def test_code_blocks_of_the_pages_are_found() -> None:

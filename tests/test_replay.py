@@ -6,21 +6,18 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from conftest import Answer, run_in
+from conftest import Answer, replay_in, run_in
 from tiers import tiered
 
 import instrument
 from instrument.folders.run_record import checkpoint_steps
-from instrument.replay import main
 
 MODEL = """
 import torch
@@ -65,21 +62,6 @@ INTERVENTIONS = [
 ]
 CLIP = "+hooks.shrink={layers: layers.5, kind: forward, action: scale, factor: 0.5}"
 CLOCK = ["seconds", "samples_per_second"]
-
-
-def replay_in(folder: Path, *arguments: str) -> Answer:
-    """Run `python -m instrument.replay` in this process and in a folder."""
-    out, err = StringIO(), StringIO()
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
-        patched.chdir(folder)
-        patched.setattr(sys, "argv", ["replay.py", *arguments])
-        patched.setattr(sys, "path", list(sys.path))
-        patched.delenv("INSTRUMENT_DATA", raising=False)
-        try:
-            code = main(arguments)
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return Answer(code, out.getvalue(), err.getvalue())
 
 
 def train(folder: Path, *overrides: str) -> instrument.Run:
@@ -129,11 +111,17 @@ def test_checkpoints_are_kept(place: Path) -> None:
     assert checkpoint_steps(place / "done") == [4, 8, 12, 14]
 
 
-def test_replay_from_the_start_repeats_every_row(place: Path) -> None:
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Answer:
+    """Output of a replay of all steps, in the folder `all`."""
     answer = replay_in(place, "done", "hydra.run.dir=all")
     assert answer.code == 0, answer.err
-    assert "EQUAL: all values are bit-identical" in answer.out
-    assert "of 14 steps and 3 evaluations" in answer.out
+    return answer
+
+
+def test_replay_from_the_start_repeats_every_row(place: Path, whole: Answer) -> None:
+    assert "EQUAL: all values are bit-identical" in whole.out
+    assert "of 14 steps and 3 evaluations" in whole.out
     original, replayed = instrument.load(place / "done"), instrument.load(place / "all")
     for table in ("stats", "effects", "layers"):
         pd.testing.assert_frame_equal(getattr(original, table), getattr(replayed, table), check_exact=True)
@@ -226,6 +214,20 @@ def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
     assert (len(recorded.get_xdata()), len(replayed.get_xdata())) == (14, 6)
     assert list(mark.get_xdata()) == [10, 10]
     assert (run.path / "comparison.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("whole")
+def test_plot_of_a_replay_requires_its_run(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(instrument.InstrumentError, match="is no replay: its run"):
+        instrument.plot.replay(instrument.load(place / "done"))
+    shutil.copytree(place / "all", tmp_path / "all")
+    record = json.loads((tmp_path / "all" / "run.json").read_text())
+    record["replay"]["source"] = str(tmp_path / "moved")
+    (tmp_path / "all" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(instrument.InstrumentError, match="the run of this replay is missing"):
+        instrument.plot.replay(instrument.load(tmp_path / "all"))
+    figure = instrument.plot.replay(instrument.load(tmp_path / "all"), source=place / "done")
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["run", "replay"]
 
 
 def test_changed_intervention_has_a_name_of_its_own(place: Path) -> None:

@@ -46,6 +46,7 @@ def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, A
         pairs += [
             (f"{section}.{name}", value, ours.get(name), section == "hardware" or name in DECISIVE_VERSIONS)
             for name, value in theirs.items()
+            if section != "code" or name in ours  # Hooks with other custom code may have been left out.
         ]
     data, own_data = recorded.get("data") or {}, present.get("data") or {}
     pairs += [(f"data.{name}", data.get(name), own_data.get(name), True) for name in ("dataset", "train_samples")]
