@@ -80,8 +80,8 @@ def _add(digest: hashlib._Hash, value: Any) -> None:
     elif is_dataclass(value):
         for field in fields(value):
             _add(digest, getattr(value, field.name))
-    elif hasattr(value, "tobytes") and hasattr(value, "size"):  # an image of PIL
-        digest.update(repr(value.size).encode() + value.tobytes())
+    elif type(value).__module__.startswith("PIL."):
+        digest.update(repr((value.mode, value.size)).encode() + value.tobytes())
     else:
         raise TypeError(f"unknown type {type(value).__qualname__}")
     digest.update(b")")
