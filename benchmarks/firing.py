@@ -174,20 +174,25 @@ def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     yield NOT_SCHEDULED, layers, hooks(outputs={**RECORD, **NEVER}, gradients={**GRADIENT, **NEVER})
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
     yield "instrument: clip by value", layers, hooks(clip=clip)
+    when = {"stat": "l2", "above": 1.0, "times": "median"}
+    yield "instrument: clip by value, where a condition holds", layers, hooks(clip={**clip, "when": when})
+    tensors = {**RECORD, "stats": "none", "tensors": True}
+    yield "instrument: tensors of the outputs, written", layers, hooks(tensors=tensors)
+    yield "instrument: tensors of the outputs, kept for 5 steps", layers, hooks(tensors={**tensors, "keep": 5})
     yield "instrument: scale", layers, hooks(scale={"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9})
-    for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
-        yield f"naive hook: {label}", tensors, callback(lambda: naive([]), gradients)
-        yield f"empty hook: {label}", tensors, callback(lambda: lambda _: None, gradients)
+    for gradients, label, count in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
+        yield f"naive hook: {label}", count, callback(lambda: naive([]), gradients)
+        yield f"empty hook: {label}", count, callback(lambda: lambda _: None, gradients)
     yield "hook that only clips by value", layers, callback(lambda: lambda output: output.clamp(-1.0, 1.0), False)
     yield "hook that only scales", layers, callback(lambda: lambda output: output * 0.9, False)
     try:
         import nvdlfw_inspect  # noqa: F401
     except ImportError:
         return
-    for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
+    for gradients, label, count in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
         yield (
             f"nvdlfw-inspect: {label}",
-            tensors,
+            count,
             lambda training, gradients=gradients: with_nvdlfw_inspect(training, folder, gradients=gradients),  # type: ignore[misc]
         )
 

@@ -111,7 +111,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
     """
     with report_errors() as job:
         parsed, raw = read_config(config)
-        hooks = ReplayHooks.of(run.hooks, parsed.hooks, window, intervene=intervene)
+        hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)
         with importing():
             from .training import runner
             from .training.replay_source import ReplaySource
@@ -123,7 +123,12 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
         error: Exception | None = None
         try:
             runner.run(
-                _config(parsed, hooks, source), job.folder, terminal, raw=raw, overrides=read_overrides(), source=source
+                _config(parsed, run, hooks, source),
+                job.folder,
+                terminal,
+                raw=raw,
+                overrides=read_overrides(),
+                source=source,
             )
         except ConfigError:
             raise
@@ -141,9 +146,9 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
             raise error
 
 
-def _config(config: RunConfig, hooks: ReplayHooks, source: ReplaySource) -> RunConfig:
-    """Return the configuration with the hooks of the replay. The weights are those of a checkpoint, if there is one."""
-    changes: dict[str, object] = {"hooks": hooks.specs}
+def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: ReplaySource) -> RunConfig:
+    """Return the configuration with the hooks and rules of the replay. The weights are those of a checkpoint, if there is one."""
+    changes: dict[str, object] = {"hooks": hooks.specs, "rules": run.rules_of_replay(hooks.specs)}
     if source.begin and config.mode == "train":
         changes["init_from"] = InitFromConfig()
     return config.model_copy(update=changes)

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("actions",),
     ("kinds",),
+    ("rules",),
     ("capture",),
     ("sinks",),
     ("analysis",),
@@ -34,8 +35,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration", "distributed"),
     ("sweeps", "training"),
     ("dry_run", "verification"),
-    ("cli",),
-    ("__main__", "compact", "export", "integrations", "recover", "replay", "sweep", "upload", "verify"),
+    ("cli", "conversion"),
+    (
+        "__main__",
+        "compact",
+        "convert",
+        "export",
+        "findings",
+        "integrations",
+        "recover",
+        "replay",
+        "sweep",
+        "upload",
+        "verify",
+    ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}
@@ -160,7 +173,8 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify, instrument.replay
+import instrument.compact, instrument.convert, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
+import instrument.replay
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

@@ -6,6 +6,8 @@ linear_steering.md describe.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import run_in
+from conftest import Answer, run_in
 from hydra.types import RunMode
+from page_blocks import SERIES, run_blocks
 from tiers import tiered
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,6 +32,11 @@ from instrument.training.experiment import prepare
 from instrument.training.forward import run_forward
 
 PERIOD, HEADS = 8, 4
+# Arguments of commands of the pages.
+TRAINING = "+exp=induction hydra.run.dir=runs/induction"
+ANSWERS = (
+    "-m +exp=steering hooks.steer=null data.slice.split=train 'data.slice.classes=[3],[9]' hydra.sweep.dir=runs/answers"
+)
 
 
 class Study:
@@ -80,7 +88,7 @@ def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A model trained by `+exp=induction`, with its seed 1 or longer with another one: some seeds learn later."""
     folder = tmp_path_factory.mktemp("published")
     other = () if request.param == 1 else (f"seed={request.param}", "train.steps=500")
-    answer = run_in(folder, "+exp=induction", *other, "hydra.run.dir=runs/induction", "quiet=true")
+    answer = run_in(folder, *TRAINING.split(), *other, "quiet=true")
     assert answer.code == 0, answer.err
     return Study(folder)
 
@@ -170,8 +178,7 @@ def test_causal_tracing_follows_the_induction_circuit(study: Study) -> None:
 @pytest.fixture(scope="module")
 def answers(study: Study) -> Study:
     """The study with `runs/answers`: recorded prompts with the answers 3 and 9."""
-    given = ("hooks.steer=null", "data.slice.split=train", "data.slice.classes=[3],[9]", "quiet=true")
-    answer = run_in(study.folder, "-m", "+exp=steering", *given, "hydra.sweep.dir=runs/answers")
+    answer = run_in(study.folder, *shlex.split(ANSWERS), "quiet=true")
     assert answer.code == 0, answer.err
     return study
 
@@ -215,3 +222,10 @@ def test_steering_an_earlier_layer_is_nearly_linear(answers: Study) -> None:
     assert slopes.min() > 0
     assert (found[0] < 0).all()
     assert (found[2] > 0).mean() > 0.8
+
+
+@pytest.mark.parametrize("study", [1], indirect=True)
+def test_blocks_of_the_pages_run(answers: Study, cli: Callable[..., Answer], workdir: Path) -> None:
+    (workdir / "runs").symlink_to(answers.folder / "runs")
+    for page in SERIES:
+        run_blocks(page, cli, workdir, done=(TRAINING, ANSWERS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,22 @@ class Run(RunTables):
         from .notebook import to_html
 
         return to_html(self)
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """The rules that fired, with what to do next, and other observations about the run. One row per finding.
+
+        The columns are `what`, `where`, `when` (the step; null for the run as a whole), `value` (as text), `severity` (`error`,
+        `warning` or `info`), `number` and `advice`. The most severe findings come first. It requires a single run.
+
+        Raises:
+            InstrumentError: There are several runs.
+        """
+        from .findings import Finding, findings
+
+        rows = [astuple(finding) for finding in findings(self)]
+        frame = pd.DataFrame(rows, columns=[field.name for field in fields(Finding)])
+        return frame.astype({"when": "Int64", "number": "float64"})
 
     def effects_of(
         self,

@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 
 from ..capture.tables import TABLES
+from ..rules.step_rows import is_gradient, location_name
 from ..spec.kinds import KINDS
 from ..spec.statistics import ALL, statistic_of
-from .finite import finite_only, is_gradient
+from .finite import finite_only
 from .run_tables import RunTables
 
 KEYS = ("hook", "kind", "role", "phase")
@@ -98,19 +99,6 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     custom = [name for name in map(str, frame) if name not in NOT_CUSTOM and name.isidentifier()]
     numbers = [name for name in custom if pd.api.types.is_float_dtype(frame[name])]
     return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
-
-
-def location_name(layer: str, path: str, kind: str) -> str:
-    """Return the name of a location.
-
-    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
-    """
-    name = layer or "."
-    if not path:
-        return name
-    if KINDS[kind].family != "module":
-        return f"{layer}.{path}" if layer else path
-    return f"{name}[{path}]"
 
 
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:

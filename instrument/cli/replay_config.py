@@ -22,7 +22,8 @@ from ..sinks.remote_folder import check_is_local
 from ..spec.base import ObservationSpec
 from ..spec.config import TRACKERS, SinkConfig
 from ..spec.hooks import HookSpec
-from ..spec.parse import parse_hooks
+from ..spec.parse import parse_hooks, parse_rules
+from ..spec.rules import DisableAction, EnableAction, RuleSpec
 from ..spec.schedule import STEP_PHASES
 from .hydra_errors import composition_problem
 
@@ -136,8 +137,39 @@ class RecordedRun:
         return range(max(0, self.done - count), self.done)
 
     def begin(self, window: range) -> int:
-        """Return the number of completed steps of the nearest checkpoint at or before a window; 0 for the start."""
+        """Return the number of completed steps of the nearest checkpoint at or before a window; 0 for the start.
+
+        If interventions depend on the values of earlier steps, the replay begins at the start.
+        """
+        if self.depends_on_values:
+            return 0
         return max((step for step in checkpoint_steps(self.folder) if step <= window.start), default=0)
+
+    @property
+    def depends_on_values(self) -> bool:
+        """Whether interventions depend on values of earlier steps: they have a condition, or a rule turns hooks on or off."""
+        actions = [action for rule in self.rules.values() for action in rule.actions]
+        return any(isinstance(action, EnableAction | DisableAction) for action in actions) or any(
+            spec.when is not None for spec in self.hooks.values() if not isinstance(spec, ObservationSpec)
+        )
+
+    @property
+    def required_hooks(self) -> dict[str, HookSpec]:
+        """The hooks that can affect the training: with rules that turn hooks on or off, all of them."""
+        every = self.depends_on_values
+        return {name: spec for name, spec in self.hooks.items() if every or is_required(spec)}
+
+    @property
+    def rules(self) -> dict[str, RuleSpec]:
+        """The rules of the run."""
+        return parse_rules(self.record["config"].get("rules"))
+
+    def rules_of_replay(self, hooks: Mapping[str, HookSpec]) -> dict[str, RuleSpec]:
+        """Return the rules of a replay: those that affect the training, that only warn, or that one of its hooks follows."""
+        if self.depends_on_values:
+            return self.rules
+        followed = {spec.follows for spec in hooks.values()}
+        return {name: rule for name, rule in self.rules.items() if rule.is_optional or name in followed}
 
     @property
     def hooks(self) -> dict[str, HookSpec]:
@@ -165,7 +197,7 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     entries = [each for each in (raw.values() if isinstance(raw, Mapping) else raw) if each is not None]
     specs = run.hooks
     hooks = dict(zip(specs, entries, strict=True))
-    kept = [name for name, spec in specs.items() if not replaces or is_required(spec)]
+    kept = [name for name in specs if not replaces or name in run.required_hooks]
     sink = {key: value for key, value in (config.get("sink") or {}).items() if key in _PARQUET}
     config |= {"plan": False, "resume": None, "report": False, "quiet": False, "objective": "loss", "sink": sink}
     config |= {"budget": {"time": None, "bytes": None}, "hooks": {name: hooks[name] for name in kept} or None}
@@ -232,16 +264,14 @@ class ReplayHooks:
     changes_evaluation: bool
 
     @classmethod
-    def of(
-        cls, original: Mapping[str, HookSpec], given: Mapping[str, HookSpec], window: range, *, intervene: bool
-    ) -> ReplayHooks:
+    def of(cls, run: RecordedRun, given: Mapping[str, HookSpec], window: range, *, intervene: bool) -> ReplayHooks:
         """Combine the hooks of a run with those of the command line.
 
         Record hooks run in the window. Interventions run as in the run. Inside the window, changed interventions
         replace those of the run.
 
         Args:
-            original: The hooks of the run.
+            run: The run.
             given: The hooks of the composed configuration.
             window: The steps of the window.
             intervene: Whether interventions may differ from those of the run.
@@ -249,8 +279,8 @@ class ReplayHooks:
         Raises:
             ConfigError: A hook is not scheduled in the window, or an intervention differs although it must not.
         """
-        before = {name: spec for name, spec in original.items() if is_required(spec)}
-        after = {name: spec for name, spec in given.items() if is_required(spec)}
+        original, before = run.hooks, run.required_hooks
+        after = {name: spec for name, spec in given.items() if name in before or is_required(spec)}
         changed = tuple(name for name in {**before, **after} if before.get(name) != after.get(name))
         _check_interventions(changed, before, intervene=intervene)
         specs: dict[str, HookSpec] = {}

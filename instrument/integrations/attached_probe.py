@@ -56,7 +56,8 @@ class AttachedProbe(Probe):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._status = "done" if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+        ended = "done" if self.stop_reason is None else "stopped"
+        self._status = ended if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
         super().__exit__(exc_type, exc, tb)
 
     def _run_info(self) -> dict[str, Any]:
@@ -115,6 +116,11 @@ class AttachedProbe(Probe):
     def events(self) -> pd.DataFrame:
         """Warnings and errors. One row per event."""
         return self.run.events
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """The rules that fired, with what to do next, and other observations; see `Run.findings`."""
+        return self.run.findings
 
     @property
     def generated(self) -> pd.DataFrame:

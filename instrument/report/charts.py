@@ -16,13 +16,13 @@ from ..analysis.plot_data import (
     StepGroups,
     forward_order,
     groups_of,
-    location_name,
     matrices,
     row_locations,
     series_in,
     statistics_in,
 )
 from ..analysis.series_selection import evenly_spaced
+from ..rules.step_rows import location_name
 from .attention_pictures import attention, attention_layers
 from .numbers import rounded
 from .pictures import maps
@@ -169,9 +169,9 @@ def _steps(axis: StepGroups | Matrix) -> dict[str, Any]:
 
 
 def firing_ranges(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the steps at which each intervention fired, as ranges of consecutive steps."""
+    """Return the steps at which each intervention fired and its condition held, as ranges of consecutive steps."""
     found = []
-    for hook, rows in frame.groupby("hook", sort=False):
+    for hook, rows in frame[frame["held"].ne(False)].groupby("hook", sort=False):
         groups = groups_of(rows["step"], CURVE_POINTS)
         stretches = zip(groups.first.tolist(), groups.last.tolist(), strict=True)
         found.append({"hook": hook, "steps": _merge_ranges(stretches), "count": len(groups.number)})
@@ -190,8 +190,9 @@ def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return warnings and errors that belong to a step."""
-    shown = events[events["severity"].isin(["warning", "error"]) & events["step"].notna()]
+    """Return warnings, errors and all events of rules that belong to a step."""
+    is_shown = events["severity"].isin(["warning", "error"]) | events["value"].notna()
+    shown = events[is_shown & events["step"].notna()]
     return [
         {"step": int(row["step"]), "rule": row["rule"], "message": row["message"], "severity": row["severity"]}
         for row in shown.to_dict("records")

@@ -13,8 +13,8 @@ import yaml
 
 from ..analysis.findings import findings
 from ..analysis.load import Run
-from ..analysis.plot_data import location_name
 from ..plot.style import CATEGORIES
+from ..rules.step_rows import location_name
 from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
 from ..spec.schedule import STEP_PHASES
@@ -148,7 +148,10 @@ def _duration(info: Mapping[str, Any]) -> str | None:
 def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the problems shown at the top of the page, the most severe ones first."""
     found: list[dict[str, Any]] = []
-    if info.get("error") and info["status"] != "interrupted":
+    if info["status"] == "stopped":
+        message = f"A rule stopped the run before its last step: {info.get('error')}"
+        found.append({"severity": "warning", "rule": "stopped", "message": message, "step": None})
+    elif info.get("error") and info["status"] != "interrupted":
         found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
     elif info["status"] in OUTCOMES:
         found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})

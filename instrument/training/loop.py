@@ -85,6 +85,8 @@ def train(
             report(last, "eval")
         if on_step_end is not None:
             on_step_end(last)
+        if probe.should_stop:
+            return last
     if has_probe_pass(experiment, probe.step):
         run_probe_batch(experiment, probe)
     return last

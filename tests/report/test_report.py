@@ -27,7 +27,6 @@ from torch import nn
 import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
-from instrument.analysis.plot_data import location_name
 from instrument.analysis.tensor_images import maps_in
 from instrument.pip_extras import pip_command
 from instrument.report import Report, make
@@ -35,6 +34,7 @@ from instrument.report.__main__ import main
 from instrument.report.charts import STATISTICS_ROOM
 from instrument.report.numbers import rounded
 from instrument.report.sweep_page import content
+from instrument.rules.step_rows import location_name
 
 TOLERANCE = 1e-5  # the page has six digits
 
