@@ -363,6 +363,39 @@ def test_replay_requires_as_many_processes(place: Path, monkeypatch: pytest.Monk
     assert "python -m instrument.replay done" in answer.err
 
 
+RULES = {
+    "enabled by a rule": [
+        "+hooks.grads={layers: '**', kind: parameter_grad, action: record}",
+        "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 0.1}",
+        "+rules.big={watch: grads, stat: l2, above: 1e-9, for: 3, then: [warn, {enable: tame, steps: 3}]}",
+    ],
+    "with a condition": [
+        "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 0.1, "
+        "when: {stat: l2, above: 1.0, times: median, window: 5, after: 2}}",
+        "+hooks.evidence={layers: '**', kind: forward, action: record, when: late}",
+        "+rules.late={watch: metrics, stat: loss, above: 0, then: stop, for: 8}",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_intervention_that_depends_on_earlier_steps_is_repeated(tmp_path: Path, name: str) -> None:
+    (tmp_path / "replayed_model.py").write_text(MODEL)
+    answer = run_in(tmp_path, *SMALL, *RULES[name], *CHECKPOINTS, "train.steps=12", "hydra.run.dir=run")
+    stops = "when" in str(RULES[name])
+    assert answer.code == (3 if stops else 0), answer.err
+    window = ["--before-failure", "3"] if stops else ["--steps", "6:9"]
+    answer = replay_in(tmp_path, "run", *window, "hooks=everything", "hydra.run.dir=again")
+    sys.modules.pop("replayed_model", None)
+    assert answer.code == 0, answer.out + answer.err
+    original, replayed = (instrument.load(tmp_path / folder) for folder in ("run", "again"))
+    found = certificate_of(replayed.path)
+    assert (found["begin"], found["holds"]) == (0, True)
+    effects = original.effects.query(f"step < {found['stop']}").reset_index(drop=True)
+    assert len(effects)
+    pd.testing.assert_frame_equal(effects, replayed.effects, check_exact=True)
+
+
 TRAININGS = {
     "fp16": ["train.precision=fp16", "optimizer=adam"],
     "bf16": ["train.precision=bf16"],
