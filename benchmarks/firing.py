@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from measure import keep_memory, machine
@@ -52,11 +52,15 @@ class Training:
 
 
 @contextmanager
-def with_instrument(training: Training, specs: dict[str, dict[str, Any]]) -> Iterator[Step]:
+def with_instrument(
+    training: Training, specs: dict[str, dict[str, Any]], rules: Literal["default"] | None = "default"
+) -> Iterator[Step]:
     """Yield a step with hooks whose rows are written to Parquet."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        instrument.attach(training.model, specs, optimizer=training.optimizer, out=Path(folder) / "run") as probe,
+        instrument.attach(
+            training.model, specs, optimizer=training.optimizer, out=Path(folder) / "run", rules=rules
+        ) as probe,
     ):
 
         def step() -> None:
@@ -159,6 +163,18 @@ def growth(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
     return extra / (HOOKS * layers), statistics.median(ends) / (HOOKS * layers)
 
 
+def cost_of_rules(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
+    """Return the extra time per step of the default rules, and of the hooks without rules: medians in microseconds."""
+    bare = Training(layers)
+    with (
+        with_instrument(Training(layers), {"outputs": RECORD}, rules=None) as hooked,
+        with_instrument(Training(layers), {"outputs": RECORD}) as judged,
+    ):
+        rules, _ = extra_microseconds(hooked, judged, rounds=rounds, steps=steps)
+        hooks, _ = extra_microseconds(lambda: bare.step().item(), hooked, rounds=rounds, steps=steps)
+    return rules, hooks
+
+
 def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     """Yield the label of each row, the number of tensors by which its time is divided, and the function that opens it."""
 
@@ -237,6 +253,10 @@ def main() -> None:
     for layers in (20, 50, 100, 200):
         extra, end = growth(layers, rounds=options.rounds, steps=options.steps)
         print(f"| {layers} | {extra:.1f} | {end:.1f} |", flush=True)
+    print("\n| recorded tensors | default rules, microseconds per step | of the cost of the hooks |\n|---|---|---|")
+    for layers in (2, 8, 32, 128):
+        rules, hooks = cost_of_rules(layers, rounds=options.rounds, steps=options.steps)
+        print(f"| {layers} | {rules:.0f} | {rules / hooks:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

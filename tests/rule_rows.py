@@ -10,6 +10,7 @@ import numpy as np
 from instrument.rules.rule_set import RuleEvent, RuleSet
 from instrument.rules.step_rows import Site, StepRows
 from instrument.spec.parse import parse_rules
+from instrument.stats.single_pass import NATIVE
 
 OUTPUT = {"hook": "seen", "layer": "a", "module_type": "Linear", "kind": "forward", "role": "output", "path": ""}
 GRADIENT = {**OUTPUT, "hook": "gradients", "kind": "parameter_grad", "role": "param_grad", "path": "weight"}
@@ -28,9 +29,18 @@ def rule_set(rules: Mapping[str, Any], events: list[RuleEvent]) -> RuleSet:
     return RuleSet(parse_rules(rules), events.append)
 
 
-def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0) -> None:
-    """Pass steps to rules. The steps are numbered, unless they have a number."""
-    rules.update(_rows(rules, step, step.get("step", number)) for number, step in enumerate(steps, start))
+def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, defers: bool = False) -> None:
+    """Pass steps to rules. The steps are numbered, unless they have a number.
+
+    Args:
+        rules: The rules.
+        steps: The steps.
+        start: The number of the first step.
+        defers: Whether the rows have a matrix of numbers, as in a run, so that the rules can defer steps.
+    """
+    rules.update(
+        _rows(rules, step, step.get("step", number), defers=defers) for number, step in enumerate(steps, start)
+    )
 
 
 def fired(rule: str | Mapping[str, Any], steps: Iterable[Step]) -> list[RuleEvent]:
@@ -40,7 +50,7 @@ def fired(rule: str | Mapping[str, Any], steps: Iterable[Step]) -> list[RuleEven
     return events
 
 
-def _rows(rules: RuleSet, step: Step, number: int) -> StepRows:
+def _rows(rules: RuleSet, step: Step, number: int, *, defers: bool) -> StepRows:
     phase, rows = step.get("phase", "train"), step.get("rows", [])
     sites = [Site(*({**OUTPUT, "recompute": False, **row}[name] for name in Site._fields)) for row in rows]
 
@@ -51,7 +61,9 @@ def _rows(rules: RuleSet, step: Step, number: int) -> StepRows:
     given = {name: value for name, value in step.items() if name in METRICS}
     metrics = {**METRICS, **given} if given else None
     layout = rules.layout(sites, phase, lambda site: site)
-    return StepRows(number, phase, layout, column, metrics, np.array(step.get("targets", []), np.float64))
+    numbers = np.stack([column(name) for name in NATIVE], axis=1) if defers else None
+    targets = np.array(step.get("targets", []), np.float64)
+    return StepRows(number, phase, layout, column, metrics, targets, numbers=numbers)
 
 
 def values(about: Mapping[str, Any], statistic: str, numbers: Sequence[float | None], **more: Any) -> list[Step]:

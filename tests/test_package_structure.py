@@ -34,20 +34,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("folders", "tasks"),
     ("configuration", "distributed"),
     ("sweeps", "training"),
-    ("dry_run", "verification"),
+    ("dry_run", "live", "verification"),
     ("cli", "conversion"),
     (
-        "__main__",
-        "compact",
-        "convert",
-        "export",
-        "findings",
-        "integrations",
-        "recover",
-        "replay",
-        "sweep",
-        "upload",
-        "verify",
+        *("__main__", "compact", "control", "convert", "export", "findings", "integrations", "recover", "replay"),
+        *("sweep", "upload", "verify", "watch"),
     ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
@@ -173,8 +164,8 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.convert, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
-import instrument.replay
+import instrument.compact, instrument.control, instrument.convert, instrument.export, instrument.sweep
+import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

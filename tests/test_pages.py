@@ -15,7 +15,12 @@ from page_blocks import BLOCK, DOCS, PAGES, SERIES, run_blocks
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # raised by Lightning with this version of PyTorch
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in SERIES], ids=lambda page: str(page.relative_to(DOCS))
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(DOCS)), marks=pytest.mark.slow if page.parent != DOCS else ())
+        for page in PAGES
+        if page not in SERIES
+    ],
 )
 def test_blocks_of_a_page_run(
     page: Path, cli: Callable[..., Answer], workdir: Path, monkeypatch: pytest.MonkeyPatch

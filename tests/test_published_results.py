@@ -18,7 +18,6 @@ import torch
 from conftest import Answer, run_in
 from hydra.types import RunMode
 from page_blocks import SERIES, run_blocks
-from tiers import tiered
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,6 +29,8 @@ from instrument.configuration.search_path import config_loader
 from instrument.spec.parse import parse_config
 from instrument.training.experiment import prepare
 from instrument.training.forward import run_forward
+
+pytestmark = pytest.mark.slow
 
 PERIOD, HEADS = 8, 4
 # Arguments of commands of the pages.
@@ -83,7 +84,7 @@ def recorded(sink: MemorySink, hook: str, layer: str = "") -> Tensor:
     return values
 
 
-@pytest.fixture(scope="module", params=tiered(range(5), [1]))
+@pytest.fixture(scope="module", params=range(5))
 def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Study:
     """A model trained by `+exp=induction`, with its seed 1 or longer with another one: some seeds learn later."""
     folder = tmp_path_factory.mktemp("published")
@@ -126,7 +127,6 @@ def test_loss_drops_where_tokens_repeat(study: Study, intact: tuple[float, Memor
     assert loss < 0.2
 
 
-@pytest.mark.slow
 def test_one_layer_does_not_learn_to_continue_repetitions(tmp_path: Path) -> None:
     answer = run_in(tmp_path, "+exp=induction", "model.layers=1", "hydra.run.dir=runs/one", "quiet=true")
     assert answer.code == 0, answer.err

@@ -129,10 +129,10 @@ def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
         return _first_outputs(run)
     defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
     recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
-    return _in_order(defined, recorded)
+    return in_forward_order(defined, recorded)
 
 
-def _in_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:
+def in_forward_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:
     """Return all names: recorded ones in their order, each other one after the modules that are defined before it."""
     ranks = {layer: (rank, 0) for rank, layer in enumerate(recorded)}
     entered = {"": -1}  # sort position of the last module that ends before a module begins

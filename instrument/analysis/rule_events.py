@@ -34,10 +34,17 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
         rules: The rules by name.
     """
     events: list[RuleEvent] = []
+    frozen_layers = _frozen_layers(run)
     for rank in _ranks(run):
-        rule_set = RuleSet(rules, events.append)
+        rule_set = RuleSet(rules, events.append, frozen_layers)
         rule_set.update(_steps(run, rule_set, ds.field("rank") == rank))
     return sorted(events, key=lambda event: event.step)
+
+
+def _frozen_layers(run: RunTables) -> frozenset[str]:
+    """Return the names of the layers whose parameters are all frozen."""
+    rows = (row for batch in run.scan("layers", ["layer", "parameters", "trainable"]) for row in batch.to_pylist())
+    return frozenset(row["layer"] for row in rows if row["parameters"] and row["trainable"] == 0)
 
 
 def _ranks(run: RunTables) -> list[int]:

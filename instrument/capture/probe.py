@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -25,6 +25,7 @@ from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..spec.budget import BudgetConfig
+from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.rules import RuleBase
 from ..spec.schedule import Phase
@@ -38,7 +39,7 @@ from .metrics import Metrics, check_metric_names
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .recorder import MetricsRow, Recorder
-from .row_cells import has_lazy_parameters, layer_rows
+from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
 from .rule_rows import step_rows
 from .samples import SampleBatch, SampleRows, checked_ids, checked_targets, targets_of
@@ -116,7 +117,7 @@ class Probe:
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.rules = RuleSet(rules or {}, self._write_rule_event)
+        self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
@@ -140,19 +141,21 @@ class Probe:
             self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
+        self._disabled: frozenset[str] = frozenset()
         self._scheduled = ScheduledHooks(
             self.attached_hooks,
             plan.specs,
             self.clock,
             self._on_schedule_change,
             is_sampled=self.budget is not None,
-            is_on=self._rule_actions.is_on,
+            is_on=self._is_on,
         )
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
         self._metrics = Metrics(self.recorder, self.clock, ranks)
         self.warnings: list[str] = []
+        self._stop_reason: str | None = None
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
@@ -295,13 +298,23 @@ class Probe:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a rule with `then: stop` or `then: prune` fired. The loop should end after this step."""
-        return self._rule_actions.stop_reason is not None
+        """Whether the run should stop: a rule with `then: stop` or `then: prune` fired, or it was requested. The loop should end
+        after this step.
+        """
+        return self.stop_reason is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """The rule that stops the loop, and its message; None if there is none."""
-        return self._rule_actions.stop_reason
+        """Why the run should stop: the request, or the rule and its message; None if it should continue."""
+        return self._stop_reason or self._rule_actions.stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Request that the loop ends after this step; see `should_stop`.
+
+        Args:
+            reason: The reason, for run.json.
+        """
+        self._stop_reason = reason
 
     @property
     def is_pruned(self) -> bool:
@@ -337,6 +350,23 @@ class Probe:
             step: The optimizer step, from 0.
         """
         self._scheduled.advance(step=step, micro_step=0, update_all=True)
+
+    def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
+        """Change hooks between two steps.
+
+        Args:
+            specs: The specs with changed schedules, bounds or factors, by name. Other fields are equal.
+            disabled: The names of all hooks that do not run.
+        """
+        for name, spec in specs.items():
+            # The sites and the action of the hook share this object.
+            self.plan.specs[name].__dict__.update(spec.__dict__)
+        self._disabled = frozenset(disabled)
+        if self._entered:
+            self._scheduled.advance(update_all=True)
+
+    def _is_on(self, hook: str, step: int) -> bool:
+        return hook not in self._disabled and self._rule_actions.is_on(hook, step)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.

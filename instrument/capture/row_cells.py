@@ -55,6 +55,14 @@ def has_lazy_parameters(model: nn.Module) -> bool:
     return any(is_lazy(parameter) for parameter in model.parameters())
 
 
+def frozen_layers(plan: HookPlan) -> frozenset[str]:
+    """Return the names of the modules whose own parameters are all frozen."""
+    parameters = {layer.name: [parameter for _, parameter in layer.own_parameters()] for layer in plan.layers}
+    return frozenset(
+        name for name, own in parameters.items() if own and not any(parameter.requires_grad for parameter in own)
+    )
+
+
 def layer_rows(plan: HookPlan) -> list[Row]:
     """Return the rows of the `layers` table: one per module of the model."""
     rows: list[Row] = []

@@ -38,14 +38,16 @@ def step_rows(
             targets.setdefault((step, phase), []).extend(batch.targets)
     indices = {} if stats is None else _indices(stats)
     for step, phase in sorted({*indices, *metrics_by_step, *targets}, key=time_order):
-        sites, column = _selected(stats, indices.get((step, phase), []))
+        sites, column, numbers = _selected(stats, indices.get((step, phase), []))
         yield StepRows(
             step,
             phase,
             rules.layout(sites, phase, _site),
             column,
             metrics_by_step.get((step, phase)),
-            np.array(targets.get((step, phase), ()), np.float64),
+            np.array(targets[step, phase], np.float64) if (step, phase) in targets else None,
+            numbers=numbers,
+            has_others=stats is not None and stats.has_others,
         )
 
 
@@ -60,14 +62,14 @@ def _indices(stats: StatisticsRows) -> dict[tuple[int, str], list[int] | None]:
     return groups
 
 
-def _selected(stats: StatisticsRows | None, rows: list[int] | None) -> tuple[Sequence[Row], Column]:
+def _selected(stats: StatisticsRows | None, rows: list[int] | None) -> tuple[Sequence[Row], Column, FloatArray | None]:
     """Return the identity of some rows, and their statistics. None selects all rows."""
     if stats is None or rows == []:
-        return [], _no_rows
+        return [], _no_rows, None
     if rows is None:
-        return stats.sites, stats.column
+        return stats.sites, stats.column, stats.numbers
     index = np.array(rows)
-    return [stats.sites[row] for row in rows], lambda name: stats.column(name)[index]
+    return [stats.sites[row] for row in rows], lambda name: stats.column(name)[index], stats.numbers[index]
 
 
 def _no_rows(name: str) -> FloatArray:  # noqa: ARG001

@@ -22,7 +22,7 @@ class ScheduledHooks:
         on_change: Called after scheduled hooks have changed, with those that are not of checkpoints, and after the first
             compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
-        is_on: Returns whether the rules leave a hook turned on at a step.
+        is_on: Returns whether a hook is turned on at a step: by the rules, and by changes of a running run.
 
     Attributes:
         names: The names of the scheduled hooks, without those of checkpoints.

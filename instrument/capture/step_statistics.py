@@ -235,6 +235,16 @@ class StatisticsRows(Sequence[Row]):
         """For each row, the other identity columns."""
         return self._sites
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """The statistics of the kernel, the first ones of `ALL`: float64 [rows, NATIVE]; NaN for no value."""
+        return self._numbers
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any row has further statistics."""
+        return bool(self._others or self._custom)
+
     def column(self, name: str) -> np.ndarray:
         """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
         if name in _NATIVE_INDEX:

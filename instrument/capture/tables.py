@@ -349,7 +349,7 @@ TABLES: dict[str, Table] = {
                     "",
                     "name of the rule in the configuration that fired, such as non_finite; of other events: coverage, dropped, "
                     "budget, fallback, hidden_module, fast_path, replaced, optimizer, init_from, data, no_end_step, ranks, compiled, "
-                    "graph_break, device_statistics, recording, tracking, remote, resumed, replay, "
+                    "graph_break, device_statistics, recording, tracking, remote, control, resumed, replay, "
                     "counterfactual, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),

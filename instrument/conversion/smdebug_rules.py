@@ -59,7 +59,7 @@ COUNTERPARTS = {
     "PoorWeightInitialization": Counterpart(
         "poor_initialization",
         hook=OUTPUTS,
-        statistics=("std",),
+        statistics=("mean", "std"),
         difference="compares the std of outputs at the first recorded step, and neither gradients nor the loss",
     ),
     "SaturatedActivation": Counterpart(
@@ -99,7 +99,7 @@ COUNTERPARTS = {
         {"max_threshold": ("above", 1.0), "min_threshold": ("below", 1.0)},
         fields={"for": 1},
         hook=OUTPUTS,
-        statistics=("std",),
+        statistics=("mean", "std"),
     ),
     "LossNotDecreasing": Counterpart(
         "loss_not_decreasing",

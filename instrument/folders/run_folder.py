@@ -165,7 +165,7 @@ class RunFolder:
         Args:
             has_started: Returns whether training has begun. If a configuration error occurs earlier, the folder is
                 restored to its previous content.
-            stop_reason: Returns why a rule stopped the training; None if it is complete. Default: complete.
+            stop_reason: Returns why the training was stopped; None if it is complete. Default: complete.
         """
         try:
             yield
@@ -195,7 +195,7 @@ class RunFolder:
 
         Args:
             status: The final status.
-            error: The exception that ended the run, or the rule that stopped it. An exception takes precedence over an error in
+            error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
                 writing run.json. Default: None.
         """
         try:

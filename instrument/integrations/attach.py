@@ -103,8 +103,8 @@ def attach(
             removes a rule. `default` (default): no further rules. None: no rules at all.
 
     Yields:
-        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step. If a rule has `then: stop`, end
-        the loop when `probe.should_stop` is true.
+        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step. End the loop when
+        `probe.should_stop` is true: a rule with `then: stop` fired, or `python -m instrument.control` requested it.
 
     Warns:
         InstrumentWarning: At the start: `specs` contains no hook. At the end of the block, once per finding: a hook fired
@@ -156,6 +156,8 @@ def attach(
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
+    if ranks is None:
+        probe.accept_changes()
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()

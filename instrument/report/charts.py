@@ -83,7 +83,7 @@ def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], 
     tables = matrices(rows, statistics, order, most)
     axes = tables[statistics[0]]
     return {
-        **_about(series),
+        **about(series),
         **_steps(axes),
         "locations": axes.locations,
         "several": bool(rows.duplicated(["layer", "path", "step"]).any()),
@@ -92,7 +92,8 @@ def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], 
     }
 
 
-def _about(series: RecordedSeries) -> dict[str, Any]:
+def about(series: RecordedSeries) -> dict[str, Any]:
+    """Return the label and the properties of a series."""
     return {
         "label": series.label,
         "hook": series.hook,
@@ -117,7 +118,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
         some = first.iloc[evenly_spaced(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
-                **_about(RecordedSeries(hook, kind, role, phase)),
+                **about(RecordedSeries(hook, kind, role, phase)),
                 "location": location_name(layer, path, kind),
                 "of": len(first),
                 "several": bool(rows["step"].duplicated().any()),
@@ -174,11 +175,11 @@ def firing_ranges(frame: pd.DataFrame) -> list[dict[str, Any]]:
     for hook, rows in frame[frame["held"].ne(False)].groupby("hook", sort=False):
         groups = groups_of(rows["step"], CURVE_POINTS)
         stretches = zip(groups.first.tolist(), groups.last.tolist(), strict=True)
-        found.append({"hook": hook, "steps": _merge_ranges(stretches), "count": len(groups.number)})
+        found.append({"hook": hook, "steps": merge_ranges(stretches), "count": len(groups.number)})
     return found
 
 
-def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
+def merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Merge adjacent ranges."""
     whole: list[list[int]] = []
     for begin, end in stretches:
@@ -211,4 +212,4 @@ def _effect(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], mo
     tables = matrices(rows, EFFECTS, order, most)
     axes = tables["norm_before"]
     values = {name: rounded(table.values) for name, table in tables.items()}
-    return {**_about(series), "locations": axes.locations, **_steps(axes), **values}
+    return {**about(series), "locations": axes.locations, **_steps(axes), **values}

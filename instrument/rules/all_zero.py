@@ -6,7 +6,7 @@ import numpy as np
 
 from ..spec.rules import AllZeroRule
 from .rule import Firing, PersistentLocatedRule
-from .step_rows import BoolArray, Chosen, Location, StepRows
+from .step_rows import BoolArray, Bounds, Chosen, Location, StepRows
 
 
 class AllZero(PersistentLocatedRule[AllZeroRule]):
@@ -23,6 +23,9 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         return chosen.values(rows.column("zero_fraction"), self.merge) >= 1
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        return None if self._any else Bounds("zero_fraction", -np.inf, np.nextafter(1.0, 0.0))
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
         return Firing(f"every element is zero, {self.spec.for_} times in succession", 1.0, 1.0, chosen.locations[at])

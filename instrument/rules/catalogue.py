@@ -11,6 +11,7 @@ from ..targets import build
 from .all_zero import AllZero
 from .class_imbalance import ClassImbalance
 from .dead_units import DeadUnits
+from .double_softmax import DoubleSoftmax
 from .exploding_activation import ExplodingActivation
 from .exploding_gradient import ExplodingGradient
 from .input_not_normalized import InputNotNormalized
@@ -46,6 +47,7 @@ CATALOGUE: Mapping[str, type[CatalogueRule[Any]]] = {
     "overtraining": Overtraining,
     "tensor_variance": TensorVariance,
     "class_imbalance": ClassImbalance,
+    "double_softmax": DoubleSoftmax,
     "stalled": Stalled,
     "input_not_normalized": InputNotNormalized,
 }

@@ -38,11 +38,15 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
         if len(self._counts) > MOST_CLASSES:
             self._done = True
         elif self._counts.total() >= self.spec.after:
-            (most, many), *_, (rarest, few) = [*self._counts.most_common(), *self._counts.most_common()[-1:]]
-            ratio = many / few
-            if ratio > self.spec.above:
+            ranked = self._counts.most_common()
+            (most, many), (rarest, few) = ranked[0], ranked[-1]
+            if len(ranked) == 1:
                 self._done = True
-                yield Firing(f"class {most} has {many:,} samples, class {rarest} has {few:,}", ratio, self.spec.above)
+                yield Firing(f"all {many:,} samples have class {most}", float(many), self.spec.above)
+            elif many / few > self.spec.above:
+                self._done = True
+                text = f"class {most} has {many:,} samples, class {rarest} has {few:,}"
+                yield Firing(text, many / few, self.spec.above)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counts": [[target, count] for target, count in self._counts.items()], "done": self._done}

@@ -9,8 +9,9 @@ import numpy as np
 
 from ..spec.rules import ExplodingActivationRule, ExplodingGradientRule
 from .rule import Firing, LocatedRule, extended, pack, unpack
-from .step_rows import Chosen, StepRows
+from .step_rows import Bounds, Chosen, FloatArray, IndexArray, QuietSteps, StepRows
 
+SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
 GrowthT = TypeVar("GrowthT", bound=ExplodingGradientRule | ExplodingActivationRule)
 
 
@@ -28,8 +29,9 @@ class WindowSpec(Protocol):
 class Windows:
     """The last values at each location.
 
-    The median is only computed if a value exceeds `factor` times a lower bound of it, the smallest positive value, because the
-    median of every location would cost more than all rules together.
+    The median is only computed if a value exceeds `factor` times a lower bound of it, because the median of every location
+    would cost more than all rules together. The lower bound is half of the smallest positive value: the median of an even number
+    of values can be the mean of zero and this value.
 
     Args:
         spec: The fields of the rule.
@@ -54,13 +56,12 @@ class Windows:
             slots: The locations.
             values: Their values; NaN for no value.
         """
-        exceeds = (values > self.spec.factor * self._lowest[slots]) & (self._count[slots] >= self.spec.after)
+        exceeds = (values > self.spec.factor * (self._lowest[slots] / 2)) & (self._count[slots] >= self.spec.after)
         found = {}
         for at in np.flatnonzero(exceeds):
             window = self._values[slots[at]]
             median = float(np.nanmedian(window))
-            positive = window[window > 0]
-            self._lowest[slots[at]] = positive.min() if len(positive) else np.inf
+            self._lowest[slots[at]] = _lowest(window)
             if median > 0 and values[at] > self.spec.factor * median:
                 found[int(at)] = median
         return found
@@ -76,13 +77,43 @@ class Windows:
         lowest = np.minimum(self._lowest[slots], values)
         self._lowest[slots] = np.where(values > 0, lowest, self._lowest[slots]) if (values <= 0).any() else lowest
 
+    def bounds(self, slots: IndexArray) -> tuple[FloatArray, FloatArray]:
+        """Return the bounds within which no further value exceeds `factor` times the median: two arrays [slots].
+
+        No positive value in the window becomes smaller than the lower bound, so that no positive median becomes smaller than half
+        of it.
+        """
+        lowest = _lowest(self._values[slots])
+        low = np.where(np.isfinite(lowest), lowest / SLACK, 0.0)
+        return low, self.spec.factor * (low / 2)
+
+    def add_all(self, slots: IndexArray, values: FloatArray) -> None:
+        """Add values [steps, slots] one after the other; see `add`."""
+        if np.isnan(values).any():
+            for each in values:
+                self.add(slots, each)
+            return
+        count = self._count[slots] + len(values)
+        last = values[-self.spec.window :]
+        at = (count - np.arange(len(last), 0, -1)[:, None]) % self.spec.window
+        self._values[slots, at] = last
+        self._count[slots] = count
+        self._lowest[slots] = np.minimum(self._lowest[slots], _lowest(values.T))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as strings, numbers and lists."""
-        return {"values": pack(self._values), "count": pack(self._count), "lowest": pack(self._lowest)}
+        return {"values": pack(self._values), "count": pack(self._count)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state."""
-        self._values, self._count, self._lowest = (unpack(state[name]) for name in ("values", "count", "lowest"))
+        self._values, self._count = (unpack(state[name]) for name in ("values", "count"))
+        self._lowest = _lowest(self._values)
+
+
+def _lowest(windows: FloatArray) -> FloatArray:
+    """Return the smallest positive value of each window [..., values]; infinity without a positive value."""
+    lowest: FloatArray = np.where(windows > 0, windows, np.inf).min(axis=-1)
+    return lowest
 
 
 class GrowthRule(LocatedRule[GrowthT]):
@@ -96,6 +127,15 @@ class GrowthRule(LocatedRule[GrowthT]):
     def grow(self, count: int) -> None:
         self._windows.grow(count)
         self._holds = extended(self._holds, count)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        if self._holds.any():
+            return None
+        low, high = self._windows.bounds(chosen.slots)
+        return Bounds(self.statistics[0], low, np.minimum(high, self.spec.above))
+
+    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
+        self._windows.add_all(chosen.slots, steps.values(chosen, self.statistics[0], self.merge))
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         values, slots = chosen.values(rows.column(self.statistics[0]), self.merge), chosen.slots

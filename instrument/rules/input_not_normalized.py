@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..spec.rules import InputNotNormalizedRule
 from .rule import WEIGHTED, Firing, LocatedRule
-from .step_rows import Chosen, Location, StepRows
+from .step_rows import Bounds, Chosen, Location, StepRows
 
 
 class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
@@ -15,7 +16,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
 
     what = "input not normalized"
     advice = "Subtract the mean of the data and divide by its standard deviation."
-    requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std"
+    requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std, such as hooks=inputs"
     statistics = ("mean", "std")
 
     def __init__(self, spec: InputNotNormalizedRule) -> None:
@@ -39,6 +40,9 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
             bound = self.spec.mean * std
             text = f"mean {mean:.4g} with std {std:.4g}: more than {self.spec.mean:g} times the std"
             yield Firing(text, abs(mean), bound, where)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        return Bounds("mean", -math.inf, math.inf) if self._done else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "done": self._done}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ..spec.rules import LossSpikeRule
-from .growth import Windows
 from .rule import CatalogueRule, Firing
 from .step_rows import StepRows
-
-_SLOT = np.zeros(1, np.int64)
 
 
 class LossSpike(CatalogueRule[LossSpikeRule]):
@@ -25,8 +23,7 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
 
     def __init__(self, spec: LossSpikeRule) -> None:
         super().__init__(spec)
-        self._windows = Windows(spec)
-        self._windows.grow(1)
+        self._losses: deque[float] = deque(maxlen=spec.window)  # the last ones
         self._first: float | None = None
         self._holds = False
 
@@ -35,18 +32,24 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
         if not rows.is_training or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first
-        values = np.array([loss])
-        median = self._windows.medians(_SLOT, values).get(0)
-        self._windows.add(_SLOT, values)
-        held, self._holds = self._holds, median is not None and loss > 0.5 * self._first
-        if self._holds and not held and median is not None:
+        median = self._exceeded_median(loss) if loss > 0.5 * self._first else None
+        self._losses.append(loss)
+        held, self._holds = self._holds, median is not None
+        if median is not None and not held:
             yield Firing(
                 f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, self.spec.factor * median
             )
 
+    def _exceeded_median(self, loss: float) -> float | None:
+        """Return the median of the previous losses if a loss exceeds it `factor` times."""
+        if len(self._losses) < self.spec.after or 0 < loss <= self.spec.factor * min(self._losses):
+            return None
+        median = float(np.median(self._losses))
+        return median if median > 0 and loss > self.spec.factor * median else None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"windows": self._windows.state_dict(), "first": self._first, "holds": self._holds}
+        return {"losses": [*self._losses], "first": self._first, "holds": self._holds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._windows.load_state_dict(state["windows"])
+        self._losses = deque(state["losses"], self.spec.window)
         self._first, self._holds = state["first"], state["holds"]

@@ -10,7 +10,7 @@ from ..spec.rules import OverfitRule
 from .rule import CatalogueRule, Firing
 from .step_rows import StepRows
 
-RISE = 1.1  # the evaluation loss has to be above its minimum by this factor
+RISE = 0.1  # how far the evaluation loss has to be above its minimum, relative to the minimum and to what was learned before
 
 
 class Overfit(CatalogueRule[OverfitRule]):
@@ -24,6 +24,7 @@ class Overfit(CatalogueRule[OverfitRule]):
         super().__init__(spec)
         self._sum, self._count = 0.0, 0  # of the training losses since the last evaluation
         self._lowest = math.inf
+        self._first: float | None = None  # the first training loss
         self._times = 0
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
@@ -32,19 +33,28 @@ class Overfit(CatalogueRule[OverfitRule]):
             return
         if rows.is_training:
             self._sum, self._count = self._sum + loss, self._count + 1
+            self._first = loss if self._first is None else self._first
         elif rows.phase == "eval" and self._count:
             training = self._sum / self._count
             self._sum, self._count = 0.0, 0
             self._lowest = min(self._lowest, loss)
             ratio = (loss - training) / training if training > 0 else 0.0
-            self._times = self._times + 1 if ratio > self.spec.above and loss > RISE * self._lowest else 0
+            learned = max(abs(self._lowest), (self._first or 0.0) - self._lowest)
+            has_risen = loss - self._lowest > RISE * learned
+            self._times = self._times + 1 if ratio > self.spec.above and has_risen else 0
             if self._times == self.spec.for_:
                 text = f"evaluation loss {loss:.4g}, training loss {training:.4g}, lowest evaluation loss {self._lowest:.4g}"
                 yield Firing(text, ratio, self.spec.above)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sum": self._sum, "count": self._count, "lowest": self._lowest, "times": self._times}
+        return {
+            "sum": self._sum,
+            "count": self._count,
+            "lowest": self._lowest,
+            "first": self._first,
+            "times": self._times,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sum, self._count, self._lowest = state["sum"], state["count"], state["lowest"]
-        self._times = state["times"]
+        self._first, self._times = state["first"], state["times"]

@@ -110,8 +110,11 @@ def _candidates(rule: LocatedRule[RuleBase], hooks: Mapping[str, HookSpec]) -> d
         name: spec
         for name, spec in hooks.items()
         if isinstance(spec, RecordSpec)
-        and rule.reads(at := Location(name, "", "Linear", spec.kind, spec.tensor_role, "weight", spec.phase))
-        and rule.selects(at)
+        and any(
+            rule.reads(at := Location(name, "", module_type, spec.kind, spec.tensor_role, "weight", spec.phase))
+            and rule.selects(at)
+            for module_type in ("Linear", "Softmax")
+        )
     }
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from ..spec.rules import PersistentRule, RuleBase
-from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, StepRows
+from .step_rows import BoolArray, Bounds, Chosen, FloatArray, IndexArray, Layout, Location, QuietSteps, StepRows
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,9 @@ class CatalogueRule(Rule, Generic[SpecT]):
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
 
+    frozen_layers: Collection[str] = ()
+    """The layers whose parameters are all frozen."""
+
     def __init__(self, spec: SpecT) -> None:
         self.spec = spec
 
@@ -119,8 +122,29 @@ class LocatedRule(CatalogueRule[SpecT]):
         """Check the rows of a step at the locations of the rule."""
 
     def update(self, rows: StepRows) -> Iterable[Firing]:
-        chosen = rows.layout.choose(self, self._slots_of)
+        chosen = self.choose(rows.layout)
         return () if chosen is None else self.check(rows, chosen)
+
+    def choose(self, layout: Layout) -> Chosen | None:
+        """Return the rows of a layout that the rule reads; None if there are none."""
+        return layout.choose(self, self._slots_of)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        """Return bounds within which the rule does not fire in steps with the same layout, until it reads the next one.
+
+        In addition, these steps have no NaN, no infinity and a finite loss. The rule does not read them; see `advance`.
+
+        Args:
+            rows: The last step, which the rule has read.
+            chosen: The rows that the rule reads.
+
+        Returns:
+            The bounds of each value that the rule reads. None (default) if the rule has to read each step.
+        """
+        return None
+
+    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
+        """Change the state as by reading steps within the bounds. Default: they do not change it."""
 
     def _reads(self, location: Location) -> bool:
         return self.reads(location) and self.selects(location)
@@ -205,6 +229,11 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
         if self.above is None:
             return values < (np.nan if self.below is None else self.below)
         return values > self.above if self.below is None else (values > self.above) | (values < self.below)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        low = -np.inf if self.below is None else self.below
+        high = np.inf if self.above is None else self.above
+        return None if self._any else Bounds(self.statistics[0], low, high)
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         value = float(self.values(rows, chosen)[at])

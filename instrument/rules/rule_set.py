@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import HookError, user_code_location
 from ..spec.rules import Action, RuleBase
 from .catalogue import make_rule
-from .rule import Firing, Rule
+from .deferral import DeferredSteps
+from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Layout, Locations, Site, StepRows
 
 MOST_EVENTS = 20  # further events of a rule after the first one
@@ -48,19 +49,29 @@ class RuleSet:
     Args:
         specs: The rules by name.
         write: Called with each event.
+        frozen_layers: The layers whose parameters are all frozen.
 
     Attributes:
         specs: See above.
     """
 
-    def __init__(self, specs: Mapping[str, RuleBase], write: Callable[[RuleEvent], None]) -> None:
+    def __init__(
+        self,
+        specs: Mapping[str, RuleBase],
+        write: Callable[[RuleEvent], None],
+        frozen_layers: Collection[str] = frozenset(),
+    ) -> None:
         self.specs = specs
         self._rules = {name: make_rule(spec) for name, spec in specs.items()}
+        for rule in self._rules.values():
+            if isinstance(rule, CatalogueRule):
+                rule.frozen_layers = frozen_layers
         self._write = write
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
+        self._deferred = DeferredSteps(self._rules)
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
         """Return the layout of rows; that of an earlier step, if it had the same rows.
@@ -85,15 +96,23 @@ class RuleSet:
             HookError: A custom rule failed.
         """
         for rows in steps:
-            for name, rule in self._rules.items():
-                try:
-                    firings = [*rule.update(rows)]
-                except Exception as error:
-                    location = user_code_location(error)
-                    reason = f"{type(error).__name__}: {error}"
-                    raise HookError(f"rules.{name}: it failed at step {rows.step}{location}: {reason}") from error
-                for firing in firings:
-                    self._report(name, firing, rows)
+            if self._deferred.accept(rows):
+                self._check(self._deferred.immediate, rows)
+            else:
+                self._deferred.catch_up()
+                self._check(self._rules, rows)
+                self._deferred.plan(rows)
+
+    def _check(self, rules: Mapping[str, Rule], rows: StepRows) -> None:
+        for name, rule in rules.items():
+            try:
+                firings = [*rule.update(rows)]
+            except Exception as error:
+                location = user_code_location(error)
+                reason = f"{type(error).__name__}: {error}"
+                raise HookError(f"rules.{name}: it failed at step {rows.step}{location}: {reason}") from error
+            for firing in firings:
+                self._report(name, firing, rows)
 
     def take_fired(self) -> list[RuleEvent]:
         """Return the first event of each rule that fired since the last call."""
@@ -137,6 +156,7 @@ class RuleSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries."""
+        self._deferred.catch_up()
         states = {name: rule.state_dict() if hasattr(rule, "state_dict") else {} for name, rule in self._rules.items()}
         fired = [list(astuple(event)) for event in self._fired.values()]
         return {"written": dict(self._written), "fired": fired, "rules": states}
@@ -148,3 +168,4 @@ class RuleSet:
         for name, rule in self._rules.items():
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])
+        self._deferred = DeferredSteps(self._rules)

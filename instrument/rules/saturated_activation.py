@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..spec.rules import SaturatedActivationRule
-from .rule import BoundsRule
-from .step_rows import Location
+from .rule import WEIGHTED, BoundsRule
+from .step_rows import BoolArray, Chosen, Layout, Location, StepRows
 
 
 class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
@@ -24,6 +24,23 @@ class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
 
     def selects(self, location: Location) -> bool:
         return location.is_output
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        holds = super().holds(rows, chosen)
+        return holds & ~self._is_last(rows.layout, chosen) if holds.any() else holds
+
+    @staticmethod
+    def _is_last(layout: Layout, chosen: Chosen) -> BoolArray:
+        """Return which locations are outputs of the network: no layer with weights follows.
+
+        Confident predictions saturate there in a healthy training. If the step has no rows of such layers, none is known to be last.
+        """
+        rows = enumerate(layout.locations)
+        weighted = [row for row, location in rows if location.kind == "forward" and location.module_type in WEIGHTED]
+        last = np.zeros(len(chosen.locations), np.int64)
+        np.maximum.at(last, np.arange(len(last)) if chosen.index is None else chosen.index, chosen.rows)
+        is_last: BoolArray = last > max(weighted, default=len(layout))
+        return is_last
 
     def describe(self, value: float) -> str:
         return f"{value:.1%} of its output is saturated"

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
+from ..spec.statistics import ALL
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
@@ -125,6 +126,20 @@ class Chosen:
         return merged
 
 
+class Bounds(NamedTuple):
+    """Bounds of a statistic within which a rule does not fire.
+
+    Attributes:
+        statistic: The name of the statistic.
+        low: The smallest value, for all locations or float64 [chosen locations].
+        high: The largest value.
+    """
+
+    statistic: str
+    low: float | FloatArray
+    high: float | FloatArray
+
+
 class Locations:
     """The locations of a run, numbered in the order in which they first appear.
 
@@ -193,6 +208,11 @@ class Layout:
     def __len__(self) -> int:
         return len(self._numbers)
 
+    @property
+    def locations(self) -> list[Location]:
+        """The location of each row, in the order in which the rows were recorded."""
+        return [self._locations[number] for number in self._numbers.tolist()]
+
     def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
         """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
 
@@ -224,11 +244,13 @@ class StepRows:
         phase: The phase.
         layout: The locations of the rows of statistics, in the order in which they were recorded.
         column: Returns a statistic of all rows: float64 [rows], NaN for no value.
-        metrics: The row of the table `metrics`; None if there is none.
+        metrics: The row of the table `metrics`; None without metrics.
         targets: The targets of samples, float64 [samples]; NaN for no number.
+        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None without rows.
+        has_others: Whether any row has further statistics. Default: true.
 
     Attributes:
-        step, phase, layout, metrics, targets: See above.
+        step, phase, layout, metrics, targets, numbers, has_others: See above.
     """
 
     def __init__(
@@ -239,12 +261,17 @@ class StepRows:
         column: Column,
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,
+        *,
+        numbers: FloatArray | None = None,
+        has_others: bool = True,
     ) -> None:
         self.step = step
         self.phase = phase
         self.layout = layout
         self.metrics = metrics
         self.targets = np.empty(0) if targets is None else targets
+        self.numbers = numbers
+        self.has_others = has_others
         self._column = column
         self._columns: dict[str, FloatArray] = {}
         self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
@@ -297,6 +324,24 @@ class StepRows:
         if self.phase in STEP_PHASES:
             return f"at step {self.step}"
         return f"in the {'probe batch' if self.phase == 'probe' else 'evaluation'} after {self.step} steps"
+
+
+class QuietSteps:
+    """Steps with the same layout, in which no value is outside of the bounds of the rules that read them.
+
+    Args:
+        numbers: The statistics of each step; see `StepRows.numbers`.
+    """
+
+    def __init__(self, numbers: Sequence[FloatArray]) -> None:
+        self._numbers = np.stack(numbers)
+
+    def values(self, chosen: Chosen, statistic: str, merge: np.ufunc) -> FloatArray:
+        """Return the values of a statistic of the kernel, float64 [steps, chosen locations]; see `Chosen.values`."""
+        columns = self._numbers[:, :, ALL.index(statistic)]
+        if chosen.index is None:
+            return columns[:, chosen.rows]
+        return np.stack([chosen.values(column, merge) for column in columns])
 
 
 def time_order(moment: tuple[int, str]) -> tuple[int, bool, str]:

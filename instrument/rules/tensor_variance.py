@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..spec.rules import TensorVarianceRule
 from .rule import WEIGHTED, BoundsRule
-from .step_rows import Chosen, FloatArray, Location, StepRows
+from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
+
+ROUNDING = 1e-9  # of the square of a bound
 
 
 class TensorVariance(BoundsRule[TensorVarianceRule]):
@@ -27,6 +31,14 @@ class TensorVariance(BoundsRule[TensorVarianceRule]):
     def values(self, rows: StepRows, chosen: Chosen) -> FloatArray:
         std, numel = (chosen.values(rows.column(name), self.merge) for name in ("std", "numel"))
         return np.where(numel < 2, np.nan, std**2)  # one element has no variance
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:
+        bounds = super().quiet_bounds(rows, chosen)  # of the variance
+        if bounds is None:
+            return None
+        low = -np.inf if self.below is None else math.sqrt(self.below) * (1 + ROUNDING)
+        high = np.inf if self.above is None else math.sqrt(self.above) * (1 - ROUNDING)
+        return Bounds("std", low, high)
 
     def describe(self, value: float) -> str:
         return f"variance {value:.4g}"

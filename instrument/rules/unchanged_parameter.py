@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec.rules import UnchangedParameterRule
 from .rule import Firing, PersistentLocatedRule, extended, pack, unpack
-from .step_rows import BoolArray, Chosen, Location, StepRows
+from .step_rows import BoolArray, Bounds, Chosen, Location, QuietSteps, StepRows
 
 
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
@@ -29,7 +29,8 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         self._is_update = np.zeros(0, np.bool_)
 
     def selects(self, location: Location) -> bool:
-        return location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
+        is_parameter = location.kind == "step_post" and location.role in ("param", "update")
+        return is_parameter and not location.is_of_bias and location.layer not in self.frozen_layers
 
     def grow(self, count: int) -> None:
         super().grow(count)
@@ -43,6 +44,15 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         rests = rows.metric("lr") == 0 or bool(rows.metric("skipped"))
         unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same) & (not rests)
         return unchanged
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        if self._any or not self._is_update[chosen.slots].all():
+            return None
+        return Bounds("l2", np.nextafter(0.0, 1.0), np.inf)
+
+    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
+        values = [steps.values(chosen, name, self.merge)[-1] for name in self.statistics]
+        self._previous[chosen.slots] = np.stack(values, axis=1)
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
         return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, chosen.locations[at])

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec.rules import VanishingGradientRule
 from .rule import BoundsRule
-from .step_rows import BoolArray, Chosen, Location, StepRows
+from .step_rows import BoolArray, Bounds, Chosen, Location, StepRows
 
 
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
@@ -34,6 +34,9 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
             self._first_loss = loss
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
         return np.zeros(len(chosen.locations), np.bool_) if has_learned else super().holds(rows, chosen)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:
+        return None if self._first_loss is None else super().quiet_bounds(rows, chosen)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "first_loss": self._first_loss}

@@ -183,14 +183,19 @@ class DeadUnitsRule(_FractionRule):
 class SaturatedActivationRule(_FractionRule):
     """The `saturated_fraction` of an output is large: Tanh, Sigmoid and similar functions pass no gradient there.
 
-    The threshold is that of SageMaker Debugger (SaturatedActivation, `threshold_layer`).
+    The threshold is that of SageMaker Debugger (SaturatedActivation, `threshold_layer`). The output of the network does not count:
+    confident predictions saturate it.
     """
 
     rule: Literal["saturated_activation"]
 
 
 class PoorInitializationRule(RuleBase):
-    """At the first recorded step, the `std` of the outputs of layers with weights differs by orders of magnitude.
+    """At the first step, the `std` of the outputs of layers with weights differs by orders of magnitude, or all weights are equal.
+
+    Units with equal weights have equal gradients, and stay equal (Goodfellow et al. 2016, Deep Learning, section 8.4). The weights
+    after the first update are the initial ones plus the update, so that equal ones have the `std` of the update. Weights that are zero
+    are a usual start of some layers, but not of more than half of them: they pass no gradient to the layers before.
 
     A good initialization keeps the variance from layer to layer (He et al. 2015, https://arxiv.org/abs/1502.01852). PyTorch's
     default shrinks it to about a third per layer, so that only a far larger ratio is reported.
@@ -215,7 +220,8 @@ class AllZeroRule(PersistentRule):
 class UnchangedParameterRule(PersistentRule):
     """A parameter has the same statistics as before, or its update is zero, while the learning rate is not.
 
-    The number of steps is that of SageMaker Debugger (UnchangedTensor). Biases do not count.
+    The number of steps is that of SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them
+    makes their gradient zero. Frozen layers (`requires_grad` is False) do not count either.
     """
 
     rule: Literal["unchanged_parameter"]
@@ -226,7 +232,8 @@ class UpdateRatioRule(PersistentRule):
     """The `update_ratio` of a weight is too large or too small.
 
     About 1e-3 is usual (CS231n). Above 0.1, ten updates replace a weight completely. 6e-8 is the rounding unit of float32: smaller
-    updates do not change a weight.
+    updates do not change a weight. An update of exactly zero is reported by `unchanged_parameter`. It also fires if the first step
+    replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left.
     """
 
     rule: Literal["update_ratio"]
@@ -245,12 +252,13 @@ class UpdateRatioRule(PersistentRule):
 class LossNotDecreasingRule(RuleBase):
     """The mean loss of the later half of the first steps is not lower than that of the earlier half.
 
-    SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 100 steps, since batches differ.
+    SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small
+    learning rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
     rule: Literal["loss_not_decreasing"]
-    window: Annotated[int, Field(ge=4, le=1_000_000)] = Field(100, description="The number of steps that are compared.")
+    window: Annotated[int, Field(ge=4, le=1_000_000)] = Field(200, description="The number of steps that are compared.")
     by: Annotated[float, Field(ge=0, lt=1)] = Field(0.01, description="The relative decrease that is expected.")
 
 
@@ -273,8 +281,10 @@ class LossSpikeRule(RuleBase):
 
 
 class OverfitRule(PersistentRule):
-    """The evaluation loss is far above the training loss since the last evaluation, and 10% above its own minimum.
+    """The evaluation loss is far above the training loss since the last evaluation, and above its own minimum.
 
+    The rise above the minimum exceeds 10% of the minimum, and 10% of the decrease from the first training loss to the minimum: the
+    loss of a few wrong but confident predictions rises in healthy trainings too.
     SageMaker Debugger (Overfit) has a ratio of 0.1, which most trainings on little data exceed.
     """
 
@@ -317,7 +327,7 @@ class TensorVarianceRule(PersistentRule):
 
 
 class ClassImbalanceRule(RuleBase):
-    """The most frequent class has many more samples than the rarest one (SageMaker Debugger: ClassImbalance, 10).
+    """The most frequent class has many more samples than the rarest one (SageMaker Debugger: ClassImbalance, 10), or all samples.
 
     It reads the targets of the table `samples`: those of batches in which a tensor is recorded, or all with `data.ids=all`.
     """
@@ -326,6 +336,18 @@ class ClassImbalanceRule(RuleBase):
     rule: Literal["class_imbalance"]
     above: Annotated[float, Field(ge=1)] = Field(10.0, description="The ratio of both numbers exceeds this number.")
     after: Count = Field(500, description="How many samples are counted first.")
+
+
+class DoubleSoftmaxRule(PersistentRule):
+    """The loss applies a softmax or sigmoid to probabilities: a Softmax followed by CrossEntropyLoss, or a Sigmoid by BCEWithLogitsLoss.
+
+    It compares three numbers with those of such a loss, which probabilities limit. With K classes, the mean cross-entropy is between
+    log(1 + (K - 1) / e) and log(1 + (K - 1) e), and the largest gradient of a sample is between 1 - e / (e + K - 1) and 1. The
+    gradients of a sample have the sum 0, as a softmax ignores a constant that is added to its input.
+    """
+
+    rule: Literal["double_softmax"]
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
 class StalledRule(RuleBase):
@@ -418,6 +440,7 @@ CatalogueRule = (
     | OvertrainingRule
     | TensorVarianceRule
     | ClassImbalanceRule
+    | DoubleSoftmaxRule
     | StalledRule
     | InputNotNormalizedRule
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
 from .initial_weights import InitialWeights, LoadedWeights
 from .input_gradients import with_input_gradients
+from .learning_rate_scale import LearningRateScale
 from .loader import LoadedBatch, Loader
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
@@ -71,6 +72,7 @@ class Experiment:
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
         generating_phases: The phases without gradients in which the task generates tokens.
+        lr_scale: The factor of the learning rates, which can change during the training.
     """
 
     config: RunConfig
@@ -92,6 +94,7 @@ class Experiment:
     archive: RunArchive
     weights: LoadedWeights | None
     generating_phases: frozenset[str]
+    lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""

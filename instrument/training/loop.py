@@ -156,8 +156,9 @@ def train_step(
         observer.end_micro_step()
     scaler.unscale_(optimizer)
     norm = gradient_norm(experiment.model)
-    lr = optimizer.param_groups[0]["lr"]
-    scaler.step(optimizer)
+    with experiment.lr_scale.applied(optimizer):
+        lr = optimizer.param_groups[0]["lr"]
+        scaler.step(optimizer)
     scaler.update()
     if scheduler is not None:
         scheduler.step()

@@ -33,6 +33,7 @@ from ..stats.single_pass import KERNEL
 from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks
+from .control import Control
 from .dataset_hash import dataset_hashes
 from .device_and_seed import process_state
 from .environment import code_hashes, hardware
@@ -50,8 +51,8 @@ class Result:
     Attributes:
         folder: The folder of the run.
         metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
-        stopped: The rule that stopped the run, and its message; None if the run is complete.
-        is_pruned: Whether this rule has `then: prune`.
+        stopped: Why the run was stopped; None if the run is complete.
+        is_pruned: Whether a rule with `then: prune` stopped it.
     """
 
     folder: Path
@@ -280,6 +281,9 @@ class _Training:
             restore(self.state, experiment, self.probe, resumes=self.parts is not None)
         if source is not None:
             experiment.batches.stop = source.window.stop
+        self.control = Control(
+            folder, raw, self.probe, lr_scale=experiment.lr_scale, processes=experiment.strategy.processes
+        )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Run to the last step.
@@ -352,10 +356,11 @@ class _Training:
         return {sink.name: sink}
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
-        """Record upload messages, and save a checkpoint if it is scheduled or a rule requests one."""
+        """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
+        saves = self.control.end_step() or self.probe.should_checkpoint
         is_last = self.probe.should_stop and self.checkpoints.every > 0
         is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
-        if is_scheduled or is_last or self.probe.should_checkpoint:
+        if is_scheduled or is_last or saves:
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

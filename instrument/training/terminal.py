@@ -193,7 +193,7 @@ class Terminal:
             folder: The folder of the run.
             metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
             report: The file of the report. Default: None; the command that creates it is shown instead.
-            stop_reason: The rule that stopped the run. Default: None, the run is complete.
+            stop_reason: Why the run was stopped. Default: None, the run is complete.
         """
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())

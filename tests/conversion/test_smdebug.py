@@ -198,7 +198,11 @@ def test_every_rule_with_a_counterpart_records_what_it_reads(convert: Converter)
     read = {name for spec in result.rules.values() for name in spec.get("hook", ())}
     assert read == fired.keys() == result.hooks.keys()
     assert fired["for_dead_units"] == RELUS
-    assert result.hooks["for_poor_initialization"]["stats"] == ["std", "zero_fraction"]  # one hook serves three rules
+    assert result.hooks["for_poor_initialization"]["stats"] == [
+        "mean",
+        "std",
+        "zero_fraction",
+    ]  # one hook serves three rules
 
 
 def test_parameters_of_rules_are_converted(convert: Converter) -> None:

@@ -11,7 +11,8 @@ import yaml
 from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fired, rule_set, values
 
 from instrument.rules.catalogue import CATALOGUE
-from instrument.rules.rule_set import MOST_EVENTS, RuleEvent
+from instrument.rules.rule_set import MOST_EVENTS, RuleEvent, RuleSet
+from instrument.spec.parse import parse_rules
 from instrument.spec.rules import RULES, default_rules
 
 NOISE = [1.0, 1.3, 0.8, 1.1, 0.9] * 6
@@ -38,6 +39,13 @@ def inputs(mean: float, std: float) -> list[Step]:
     return [
         Step(rows=[{**INPUT, "numel": 9, "mean": mean, "std": std}, {**INPUT, "layer": "b", "mean": 9e9, "std": 0.0}])
     ]
+
+
+def probabilities(loss: float, gradient: float) -> list[Step]:
+    """Return a step with the output of a softmax over 10 classes for 64 samples, and its largest gradient."""
+    output = {**OUTPUT, "module_type": "Softmax", "numel": 640, "mean": 0.1, "rms": 0.2, "abs_max": 0.9}
+    grad = {**output, "kind": "full_backward", "role": "grad_output", "mean": 1e-9, "rms": 1e-3, "abs_max": gradient}
+    return [Step(rows=[output, grad], loss=loss)]
 
 
 def parameters(*numbers: float, **more: Any) -> list[Step]:
@@ -82,11 +90,11 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
     ),
     "update_ratio": (
         values(UPDATE, "update_ratio", [0.01] * 20 + [0.5] * 11),
-        values(UPDATE, "update_ratio", [0.9] * 20 + [0.05] * 30),
+        values(UPDATE, "update_ratio", [1.0] + [0.9] * 19 + [0.05] * 30),
         29,
         0.5,
     ),
-    "loss_not_decreasing": (losses(*[2.3, 2.31] * 60), losses(*(3 / (step + 1) for step in range(120))), 99, 2.305),
+    "loss_not_decreasing": (losses(*[2.3, 2.31] * 110), losses(*(3 / (step + 1) for step in range(220))), 199, 2.305),
     "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, 0.9), losses(1.0, *[0.001] * 30, 0.02), 31, 0.9),
     "overfit": (
         evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.6, 0.7, 0.8]),
@@ -111,6 +119,12 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
         [Step(targets=[0] * 30 + [1] * 30 + [2] * 4)] * 9,
         7,
         29.0,
+    ),
+    "double_softmax": (
+        probabilities(loss=2.2, gradient=0.85 / 64) * 4,
+        [*probabilities(loss=2.2, gradient=0.85 / 64) * 2, *probabilities(loss=0.9, gradient=1.8 / 64) * 9],
+        2,
+        2.2,
     ),
     "stalled": ([Step(seconds=1.0), Step(seconds=4000.0)], [Step(seconds=900.0)] * 3, 1, 4000.0),
     "input_not_normalized": (inputs(120.0, 60.0), inputs(0.13, 0.31), 0, 60.0),
@@ -233,3 +247,83 @@ def test_state_does_not_grow_with_the_steps() -> None:
         feed(rules, [Step(loss=1.0, lr=0.1, rows=[{**GRADIENT, "numel": 9, "l2": 1.0, "rms": 1.0}])] * 200)
         sizes.append(len(json.dumps(rules.state_dict())))
     assert max(sizes) - min(sizes) < 64
+
+
+def test_frozen_layers_and_biases_may_be_unchanged() -> None:
+    events: list[RuleEvent] = []
+    rules = RuleSet(parse_rules({"r": {"rule": "unchanged_parameter"}}), events.append, {"a"})
+    feed(rules, parameters(*[0.5] * 9))
+    assert events == []
+    bias = [Step(rows=[{**row, "path": "bias"} for row in step["rows"]]) for step in parameters(*[0.5] * 9)]
+    assert fired("unchanged_parameter", bias) == []
+
+
+def test_first_update_that_replaces_the_weights_is_reported() -> None:
+    def first(*ratios: float) -> list[Step]:
+        return [Step(rows=[{**UPDATE, "layer": str(i), "numel": 9, "update_ratio": r} for i, r in enumerate(ratios)])]
+
+    (event,) = fired("update_ratio", first(0.02, 0.97, 0.9))
+    assert (event.layer, event.value, event.threshold) == ("1", 0.97, 0.5)
+    assert fired("update_ratio", first(0.02, 1.0, 1.0)) == []  # these weights start at zero
+    assert fired("update_ratio", first(0.02, 0.03, 0.9)) == []
+
+
+def test_zero_updates_have_no_ratio() -> None:
+    assert fired("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60)) == []
+
+
+def test_saturated_output_of_the_network_is_no_finding() -> None:
+    sigmoid = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
+    linear = {**OUTPUT, "numel": 9}
+    assert fired("saturated_activation", [Step(rows=[linear, sigmoid])] * 9) == []
+    assert len(fired("saturated_activation", [Step(rows=[linear, sigmoid, {**linear, "layer": "c"}])] * 9)) == 1
+
+
+def test_small_rise_of_the_evaluation_loss_is_no_overfitting() -> None:
+    assert fired("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19])) == []
+    assert len(fired("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]))) == 1
+
+
+def test_loss_that_rises_until_it_is_not_finite_does_not_decrease() -> None:
+    (event,) = fired("loss_not_decreasing", losses(2.3, 2.6, 40.0, 1e9, float("nan"), float("nan")))
+    assert (event.step, event.value) == (4, 1e9)
+    assert fired("loss_not_decreasing", losses(2.3, 2.4, float("nan"))) == []
+
+
+def test_samples_of_one_class_are_imbalanced() -> None:
+    (event,) = fired("class_imbalance", [Step(targets=[3] * 64)] * 9)
+    assert (event.step, event.value) == (7, 512.0)
+    assert "all 512 samples have class 3" in event.message
+
+
+def test_equal_and_zero_weights_are_a_poor_initialization() -> None:
+    def first(*weights: tuple[float, float, float, float]) -> list[Step]:
+        """Return the mean and std of weights after their first update, and of the update."""
+        rows = []
+        for i, (mean, std, update_mean, update_std) in enumerate(weights):
+            rows.append({**PARAMETER, "layer": str(i), "numel": 9, "mean": mean, "std": std})
+            rows.append({**UPDATE, "layer": str(i), "numel": 9, "mean": update_mean, "std": update_std})
+        return [Step(rows=rows)]
+
+    healthy = (0.01, 0.1, 1e-4, 1e-3)
+    (event,) = fired("poor_initialization", first(healthy, (0.5, 1e-3, 1e-4, 1e-3)))
+    assert (event.layer, event.value) == ("1", pytest.approx(0.4999))
+    (event,) = fired("poor_initialization", first(healthy, (0.0,) * 4, (0.0,) * 4))
+    assert event.layer == "1"
+    assert event.message.endswith("2 of 3 weights are zero")
+    assert fired("poor_initialization", first(healthy, (0.0,) * 4, (1e-4, 1e-3, 1e-4, 1e-3))) == []
+
+
+def test_sigmoid_before_a_loss_of_logits_is_found() -> None:
+    output = {**OUTPUT, "module_type": "Sigmoid", "numel": 64, "mean": 0.5, "rms": 0.5, "abs_max": 0.6}
+    grad = {
+        **output,
+        "kind": "full_backward",
+        "role": "grad_output",
+        "mean": 1e-3,
+        "rms": 0.5 / 64,
+        "abs_max": 0.6 / 64,
+    }
+    assert len(fired("double_softmax", [Step(rows=[output, grad], loss=0.7)] * 3)) == 1
+    assert fired("double_softmax", [Step(rows=[output, {**grad, "abs_max": 1.1 / 64}], loss=0.7)] * 9) == []
+    assert fired("double_softmax", [Step(rows=[output, grad], loss=0.2)] * 9) == []

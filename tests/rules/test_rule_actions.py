@@ -189,7 +189,7 @@ def test_firings_before_a_checkpoint_have_their_consequences_after_it() -> None:
     about = {"hook": "seen", "layer": "0", "abs_max": 100.0}
     feed(before, [Step(rows=[about])])
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
-    actions = RuleActions(after, None)
+    actions = RuleActions(after, {}, None, lambda hook, reason: None)
     actions.act(1)
     assert actions.stop_reason == "rule big: watched statistic: at step 0 in 0 output (seen): abs_max 100, above 50"
 
@@ -288,14 +288,15 @@ def test_decisions_do_not_depend_on_the_batches_of_a_file(exploded: AttachedProb
                 yield from exploded.run.scan(table, columns, condition)
                 return
             rows = pa.Table.from_batches(exploded.run.scan(table, columns, condition))
-            rows = rows.take(pc.sort_indices(rows, [("step", "ascending"), ("layer", "ascending")]))
+            by = pa.table({"step": rows["step"], "layer": rows["layer"].cast(pa.string())})
+            rows = rows.take(pc.sort_indices(by, [("step", "ascending"), ("layer", "ascending")]))
             for begin in range(0, rows.num_rows, 7):
                 batch = rows.slice(begin, 7)
                 order = pc.sort_indices(batch, [("step", "ascending"), ("position", "ascending")])
                 yield from batch.take(order).combine_chunks().to_batches()
 
     rules = parse_rules(default_rules())
-    assert rule_events(Split(), rules) == rule_events(exploded.run, rules)  # type: ignore[arg-type]
+    assert str(rule_events(Split(), rules)) == str(rule_events(exploded.run, rules))  # type: ignore[arg-type]  # NaN
 
 
 def test_rules_do_not_change_the_training(exploded: AttachedProbe) -> None:

@@ -57,10 +57,13 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
         ({"watch": "sean", "stat": "l2", "above": 1}, ["rules.r.watch: no hook has this name", "similar  seen"]),
         ({"rule": "all_zero", "hook": "sean"}, ["rules.r.hook: no hook has this name", "given    sean"]),
         ({"rule": "all_zero", "then": {"enable": "tam"}}, ["rules.r.then: no hook has this name", "similar  tame"]),
-        ({"rule": "all_zero", "then": "halt"}, ["rules.r.then: unknown action", "allowed  warn, stop, checkpoint"]),
+        (
+            {"rule": "all_zero", "then": "halt"},
+            ["rules.r.then: unknown action", "allowed  warn, stop, prune, checkpoint"],
+        ),
         (
             {"rule": "all_zero", "then": {"enable": "a", "disable": "b"}},
-            ["an action is warn, stop, checkpoint, {enable"],
+            ["an action is warn, stop, prune, checkpoint, {enable"],
         ),
         ({"watch": "seen", "stat": "std"}, ["requires either 'above' or 'below'"]),
         (
