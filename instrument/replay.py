@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from .cli.command import command
 from .cli.import_without_gc import importing
 from .cli.job import report_errors
-from .cli.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, store_config
+from .cli.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from .cli.validated_config import read_config, read_overrides
 from .distributed.torchrun import is_rank_zero
 from .errors import ConfigError, InstrumentError, Problem
@@ -118,7 +118,16 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
             from .training.terminal import Terminal
             from .verification.replay_certificate import certify_replay
 
-        source = ReplaySource(run.folder, run.record, window, run.begin(window), force, hooks.changed, hooks.first_step)
+        source = ReplaySource(
+            folder=run.folder,
+            record=run.record,
+            window=window,
+            begin=run.begin(window),
+            changes=repeated_changes(run, hooks, window),
+            force=force,
+            counterfactual=hooks.changed,
+            first_step=hooks.first_step,
+        )
         terminal = Terminal(quiet=parsed.quiet)
         error: Exception | None = None
         try:
@@ -177,6 +186,8 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path)
         f"compared: loss, accuracy, gradient norm and learning rate of {certificate.steps} steps and "
         f"{certificate.evaluations} evaluations",
     ]
+    lines += [f"repeated: {change}, by instrument.control" for change in certificate.changes]
+    lines += [f"not repeated: {change}, by instrument.control" for change in certificate.changes_left_out]
     lines += [f"forced, although {note}" for note in source.notes]
     if certificate.counterfactual:
         names = ", ".join(certificate.counterfactual)

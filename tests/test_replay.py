@@ -17,6 +17,7 @@ from conftest import Answer, replay_in, run_in
 from tiers import tiered
 
 import instrument
+from instrument.folders.control_folder import send
 from instrument.folders.run_record import checkpoint_steps
 
 MODEL = """
@@ -107,6 +108,55 @@ def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(loop, "train_step", fail)
 
 
+CHANGES = {2: ["lr_scale=0.5", "disable=noisy"], 6: ["enable=noisy", "hooks.seen.every=1"], 8: ["hooks.tame.norm=0.2"]}
+
+
+def test_changes_during_the_run_are_repeated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.training import loop
+
+    original = loop.train_step
+
+    def change(experiment: Any, observer: Any, batches: Any) -> Any:
+        if observer.step in CHANGES:
+            send(place / "changed", CHANGES[observer.step])
+        return original(experiment, observer, batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", change)
+        seen = "+hooks.seen={layers: layers.*, kind: forward, action: record, every: 3}"
+        run = train(place / "changed", *CHECKPOINTS, *INTERVENTIONS, seen, "train.steps=12", "quiet=true")
+    assert list(run.metrics["lr"].dropna()) == [0.05] * 3 + [0.025] * 9
+    answer = replay_in(place, "changed", "--steps", "10:12", "hydra.run.dir=repeated")
+    assert answer.code == 0, answer.out + answer.err
+    assert "repeated: hooks.tame.norm=0.2 after 9 steps, by instrument.control" in answer.out
+    assert "not repeated: hooks.seen.every=1 after 7 steps, by instrument.control" in answer.out
+    found = certificate_of(place / "repeated")
+    assert (found["begin"], found["holds"], found["changes_left_out"]) == (
+        8,
+        True,
+        ["hooks.seen.every=1 after 7 steps"],
+    )
+    repeated = instrument.load(place / "repeated")
+    assert_same_effects(run, repeated, "8 <= step")
+    assert list(repeated.events.query("rule == 'control'")["message"]) == ["hooks.tame.norm: 0.5 -> 0.2"]
+    # From the start, and with another intervention in the window. Before it, the old one is as it was.
+    tamer = ["--steps", "10:12", "--intervene", "hooks.tame.norm=0.01"]
+    shutil.rmtree(place / "changed" / "checkpoints")
+    answer = replay_in(place, "changed", *tamer, "hydra.run.dir=tamed")
+    assert answer.code == 0, answer.out + answer.err
+    tamed = instrument.load(place / "tamed")
+    assert certificate_of(tamed.path)["steps"] == 10
+    assert_same_effects(run, tamed, "step < 10")
+    assert set(tamed.effects.query("step >= 10 and hook != 'noisy'")["hook"]) == {"tame_counterfactual"}
+
+
+def assert_same_effects(run: instrument.Run, replay: instrument.Run, condition: str) -> None:
+    """Compare the effects of the interventions at some steps, bit by bit."""
+    wanted, found = (each.effects.query(condition).reset_index(drop=True) for each in (run, replay))
+    assert len(wanted)
+    pd.testing.assert_frame_equal(wanted, found, check_exact=True)
+
+
 def test_checkpoints_are_kept(place: Path) -> None:
     assert checkpoint_steps(place / "done") == [4, 8, 12, 14]
 
@@ -154,6 +204,8 @@ def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
         "counterfactual": [],
         "first_step": None,
         "forced": [],
+        "changes": [],
+        "changes_left_out": [],
     }
     assert "record hooks that are not scheduled" not in answer.out
     assert list(run.events["rule"]) == ["replay"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from ..analysis.run_files import RunFiles
 from ..configuration.search_path import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem
+from ..folders.control_folder import ControlFolder
 from ..folders.environment_differences import REQUIRED
 from ..folders.run_record import checkpoint_steps, read_record
 from ..sinks.remote_folder import check_is_local
@@ -24,6 +25,7 @@ from ..spec.config import TRACKERS, SinkConfig
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_hooks, parse_rules
 from ..spec.rules import DisableAction, EnableAction, RuleSpec
+from ..spec.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
 from ..spec.schedule import STEP_PHASES
 from .hydra_errors import composition_problem
 
@@ -312,6 +314,36 @@ class ReplayHooks:
             raise ConfigError(Problem("--intervene", f"no changed intervention runs in {_text(window)}", changed))
         phases = {spec.phase for specs in (before, after) for name, spec in specs.items() if name in changed}
         return cls(specs, tuple(left_out), changed, min(starts, default=None), bool(phases - {*STEP_PHASES}))
+
+
+def repeated_changes(run: RecordedRun, hooks: ReplayHooks, window: range) -> RepeatedChanges:
+    """Return the changes that `instrument.control` made during a run, as its replay repeats them.
+
+    These are the changes of the learning rate and of the interventions of the run. An intervention that a counterfactual
+    changes is as in the run before the window, so its changes are repeated except for those of its schedule.
+
+    Args:
+        run: The run.
+        hooks: The hooks of the replay.
+        window: The steps of the window.
+    """
+    settings = Settings.of(run.record["config"])
+    kept = {name: settings.hooks[name] for name in run.required_hooks if name in hooks.specs}
+    for name in kept.keys() & set(hooks.changed):
+        spec = hooks.specs[name]
+        limit = {"stop": spec.stop} if spec.steps is None else {"steps": sorted(spec.steps)}
+        kept[name] = {**kept[name], **limit}
+    fixed = {f"hooks.{name}.{field}" for name in hooks.changed for field in SCHEDULE_FIELDS}
+    repeated: list[tuple[int, tuple[str, ...]]] = []
+    left_out: list[tuple[int, tuple[str, ...]]] = []
+    for step, texts in ControlFolder(run.folder).recorded():
+        if step >= window.stop:
+            break
+        chosen = [changed_hook(text) in (None, *kept) and text.partition("=")[0] not in fixed for text in texts]
+        for found, wanted in ((repeated, True), (left_out, False)):
+            if part := tuple(text for text, is_kept in zip(texts, chosen, strict=True) if is_kept is wanted):
+                found.append((step, part))
+    return RepeatedChanges(replace(settings, hooks=kept), tuple(repeated), tuple(left_out))
 
 
 def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec], *, intervene: bool) -> None:

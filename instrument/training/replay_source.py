@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, Problem
 from ..folders.environment_differences import environment_differences
+from ..spec.run_changes import RepeatedChanges
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class ReplaySource:
         record: The content of its run.json.
         window: The steps in which the record hooks of the replay run.
         begin: The number of completed steps of the checkpoint at which the replay begins; 0 for the start of the run.
+        changes: The changes that were made during the run.
         force: Whether a replay that cannot be expected to be exact is allowed.
         counterfactual: The interventions that differ from those of the run; empty for an exact replay.
         first_step: The first step at which one of them runs or is missing; None for an exact replay.
@@ -30,6 +32,7 @@ class ReplaySource:
     record: Mapping[str, Any]
     window: range
     begin: int
+    changes: RepeatedChanges
     force: bool = False
     counterfactual: tuple[str, ...] = ()
     first_step: int | None = None
@@ -63,6 +66,8 @@ class ReplaySource:
             "counterfactual": list(self.counterfactual),
             "first_step": self.first_step,
             "forced": self.notes,
+            "changes": _texts(self.changes.repeated),
+            "changes_left_out": _texts(self.changes.left_out),
         }
 
     def check(self, present: Mapping[str, Any]) -> None:
@@ -81,6 +86,10 @@ class ReplaySource:
             fix = "repeat it in the environment of the run, or pass --force; the certificate then has the difference"
             raise ConfigError(Problem("RUN", message + more, given=str(self.folder), fix=fix))
         self.notes.extend(map(str, found))
+
+
+def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:
+    return [f"{text} after {step} steps" for step, texts in changes for text in texts]
 
 
 def steps_text(steps: range) -> str:

@@ -28,6 +28,7 @@ from ..sinks.parts import remove_rows_after_checkpoint
 from ..sinks.tee import TeeSink
 from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
+from ..spec.run_changes import Settings
 from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
 from ..targets import build
@@ -282,7 +283,12 @@ class _Training:
         if source is not None:
             experiment.batches.stop = source.window.stop
         self.control = Control(
-            folder, raw, self.probe, lr_scale=experiment.lr_scale, processes=experiment.strategy.processes
+            folder,
+            Settings.of(raw) if source is None else source.changes.settings,
+            self.probe,
+            lr_scale=experiment.lr_scale,
+            processes=experiment.strategy.processes,
+            repeated=None if source is None else source.changes.repeated,
         )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:

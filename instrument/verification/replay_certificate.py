@@ -64,6 +64,9 @@ class ReplayCertificate:
         counterfactual: The interventions that differ from those of the run.
         first_step: The first step at which one of them runs or is missing; None without one.
         effect: The first difference from this step on; None if there is none.
+        changes: The changes of `instrument.control` that the replay repeated.
+        changes_left_out: Those that it did not repeat, because they concern hooks that the replay does not have as the run
+            had them.
         repeats_failure: Whether the replay ended with the error of the run; None if the run or the replay has no error.
     """
 
@@ -78,6 +81,8 @@ class ReplayCertificate:
     counterfactual: tuple[str, ...]
     first_step: int | None
     effect: ReplayDifference | None
+    changes: tuple[str, ...]
+    changes_left_out: tuple[str, ...]
     repeats_failure: bool | None
 
     @property
@@ -130,6 +135,8 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         counterfactual=tuple(entry["counterfactual"]),
         first_step=first_step,
         effect=effect,
+        changes=tuple(entry["changes"]),
+        changes_left_out=tuple(entry["changes_left_out"]),
         repeats_failure=run["error"] == info["error"] if failed else None,
     )
 
