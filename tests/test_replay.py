@@ -451,6 +451,7 @@ def test_intervention_that_depends_on_earlier_steps_is_repeated(tmp_path: Path, 
 TRAININGS = {
     "fp16": ["train.precision=fp16", "optimizer=adam"],
     "bf16": ["train.precision=bf16"],
+    "lbfgs": ["optimizer=lbfgs", "optimizer.max_iter=3", "train.accumulate=2"],
     "workers": ["data={dataset: {_target_: replayed_model.Noisy}, eval_slice: {stop: 32}}", "data.num_workers=2"],
     "gan": ["task=wgan_gp", "model=dense_gan", "optimizer=generator_and_critic"],
     "forward": ["mode=forward", "data.slice.stop=112", "forward.grad=true"],
