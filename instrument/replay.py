@@ -183,8 +183,8 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path)
     start = f"its checkpoint after {certificate.begin} steps" if certificate.begin else "its start"
     lines = [
         f"replay of {certificate.source} from {start}, up to step {certificate.stop - 1}",
-        f"compared: loss, accuracy, gradient norm and learning rate of {certificate.steps} steps and "
-        f"{certificate.evaluations} evaluations",
+        "compared: loss, accuracy, gradient norm and learning rate of "
+        f"{_count(certificate.steps, 'step')} and {_count(certificate.evaluations, 'evaluation')}",
     ]
     lines += [f"repeated: {change}, by instrument.control" for change in certificate.changes]
     lines += [f"not repeated: {change}, by instrument.control" for change in certificate.changes_left_out]
@@ -202,7 +202,8 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path)
         lines += [f"likely reason: {reason}" for reason in certificate.reasons]
     if certificate.counterfactual:
         effect = certificate.effect
-        lines.append("no effect: all later values are bit-identical" if effect is None else f"first effect at {effect}")
+        none = f"no effect up to step {certificate.stop - 1}: all values are bit-identical; later steps may differ"
+        lines.append(none if effect is None else f"first effect at {effect}")
     if certificate.repeats_failure is not None:
         lines.append(
             "the replay failed with the error of the run"
@@ -213,6 +214,10 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path)
     if (folder / COMPARISON).exists():
         lines.append(f"comparison   {folder / COMPARISON}")
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

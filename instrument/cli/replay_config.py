@@ -69,12 +69,19 @@ class RecordedRun:
         """
         check_is_local(path, RUN, "a replay requires the files of the run", fix="download the folder of the run")
         folder = Path(path)
+        jobs = sorted(file.parent for file in folder.glob("*/run.json")) if not (folder / "run.json").exists() else []
+        if jobs:
+            message = f"this is no run but a folder of several: pass one of them, such as {path}/{jobs[0].name}"
+            raise ConfigError(Problem(RUN, message, given=path))
         record = read_record(folder, RUN)
         config = record["config"]
         if "train" not in config:
             message = "the run was started with instrument.attach, so its training loop is unknown"
             fix = "call the loop again with other hooks, or use python -m instrument for runs that can be replayed"
             raise ConfigError(Problem(RUN, message, given=path, allowed="a run of python -m instrument", fix=fix))
+        if replay := record.get("replay"):
+            fix = f"repeat the run itself: python -m instrument.replay {replay['source']}"
+            raise ConfigError(Problem(RUN, "this run is a replay itself", given=path, fix=fix))
         missing = [name for name in REQUIRED if not record.get(name)]
         if missing and not force:
             message = f"run.json has no entry {missing[0]!r}, so it is unknown whether a replay can be exact"
