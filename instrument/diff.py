@@ -1,0 +1,148 @@
+"""`instrument.diff(a, b)` and `python -m instrument.diff A B`: compare what two runs recorded, layer by layer.
+
+The command prints a summary and a table of the layers. `--html FILE` writes them to a page with a chart.
+
+Exit codes: 0, no difference exceeds the tolerance; 1, the runs differ; 2, the arguments are invalid, or the runs have
+nothing in common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+from rich.table import Table
+
+from .analysis.diff_summary import number_text, place_cells, ulp_text
+from .analysis.run_diff import Diff, diff
+from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
+
+PIPE_WIDTH = 160
+MOST_LISTED = 40  # rows of a table
+STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m instrument.diff",
+        description="Compare what two runs recorded, and find the first layer that differs.",
+    )
+    parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")
+    parser.add_argument("b", metavar="B", help="the folder or the remote address of another run")
+    parser.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        nargs="+",
+        default=[],
+        help="layers of A with another name in B, such as encoder=backbone",
+    )
+    parser.add_argument(
+        "--tolerance", metavar="X", type=float, help="the relative difference above which tensors differ"
+    )
+    parser.add_argument("--steps", metavar="FIRST:END", default=":", help="compare these steps only, such as 0:100")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
+    args = parser.parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InstrumentWarning)
+            found = diff(
+                args.a, args.b, rename=_renamed(args.rename), tolerance=args.tolerance, steps=_steps(args.steps)
+            )
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found)
+    if not found.is_identical:
+        _print_tables(found)
+    if args.html is not None and not _write(found, args.html):
+        return 2
+    return 0 if found.first is None else 1
+
+
+def _write(found: Diff, file: Path) -> bool:
+    """Write the page. Return false if it cannot be written, and print why."""
+    from .report import make
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        path = make(found).save(file)
+    except (InstrumentError, OSError) as error:
+        print(error, file=sys.stderr)
+        return False
+    print(f"\n{path}  ({path.stat().st_size / 1e6:.1f} MB)")
+    return True
+
+
+def _renamed(entries: Sequence[str]) -> dict[str, str]:
+    """Return the mapping of the names of layers.
+
+    Raises:
+        ConfigError: An entry is invalid.
+    """
+    for entry in entries:
+        if not all(entry.partition("=")):
+            raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))
+    return {old: new for old, _, new in (entry.partition("=") for entry in entries)}
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    """Return a range of steps.
+
+    Raises:
+        ConfigError: The text is no range.
+    """
+    first, colon, end = text.partition(":")
+    if not colon or not all(part.isdigit() for part in (first, end) if part):
+        raise ConfigError(Problem("--steps", "must be a range such as 0:100", text))
+    return int(first) if first else None, int(end) if end else None
+
+
+def _print_tables(found: Diff) -> None:
+    """Print the layers and the recorded tensors: those above the tolerance if there are many."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    above = found.layers["difference"] > found.tolerance
+    shown = found.layers if len(found.layers) <= MOST_LISTED else found.layers[above]
+    statistics = [name for name in STATISTICS if name in shown]
+    table = _table("layer", "tensor", "rows", "difference", "at step", "above from", *statistics)
+    for index, row in shown.head(MOST_LISTED).iterrows():
+        cells = [row["rows"], row["difference"], row["step"], row["first_step"], *(row[name] for name in statistics)]
+        table.add_row(
+            *place_cells(row), *map(number_text, cells), style="bold" if above[index] and not found.cause else ""
+        )
+    console.print("", table)
+    if (rest := len(found.layers) - min(len(shown), MOST_LISTED)) > 0:
+        print(f"... and {rest:,} more layers: --html FILE shows all")
+    if len(found.tensors):
+        table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
+        for index, row in found.tensors.head(MOST_LISTED).iterrows():
+            cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
+            table.add_row(*place_cells(found.layers.loc[index]), *map(number_text, cells), ulp_text(row["ulp"]))
+        console.print("", table)
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        is_text = name in ("layer", "tensor", "units in the last place")
+        table.add_column(name, overflow="fold", justify="left" if is_text else "right")
+    return table
+
+
+class _CallableModule(ModuleType):
+    """This module, which is also the function: `instrument.diff(a, b)`."""
+
+    __call__ = staticmethod(diff)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+if __name__ == "__main__":
+    sys.exit(main())
