@@ -18,8 +18,8 @@ from types import ModuleType
 from rich.console import Console
 from rich.table import Table
 
-from .analysis.diff_summary import number_text, place_cells, ulp_text
-from .analysis.run_diff import Diff, diff
+from .analysis.run_differences import Diff, number_text, place_cells, records, ulp_text
+from .analysis.run_diff import diff
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 
 PIPE_WIDTH = 160
@@ -112,19 +112,21 @@ def _print_tables(found: Diff) -> None:
     shown = found.layers if len(found.layers) <= MOST_LISTED else found.layers[above]
     statistics = [name for name in STATISTICS if name in shown]
     table = _table("layer", "tensor", "rows", "difference", "at step", "above from", *statistics)
-    for index, row in shown.head(MOST_LISTED).iterrows():
+    for row in records(shown.head(MOST_LISTED)):
+        is_above = row["difference"] > found.tolerance and not found.cause
         cells = [row["rows"], row["difference"], row["step"], row["first_step"], *(row[name] for name in statistics)]
         table.add_row(
-            *place_cells(row), *map(number_text, cells), style="bold" if above[index] and not found.cause else ""
+            *place_cells(row), *map(number_text, cells), style="bold" if is_above else ""
         )
     console.print("", table)
     if (rest := len(found.layers) - min(len(shown), MOST_LISTED)) > 0:
         print(f"... and {rest:,} more layers: --html FILE shows all")
     if len(found.tensors):
         table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
-        for index, row in found.tensors.head(MOST_LISTED).iterrows():
+        layers = records(found.layers)
+        for row in records(found.tensors.head(MOST_LISTED).reset_index()):
             cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
-            table.add_row(*place_cells(found.layers.loc[index]), *map(number_text, cells), ulp_text(row["ulp"]))
+            table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
         console.print("", table)
 
 

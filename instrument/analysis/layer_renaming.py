@@ -109,10 +109,10 @@ def _dotted(layer: str) -> str:
 
 def _pattern(old: str, new: str) -> re.Pattern[str]:
     """Return the regular expression of a pattern: one group for each wildcard, and one for the rest of the name."""
-    if (count := len(_WILDCARD.findall(old))) != len(_WILDCARD.findall(new)):
-        raise ConfigError(
-            Problem(f"rename {old}={new}", "both names must contain the same wildcards", new, f"{count} wildcards")
-        )
+    wildcards = _WILDCARD.findall(old)
+    if wildcards != _WILDCARD.findall(new):
+        message = "both names must contain the same wildcards, in the same order"
+        raise ConfigError(Problem(f"rename {old}={new}", message, new, ", ".join(wildcards) or "no wildcards"))
     if not all([old, new, *old.split(".")[1:], *new.split(".")[1:]]) and ROOT not in (old, new):
         raise ConfigError(Problem(f"rename {old}={new}", "a name has an empty segment", fix="'.' is the root module"))
     segments = [] if old == ROOT else old.split(".")

@@ -47,9 +47,8 @@ PRECISIONS = {
 }
 _AUTOCAST = {"fp16": "float16", "bf16": "bfloat16"}
 _EXTREMES = ("min", "max", "abs_max")
-_FEW = 3  # distinct values of a location from which its precision is not determined
 _SHARE = 0.25  # fraction of the locations that determine the precision of a run
-_SPARE = 2  # binary digits that all of a few values may lack by chance
+_SPARE = 1  # binary digits that all of a few values may lack by chance
 
 
 def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Sequence[str]) -> Precision:
@@ -86,10 +85,10 @@ def _of_extremes(extremes: pd.DataFrame) -> str | None:
 
 
 def _type_of(extremes: pd.DataFrame) -> str | None:
-    """Return the coarsest type that represents all extremes of a location; None for integers, masks and few values."""
+    """Return the coarsest type that represents all extremes of a location; None for integers and other numbers of few digits."""
     values = np.unique(np.abs(extremes[[*_EXTREMES]].to_numpy(np.float64, na_value=np.nan)))
     values = values[np.isfinite(values) & (values != np.rint(values))]
-    if len(values) < _FEW:
+    if not len(values):
         return None
     significands = (np.frexp(values)[0] * 2.0**53).astype(np.int64)
     digits = 53 - int(np.log2((significands & -significands).min()))

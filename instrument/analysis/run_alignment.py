@@ -21,6 +21,7 @@ from .run_tables import RunTables
 LOCATION = ("phase", "hook", "kind", "role", "layer", "path")
 """The columns that identify what a hook recorded in one run."""
 MOMENT = ("step", "micro_step", "rank", "call", "backward", "recompute", "scope")
+BATCH_ROWS, BATCH_BYTES = 32_768, 2**24  # a larger batch is not combined with the next one
 _AT_OPTIMIZER = frozenset(name for name, kind in KINDS.items() if kind.frequency == "step")
 T = TypeVar("T", int, str)
 _ONE_PER_RANK = ("local", "shard")  # scopes of rows that describe a part of the batch or of the tensor
@@ -91,10 +92,15 @@ def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFra
 def batches(
     run: RunTables, table: str, columns: Sequence[str], condition: ds.Expression | None
 ) -> Iterator[pd.DataFrame]:
-    """Iterate over the rows of a table as DataFrames with plain labels."""
+    """Iterate over the rows of a table as DataFrames with plain labels. Small batches are combined."""
+    pending: list[pa.RecordBatch] = []
     for batch in run.scan(table, columns, condition):
-        if batch.num_rows:
-            yield plain_labels(pa.Table.from_batches([batch])).to_pandas()
+        pending.append(batch)
+        if sum(each.num_rows for each in pending) >= BATCH_ROWS or sum(each.nbytes for each in pending) >= BATCH_BYTES:
+            yield plain_labels(pa.Table.from_batches(pending)).to_pandas()
+            pending = []
+    if any(batch.num_rows for batch in pending):
+        yield plain_labels(pa.Table.from_batches(pending)).to_pandas()
 
 
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:

@@ -91,6 +91,7 @@ class Comparison:
             for table, (one, other) in tables.items()
         }
         self.precisions: tuple[Precision, ...] = ()
+        self._given = tolerance
         self.tolerance = math.nan if tolerance is None else tolerance
         self.first: FirstDifference | None = None
         self.unmatched = [0, 0]
@@ -108,20 +109,27 @@ class Comparison:
         is_gradient = (locations["role"] == "param_grad").to_numpy(bool)
         self._gradients = np.where(is_gradient, locations.groupby(["phase", "kind"]).ngroup(), -1)
 
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics that both runs recorded."""
+        return tuple(self._largest_of)
+
     def compare_statistics(self) -> None:
         """Compare the rows of `stats`."""
         names = [*ALL, *(name for name in self.runs[0].custom_statistics if name in self.runs[1].custom_statistics)]
         weights: Counter[int] = Counter()
         for table in self._tables["stats"]:
-            weights.update({step: count for (_, step), count in table.rows.items()})
+            for (_, step), count in table.rows.items():
+                weights[step] += count
         for steps in windows(self.steps["stats"], weights, 2 * MOST_ROWS):
             rows = self._aligned("stats", [*names, POSITION.name], (_between(steps),) * 2)
             if len(rows):
                 rows = self._in_order(rows, rows[f"{POSITION.name}_a"].fillna(0))
-                self._add_statistics(rows, [name for name in names if rows[f"{name}_a"].notna().any()])
+                self._add_statistics(rows, [name for name in names if _both_have(rows, name)])
 
     def compare_tensors(self) -> None:
         """Compare the recorded tensors, element by element."""
+        self._before = 0.0
         for conditions in self._tensor_windows():
             rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
             rows = self._in_order(rows, rows["location"]) if len(rows) else rows
@@ -183,8 +191,10 @@ class Comparison:
     def _add_tensors(self, rows: pd.DataFrame, found: Sequence[TensorErrors]) -> None:
         if not self.precisions:
             self._set_precisions(rows.iloc[:0])
-        dtypes = [name for name in {*rows["dtype_a"], *rows["dtype_b"]} if name in PRECISIONS]
-        tolerance = max(self.tolerance, *(PRECISIONS[name].tolerance for name in dtypes), 0.0)
+        tolerance = self.tolerance
+        if self._given is None:  # a hook may round the tensors that it records
+            dtypes = [name for name in {*rows["dtype_a"], *rows["dtype_b"]} if name in PRECISIONS]
+            tolerance = max([tolerance, *(PRECISIONS[name].tolerance for name in dtypes)])
         for row, errors in zip(rows.to_dict("records"), found, strict=True):
             one = {"tensors": 1, "elements": math.prod(row["shape_a"]), **errors._asdict()}
             one |= {name: row[name] for name in ("dtype_a", "dtype_b")}
@@ -255,8 +265,15 @@ class Comparison:
                 yield _between(steps) & one, _between(steps) & other
 
 
+def _both_have(rows: pd.DataFrame, name: str) -> bool:
+    """Return whether both runs recorded a statistic."""
+    return bool(rows[[f"{name}_a", f"{name}_b"]].notna().any().all())
+
+
 def _between(steps: Sequence[int]) -> ds.Expression:
-    return (ds.field("step") >= steps[0]) & (ds.field("step") <= steps[-1])
+    """Return the condition that selects some ascending steps. Row groups are skipped by its bounds."""
+    step = ds.field("step")
+    return (step >= steps[0]) & (step <= steps[-1]) & step.isin(pa.array(steps))
 
 
 def _side(rows: pd.DataFrame, side: str) -> pd.DataFrame:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,95 +15,14 @@ import pyarrow.dataset as ds
 from ..errors import ConfigError, Problem
 from ..spec.globs import ROOT
 from .config_comparison import Training, to_yaml, training_of
-from .diff_summary import summary
 from .layer_renaming import renamed_layers, suggested_renaming
 from .load import Run, load
 from .run_alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .run_comparison import Comparison, FirstDifference
+from .run_differences import Diff
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm")
 MOST_NAMES = 6  # maximum number of names in an error message
-
-
-@dataclass(frozen=True)
-class Diff:
-    """The differences between two runs. `print` shows a summary.
-
-    Attributes:
-        paths: The folders of the two runs.
-        infos: The content of the run.json of each run.
-        dtypes: The precision of each run, such as `bfloat16`.
-        tolerance: The relative difference above which tensors differ.
-        settings: The settings, versions and devices that differ, as pairs of texts by key.
-        common_steps: The steps that both runs recorded: the first, the last, and their number.
-        first: The first difference above the tolerance; None without one.
-        cause: Why the first difference says nothing about its layer: `seed` if the seeds differ, `batches` if the samples
-            of its step differ; otherwise empty.
-        layers: One row per location that both runs recorded, in the order of execution in the first run:
-
-            - `phase`, `hook`, `kind`, `role`, `layer`, `path`, `module_type`: the location
-            - `hook_b`, `layer_b`: the names in the other run
-            - `rows`: the number of compared rows of statistics
-            - `first_step`: the first step with a difference above the tolerance
-            - `difference`, `step`: the largest relative difference of those that decide, and its step
-            - one column per statistic: its largest relative difference
-
-        steps: The largest relative difference of each location (rows, as in `layers`) at each step (columns). If there are
-            more than 200 steps, a column is a group of steps, named after the first one.
-        tensors: One row per location with recorded tensors; the index is that of `layers`:
-
-            - `tensors`, `elements`: the numbers of compared tensors and of their elements
-            - `dtype_a`, `dtype_b`: the dtypes
-            - `l2`: the largest relative difference, |a - b| / max(|a|, |b|) with L2 norms
-            - `cosine`: the smallest cosine of the angle between the tensors
-            - `max_abs`, `max_rel`: the largest |a_i - b_i|, and the largest |a_i - b_i| / max(|a_i|, |b_i|)
-            - `ulp`: the number of elements by distance in units in the last place of the coarser dtype, in the 13 bins
-              0, 1, 2, 3-4, 5-8, ..., 513-1024, > 1024
-
-        metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`.
-        unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
-        unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have.
-        suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
-    """
-
-    paths: tuple[Path, Path]
-    infos: tuple[Mapping[str, Any], Mapping[str, Any]]
-    dtypes: tuple[str, str]
-    tolerance: float
-    settings: Mapping[str, tuple[str, str]]
-    common_steps: tuple[int, int, int]
-    first: FirstDifference | None
-    cause: Literal["", "seed", "batches"]
-    layers: pd.DataFrame
-    steps: pd.DataFrame
-    tensors: pd.DataFrame
-    metrics: pd.DataFrame
-    unmatched: pd.DataFrame
-    unmatched_rows: tuple[int, int]
-    suggestion: tuple[str, str] | None
-
-    @property
-    def is_identical(self) -> bool:
-        """Whether all compared numbers are equal."""
-        statistics = self.layers.iloc[:, self.layers.columns.get_loc("step") + 1 :]
-        return not any((table > 0).to_numpy().any() for table in (statistics, self.steps, self.metrics[["difference"]]))
-
-    def only(self, locations: pd.Index) -> Diff:
-        """Return the differences of some rows of `layers`."""
-        place = {old: new for new, old in enumerate(locations)}
-        tensors = self.tensors[self.tensors.index.isin(locations)]
-        return replace(
-            self,
-            layers=self.layers.loc[locations].reset_index(drop=True),
-            steps=self.steps.loc[locations].reset_index(drop=True),
-            tensors=tensors.rename(index=place),
-            first=None if self.first is None else replace(self.first, location=place[self.first.location]),
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(summary(self))
-
-    __repr__ = __str__
 
 
 def diff(
@@ -184,6 +102,7 @@ def diff(
         first=first,
         cause="" if first is None else _cause(runs, first),
         layers=comparison.table(),
+        statistics=comparison.statistics,
         steps=comparison.matrix(),
         tensors=comparison.tensor_table(),
         metrics=_metrics(runs, condition),
@@ -250,7 +169,7 @@ def _nothing_in_common(
         suggestion: An entry of `rename`; None without one.
     """
     layers, series, scopes = (
-        [list(dict.fromkeys(place[columns].agg(" ".join, axis="columns"))) for place in places]
+        [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]
         for columns in (["layer"], ["kind", "role"], ["scope"])
     )
     if not all(steps):
@@ -327,6 +246,8 @@ def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataF
         rows = [batch[batch["rank"] == 0] for batch in batches(run, "metrics", [*keys, "rank", *METRICS], condition)]
         frame = pd.concat(rows) if rows else pd.DataFrame(columns=[*keys, *METRICS])
         tables.append(frame.drop_duplicates(keys).melt(keys, list(METRICS), "metric", "value").dropna())
+    if any(table.empty for table in tables):
+        return pd.DataFrame(columns=[*keys, "metric", "a", "b", "difference"])
     both = tables[0].merge(tables[1], on=[*keys, "metric"], suffixes=("_a", "_b"))
     a, b = (both[f"value_{side}"].to_numpy(np.float64) for side in "ab")
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.diff_summary import place_cells
-from ..analysis.run_diff import Diff
+from ..analysis.run_differences import Diff, place_cells, records
 from .axes_and_scales import (
     NORMAL,
     SMALL,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LARGEST = 2.0  # the largest relative difference of finite numbers; infinite ones are drawn as this
 PROFILE, MAP = 3.4, 4.6  # widths of the two charts, in inches
 
 
@@ -45,13 +45,11 @@ def diff(difference: Diff) -> Figure:
     Raises:
         InstrumentError: matplotlib is not installed.
     """
-    names = [
-        f"{layer}  {tensor.split(' ', 1)[1]}"
-        for _, row in difference.layers.iterrows()
-        for layer, tensor in [place_cells(row)]
-    ]
+    cells = [place_cells(row) for row in records(difference.layers)]
+    names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
     names = [f"{name} #{index}" if names.index(name) != index else name for index, name in enumerate(names)]
-    values = difference.steps.to_numpy(np.float64)
+    values = np.fmin(difference.steps.to_numpy(np.float64), LARGEST)
+    values[difference.steps.isna().to_numpy()] = np.nan
     several = values.shape[1] > 1
     height = height_of(len(names))
     figure = new_figure(PROFILE + (MAP + 1.0) * several + width_of(names), height + 1.2)
@@ -67,7 +65,7 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
     """Draw the difference of each layer, with the tolerance."""
     first, columns = difference.first, difference.steps.columns
     column = None if first is None else int(np.searchsorted(columns, first.step, side="right")) - 1
-    shown = difference.layers["difference"].to_numpy(np.float64) if column is None else values[:, column]
+    shown = np.fmax.reduce(values, axis=1) if column is None else values[:, column]
     positive = shown[np.isfinite(shown) & (shown > 0)]
     low = min([difference.tolerance or 1.0, *positive]) / 3
     rows = np.arange(len(names)) + 0.5

@@ -8,8 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..analysis.diff_summary import number_text, place_cells, summary, ulp_text
-from ..analysis.run_diff import Diff
+from ..analysis.run_differences import Diff, number_text, place_cells, records, summary, ulp_text
 from ..plot.diff import diff as plot_diff
 
 DPI = 110
@@ -20,26 +19,29 @@ TENSOR_COLUMNS = ("tensors", "elements", "l2", "cosine", "max_abs", "max_rel")
 def content(difference: Diff) -> dict[str, Any]:
     """Return the values of the template."""
     layers = difference.layers
-    statistics = [str(name) for name in layers.columns[layers.columns.get_loc("step") + 1 :]]
-    columns = ("rows", "difference", "step", "first_step", *statistics)
-    above = layers["difference"] > difference.tolerance
+    columns = ("rows", "difference", "step", "first_step", *difference.statistics)
+    rows = records(layers)
     return {
         "title": " and ".join(path.name for path in difference.paths),
         "path": " and ".join(map(str, difference.paths)),
         "summary": "\n".join(summary(difference)),
-        "statistics": statistics,
+        "statistics": difference.statistics,
         "rows": [
-            {"cells": place_cells(row), "numbers": [number_text(row[name]) for name in columns], "above": above[index]}
-            for index, row in layers.iterrows()
+            {
+                "cells": place_cells(row),
+                "numbers": [number_text(row[name]) for name in columns],
+                "above": row["difference"] > difference.tolerance,
+            }
+            for row in rows
         ],
         "tensor_columns": TENSOR_COLUMNS,
         "tensors": [
             {
-                "cells": place_cells(layers.loc[index]),
+                "cells": place_cells(rows[row["location"]]),
                 "numbers": [number_text(row[name]) for name in TENSOR_COLUMNS],
                 "ulp": ulp_text(row["ulp"]),
             }
-            for index, row in difference.tensors.iterrows()
+            for row in records(difference.tensors.reset_index())
         ],
         "unmatched": [
             {
@@ -47,7 +49,7 @@ def content(difference: Diff) -> dict[str, Any]:
                 "cells": place_cells(row | {"layer_b": row["layer"]}),
                 "type": row["module_type"],
             }
-            for row in difference.unmatched.to_dict("records")
+            for row in records(difference.unmatched)
         ],
         "picture": _picture(difference),
     }

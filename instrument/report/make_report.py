@@ -11,7 +11,7 @@ from typing import Any
 
 from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
-from ..analysis.run_diff import Diff
+from ..analysis.run_differences import Diff
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..plot.style import CATEGORIES, axis_name

@@ -1,24 +1,106 @@
-"""The summary of the differences between two runs as lines of text."""
+"""The differences between two runs, and their summary as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 import pandas as pd
 
 from ..spec.schedule import STEP_PHASES
 from .plot_data import location_name
+from .run_comparison import FirstDifference
 from .tensor_errors import ULP_BINS
-
-if TYPE_CHECKING:
-    from .run_comparison import FirstDifference
-    from .run_diff import Diff
 
 JUMP = 10.0  # ratio of a difference to the largest one before it from which it is a jump
 MOST_LISTED = 8  # settings and unmatched layers that are listed
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The differences between two runs. `print` shows a summary.
+
+    Attributes:
+        paths: The folders of the two runs.
+        infos: The content of the run.json of each run.
+        dtypes: The precision of each run, such as `bfloat16`.
+        tolerance: The relative difference above which tensors differ.
+        settings: The settings, versions and devices that differ, as pairs of texts by key.
+        common_steps: The steps that both runs recorded: the first, the last, and their number.
+        first: The first difference above the tolerance; None without one.
+        cause: Why the first difference says nothing about its layer: `seed` if the seeds differ, `batches` if the samples
+            of its step differ; otherwise empty.
+        layers: One row per location that both runs recorded, in the order of execution in the first run:
+
+            - `phase`, `hook`, `kind`, `role`, `layer`, `path`, `module_type`: the location
+            - `hook_b`, `layer_b`: the names in the other run
+            - `rows`: the number of compared rows of statistics
+            - `first_step`: the first step with a difference above the tolerance
+            - `difference`, `step`: the largest relative difference of those that decide, and its step
+            - one column for each of `statistics`: its largest relative difference
+
+        statistics: The statistics that both runs recorded.
+        steps: The largest relative difference of each location (rows, as in `layers`) at each step (columns). If there are
+            more than 200 steps, a column is a group of steps, named after the first one.
+        tensors: One row per location with recorded tensors; the index is that of `layers`:
+
+            - `tensors`, `elements`: the numbers of compared tensors and of their elements
+            - `dtype_a`, `dtype_b`: the dtypes
+            - `l2`: the largest relative difference, |a - b| / max(|a|, |b|) with L2 norms
+            - `cosine`: the smallest cosine of the angle between the tensors
+            - `max_abs`, `max_rel`: the largest |a_i - b_i|, and the largest |a_i - b_i| / max(|a_i|, |b_i|)
+            - `ulp`: the number of elements by distance in units in the last place of the coarser dtype, in the 13 bins
+              0, 1, 2, 3-4, 5-8, ..., 513-1024, > 1024
+
+        metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`.
+        unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
+        unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have.
+        suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
+    """
+
+    paths: tuple[Path, Path]
+    infos: tuple[Mapping[str, Any], Mapping[str, Any]]
+    dtypes: tuple[str, str]
+    tolerance: float
+    settings: Mapping[str, tuple[str, str]]
+    common_steps: tuple[int, int, int]
+    first: FirstDifference | None
+    cause: Literal["", "seed", "batches"]
+    layers: pd.DataFrame
+    statistics: tuple[str, ...]
+    steps: pd.DataFrame
+    tensors: pd.DataFrame
+    metrics: pd.DataFrame
+    unmatched: pd.DataFrame
+    unmatched_rows: tuple[int, int]
+    suggestion: tuple[str, str] | None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all compared numbers are equal."""
+        numbers = (self.layers[[*self.statistics]], self.steps, self.metrics[["difference"]])
+        return not any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
+
+    def only(self, locations: pd.Index) -> Diff:
+        """Return the differences of some rows of `layers`."""
+        place = {old: new for new, old in enumerate(locations)}
+        tensors = self.tensors[self.tensors.index.isin(locations)]
+        return replace(
+            self,
+            layers=self.layers.loc[locations].reset_index(drop=True),
+            steps=self.steps.loc[locations].reset_index(drop=True),
+            tensors=tensors.rename(index=place),
+            first=None if self.first is None else replace(self.first, location=place[self.first.location]),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(summary(self))
+
+    __repr__ = __str__
 
 
 def summary(diff: Diff) -> list[str]:
@@ -41,7 +123,7 @@ def verdict(diff: Diff) -> Iterator[str]:
     if diff.is_identical:
         yield "IDENTICAL: all compared numbers are equal"
     elif first is None:
-        largest = diff.layers.iloc[int(diff.layers["difference"].argmax())]
+        largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
         yield f"WITHIN THE TOLERANCE: the largest relative difference is {largest['difference']:.2g}"
         yield f"  at {place(largest)}, step {largest['step']}"
     elif diff.cause:
@@ -49,7 +131,7 @@ def verdict(diff: Diff) -> Iterator[str]:
         seeds = [info["seed"] for info in diff.infos]
         yield from (f"  {line.format(*seeds)}" for line in _REASONS[diff.cause])
     else:
-        yield f"DIFFERENT: the first difference is at {_step(first)}, {place(diff.layers.loc[first.location], first.call)}"
+        yield f"DIFFERENT: the first difference is at {_step(first)}, {place(records(diff.layers)[first.location], first.call)}"
         yield f"  {_numbers(first)}"
         yield from (f"  {line}" for line in _before(first))
 
@@ -86,18 +168,23 @@ def _before(first: FirstDifference) -> Iterator[str]:
         yield "and from step to step."
 
 
-def place(row: Mapping[str, Any] | pd.Series, call: int = 0) -> str:
+def place(row: Mapping[str, Any], call: int = 0) -> str:
     """Return a row of `Diff.layers` as text, such as `encoder.1 (ReLU), forward output`."""
     layer, tensor = place_cells(row)
     return f"{layer} ({row['module_type']}), {tensor}" + (f", call {call}" if call else "")
 
 
-def place_cells(row: Mapping[str, Any] | pd.Series) -> tuple[str, str]:
+def place_cells(row: Mapping[str, Any]) -> tuple[str, str]:
     """Return the layer of a row of `Diff.layers`, with its name in the other run, and what was recorded of it."""
     name = location_name(row["layer"], row["path"], row["kind"])
     other = location_name(row["layer_b"], row["path"], row["kind"])
     phase = "" if row["phase"] in STEP_PHASES else f" ({row['phase']})"
     return name if name == other else f"{name} = {other}", f"{row['kind']} {row['role']}{phase}"
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table as dictionaries."""
+    return cast("list[dict[str, Any]]", table.to_dict("records"))
 
 
 def number_text(value: Any) -> str:
@@ -150,20 +237,22 @@ def _compared(diff: Diff) -> Iterator[str]:
     first, last, count = diff.common_steps
     rows = diff.layers["rows"].sum()
     tensors = f" and {diff.tensors['tensors'].sum():,} complete tensors" if len(diff.tensors) else ""
-    yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, in {count:,} steps from {first:,} to {last:,}"
+    when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
+    yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
     yield f"tolerance: {diff.tolerance:.2g}"
 
 
 def _metrics(diff: Diff) -> Iterator[str]:
-    for metric, rows in diff.metrics.groupby("metric", sort=False):
-        above = rows[rows["difference"] > diff.tolerance].sort_values("step")
-        if metric == "loss" and len(above):
-            row = above.iloc[0]
-            yield f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
+    losses = diff.metrics[(diff.metrics["metric"] == "loss") & (diff.metrics["difference"] > diff.tolerance)]
+    for row in records(losses.sort_values("step").head(1)):
+        yield f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
 
 
 def _unmatched(diff: Diff) -> Iterator[str]:
-    for name, rows in diff.unmatched.groupby("run"):
+    for name in "ab":
+        rows = diff.unmatched[diff.unmatched["run"] == name]
+        if rows.empty:
+            continue
         places = [location_name(*each) for each in rows[["layer", "path", "kind"]].itertuples(index=False)]
         listed = ", ".join(list(dict.fromkeys(places))[:MOST_LISTED])
         more = f", ... ({len(rows):,} in all)" if len(rows) > MOST_LISTED else ""
