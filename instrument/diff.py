@@ -115,9 +115,7 @@ def _print_tables(found: Diff) -> None:
     for row in records(shown.head(MOST_LISTED)):
         is_above = row["difference"] > found.tolerance and not found.cause
         cells = [row["rows"], row["difference"], row["step"], row["first_step"], *(row[name] for name in statistics)]
-        table.add_row(
-            *place_cells(row), *map(number_text, cells), style="bold" if is_above else ""
-        )
+        table.add_row(*place_cells(row), *map(number_text, cells), style="bold" if is_above else "")
     console.print("", table)
     if (rest := len(found.layers) - min(len(shown), MOST_LISTED)) > 0:
         print(f"... and {rest:,} more layers: --html FILE shows all")

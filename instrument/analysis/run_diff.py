@@ -76,8 +76,7 @@ def diff(
         for table in ("stats", "tensors")
     }
     one, other = (
-        in_execution_order(tables["stats"][side].locations, tables["tensors"][side].locations)
-        for side in (0, 1)
+        in_execution_order(tables["stats"][side].locations, tables["tensors"][side].locations) for side in (0, 1)
     )
     names = renamed_layers(rename or {}, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
     locations = paired_locations(one, other, names, paired_hooks(one, other))

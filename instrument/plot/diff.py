@@ -45,7 +45,7 @@ def diff(difference: Diff) -> Figure:
     Raises:
         InstrumentError: matplotlib is not installed.
     """
-    cells = [place_cells(row) for row in records(difference.layers)]
+    cells = [place_cells({**row, "layer_b": row["layer"]}) for row in records(difference.layers)]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
     names = [f"{name} #{index}" if names.index(name) != index else name for index, name in enumerate(names)]
     values = np.fmin(difference.steps.to_numpy(np.float64), LARGEST)
