@@ -177,10 +177,10 @@ def test_reduced_quantiles_and_histograms(runs: Runs, variant: str) -> None:
 @pytest.mark.parametrize("variant", MERGED)
 def test_diff_with_a_single_process_is_within_the_tolerance(runs: Runs, variant: str) -> None:
     found = instrument.diff(runs["one"], runs[variant])
-    first = found.first
-    assert first is None or found.layers.loc[first.location, "hook"] == "sums", str(found)
+    assert found.first is None, str(found)
     assert found.settings["ranks"] == ("1", variant[-1])
-    assert found.unmatched_rows == (0, 0)
+    # With DDP, accumulated gradients are those of one rank until the last micro-batch.
+    assert set(found.layers[found.layers["rows"] == 0]["hook"]) <= {"sums"}
 
 
 def test_diff_with_rows_per_rank_compares_averaged_values(runs: Runs) -> None:
