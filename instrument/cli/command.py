@@ -3,6 +3,7 @@
 0    success
 1    failure during the run (in a hook, in custom code, or of the machine), or a failed verification
 2    error in the command line or configuration, found before the first step
+3    a rule stopped the run
 130  interrupted by Ctrl-C
 """
 

@@ -40,7 +40,7 @@ from .experiment import Experiment
 if TYPE_CHECKING:
     from ..distributed.process_group import Processes
 
-VERSION = 4
+VERSION = 5
 TEMPORARY_SUFFIX = ".tmp"
 
 

@@ -50,6 +50,8 @@ def run_forward(
             on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
             if on_step_end is not None:
                 on_step_end(sums)
+            if probe.should_stop:
+                return sums.means()
     if probe.step < experiment.steps:
         probe.event("data", f"the dataset ended after {probe.step} of at most {experiment.steps} batches")
     return sums.means()

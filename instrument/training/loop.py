@@ -85,6 +85,8 @@ def train(
             report(last, "eval")
         if on_step_end is not None:
             on_step_end(last)
+        if probe.should_stop:
+            return last
     if has_probe_pass(experiment, probe.step):
         run_probe_batch(experiment, probe)
     return last
@@ -154,8 +156,9 @@ def train_step(
         observer.end_micro_step()
     scaler.unscale_(optimizer)
     norm = gradient_norm(experiment.model)
-    lr = optimizer.param_groups[0]["lr"]
-    scaler.step(optimizer)
+    with experiment.lr_scale.applied(optimizer):
+        lr = optimizer.param_groups[0]["lr"]
+        scaler.step(optimizer)
     scaler.update()
     if scheduler is not None:
         scheduler.step()

@@ -31,6 +31,7 @@ from ..stats.single_pass import KERNEL
 from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks
+from .control import Control
 from .device_and_seed import process_state
 from .experiment import Experiment, prepare
 from .forward import run_forward
@@ -45,10 +46,14 @@ class Result:
     Attributes:
         folder: The folder of the run.
         metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
+        stopped: Why the run was stopped; None if the run is complete.
+        is_pruned: Whether a rule with `then: prune` stopped it.
     """
 
     folder: Path
     metrics: Mapping[str, float | None]
+    stopped: str | None = None
+    is_pruned: bool = False
 
 
 def run(
@@ -90,7 +95,10 @@ def run(
     training: _Training | None = None
     with copy:
         with (
-            run_folder.recording(has_started=lambda: training is not None and training.has_started),
+            run_folder.recording(
+                has_started=lambda: training is not None and training.has_started,
+                stop_reason=lambda: None if training is None else training.probe.stop_reason,
+            ),
             stop_together(processes, folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
@@ -118,14 +126,14 @@ def run(
         if processes is not None:
             processes.close()
             if not processes.is_rank_zero:
-                return Result(folder, metrics)
+                return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
         if failure is None:
             readable = copy.readable_folder()
             page = report.make(readable).save(folder / report.FILE) if config.report else None
-            terminal.end(experiment, readable, metrics, page)
+            terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
-    return Result(folder, metrics)
+    return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
 
 
 def _open_folder(
@@ -219,9 +227,13 @@ class _Training:
             ranks=experiment.strategy.ranks,
             ids=config.data.ids,
             print_line=terminal.print_line,
+            rules=config.rules,
         )
         if self.state is not None:
             restore(self.state, experiment, self.probe)
+        self.control = Control(
+            folder, raw, self.probe, lr_scale=experiment.lr_scale, processes=experiment.strategy.processes
+        )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Run to the last step.
@@ -288,8 +300,11 @@ class _Training:
         return {sink.name: sink}
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
-        """Record upload messages, and save a checkpoint if it is scheduled."""
+        """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
-        if self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps):
+        saves = self.control.end_step() or self.probe.should_checkpoint
+        is_last = self.probe.should_stop and self.checkpoints.every > 0
+        is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
+        if is_scheduled or is_last or saves:
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

@@ -209,7 +209,6 @@ def test_zero_has_its_own_color_on_a_logarithmic_scale(page: Any) -> None:
     assert position[1] < edge < position[0]
 
 
-@pytest.mark.slow
 def test_pairs_without_common_data_give_no_error(browser: Any, tmp_path: Path) -> None:
     train(tmp_path / "s" / "a", deep(3), {"tame": CLIP})
     train(tmp_path / "s" / "b", deep(3), {"seen": {**ACTS, "stats": ["mean"]}})

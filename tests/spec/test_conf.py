@@ -55,7 +55,7 @@ def config_with_option(group: str, option: str) -> RunConfig:
 
 
 def test_conf_groups_are_all_tested() -> None:
-    tested = {"exp", "model", "data", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"}
+    tested = {"exp", "model", "data", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply", "rules"}
     assert {folder.name for folder in CONF.iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))} == tested
 
 
@@ -85,7 +85,7 @@ def test_experiment_file_starts_with_its_command(file: Path) -> None:
     assert any(command.match(line) for line in file.read_text().splitlines()[:2])
 
 
-GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"]
+GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply", "rules"]
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
