@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import pandas as pd
 
+from ..rules.step_rows import location_name
 from ..spec.schedule import STEP_PHASES
-from .plot_data import location_name
 from .run_comparison import FirstDifference
 from .tensor_errors import ULP_BINS
 
