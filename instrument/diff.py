@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
@@ -24,7 +25,9 @@ from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 
 PIPE_WIDTH = 160
 MOST_LISTED = 40  # rows of a table
-STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table
+NUMBERS = ("difference", "at step", "differs from step")
+STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table, as many as fit
+STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space after it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,8 +75,11 @@ def _write(found: Diff, file: Path) -> bool:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         path = make(found).save(file)
-    except (InstrumentError, OSError) as error:
+    except InstrumentError as error:
         print(error, file=sys.stderr)
+        return False
+    except OSError as error:
+        print(f"{error.filename or file}: {error.strerror}", file=sys.stderr)
         return False
     print(f"\n{path}  ({path.stat().st_size / 1e6:.1f} MB)")
     return True
@@ -104,35 +110,46 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 
 
 def _print_tables(found: Diff) -> None:
-    """Print the layers and the recorded tensors: those above the tolerance if there are many."""
+    """Print the layers and the recorded tensors: of many, those above the tolerance or with the largest differences."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
-    above = found.layers["difference"] > found.tolerance
-    shown = found.layers if len(found.layers) <= MOST_LISTED else found.layers[above]
-    statistics = [name for name in STATISTICS if name in shown]
-    table = _table("layer", "tensor", "rows", "difference", "at step", "above from", *statistics)
-    for row in records(shown.head(MOST_LISTED)):
+    rows = records(_listed(found))
+    cells = [place_cells(row) for row in rows]
+    used = sum(max(map(len, column)) + 1 for column in zip(*cells, strict=True)) + len("  ".join(NUMBERS))
+    room = max(0, (console.width - used) // STATISTIC_WIDTH)
+    statistics = [name for name in STATISTICS if name in found.statistics][:room]
+    table = _table("layer", "tensor", *NUMBERS, *statistics)
+    for row, texts in zip(rows, cells, strict=True):
         is_above = row["difference"] > found.tolerance and not found.cause
-        cells = [row["rows"], row["difference"], row["step"], row["first_step"], *(row[name] for name in statistics)]
-        table.add_row(*place_cells(row), *map(number_text, cells), style="bold" if is_above else "")
-    console.print("", table)
-    if (rest := len(found.layers) - min(len(shown), MOST_LISTED)) > 0:
-        print(f"... and {rest:,} more layers: --html FILE shows all")
+        numbers = [number_text(row[name]) for name in ("difference", "step", "first_step", *statistics)]
+        table.add_row(*texts, *numbers, style="bold" if is_above else "")
+    console.print("\nlargest relative differences, in the order of execution:", table)
+    if (rest := len(found.layers) - len(rows)) > 0:
+        print(f"... and {rest:,} more: --html FILE shows all")
     if len(found.tensors):
         table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
         layers = records(found.layers)
         for row in records(found.tensors.head(MOST_LISTED).reset_index()):
             cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
             table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
-        console.print("", table)
+        console.print("\nrecorded tensors, element by element:", table)
+
+
+def _listed(found: Diff) -> pd.DataFrame:
+    """Return the rows of `layers` to print."""
+    layers = found.layers
+    above = layers[layers["difference"] > found.tolerance]
+    if len(layers) <= MOST_LISTED:
+        return layers
+    return above.head(MOST_LISTED) if len(above) else layers.nlargest(MOST_LISTED, "difference").sort_index()
 
 
 def _table(*names: str) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in names:
         is_text = name in ("layer", "tensor", "units in the last place")
-        table.add_column(name, overflow="fold", justify="left" if is_text else "right")
+        table.add_column(name, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     return table
 
 

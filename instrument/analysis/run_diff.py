@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from ..spec.globs import ROOT
 from .config_comparison import Training, to_yaml, training_of
 from .layer_renaming import renamed_layers, suggested_renaming
 from .load import Run, load
+from .memory_files import IN_MEMORY
 from .run_alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .run_comparison import Comparison, FirstDifference
 from .run_differences import Diff
@@ -64,12 +66,14 @@ def diff(
 
     Raises:
         NoRunError: A folder does not exist or contains no run.
-        ConfigError: A folder contains several runs; the runs have no recorded tensor in common; an entry of `rename` matches
-            nothing; or the tolerance is no number of at least 0.
+        ConfigError: A folder contains several runs; both folders are the same; a run is still in progress and `steps` has no
+            end; the runs have no recorded tensor in common; an entry of `rename` matches nothing; or the tolerance is no
+            number of at least 0.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
     runs = (_single_run(a), _single_run(b))
+    _check_runs(runs, steps)
     condition = _condition(steps)
     tables = {
         table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
@@ -118,6 +122,16 @@ def _single_run(run: Run | str | Path) -> Run:
         message = f"the folder contains {len(opened.folders)} runs, and a comparison requires one"
         raise ConfigError(Problem(str(opened.path), message, fix=f"pass one of them: {', '.join(some)}"))
     return opened
+
+
+def _check_runs(runs: tuple[Run, Run], steps: tuple[int | None, int | None]) -> None:
+    folders = [run.folders[0] for run in runs]
+    if IN_MEMORY not in folders and os.path.realpath(folders[0]) == os.path.realpath(folders[1]):
+        raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
+    for run in runs:
+        if run.info["status"] == "running" and steps[1] is None:
+            fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
+            raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
 
 
 def _condition(steps: tuple[int | None, int | None]) -> ds.Expression | None:
@@ -200,11 +214,17 @@ def _some(names: Sequence[str]) -> str:
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:
     """Return why a difference says nothing about its layer; see `Diff.cause`."""
     infos = [run.info for run in runs]
-    loads_weights = all((info.get("init_from") or {}).get("path") for info in infos)
-    if infos[0]["seed"] != infos[1]["seed"] and not loads_weights:
+    if infos[0]["seed"] != infos[1]["seed"] and not all(_is_independent_of_the_seed(info) for info in infos):
         return "seed"
     samples = [_samples(run, first) for run in runs]
     return "batches" if all(samples) and samples[0] != samples[1] else ""
+
+
+def _is_independent_of_the_seed(info: Mapping[str, Any]) -> bool:
+    """Return whether a run loads its weights, and passes the samples through the model in the order of the data."""
+    config = info.get("config")
+    is_forward = isinstance(config, Mapping) and config.get("mode") == "forward"
+    return is_forward and bool((info.get("init_from") or {}).get("path"))
 
 
 def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:

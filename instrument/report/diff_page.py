@@ -19,7 +19,7 @@ TENSOR_COLUMNS = ("tensors", "elements", "l2", "cosine", "max_abs", "max_rel")
 def content(difference: Diff) -> dict[str, Any]:
     """Return the values of the template."""
     layers = difference.layers
-    columns = ("rows", "difference", "step", "first_step", *difference.statistics)
+    columns = ("difference", "step", "first_step", *difference.statistics)
     rows = records(layers)
     return {
         "title": " and ".join(path.name for path in difference.paths),

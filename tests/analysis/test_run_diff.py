@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import instrument
 from instrument.analysis import run_comparison
 from instrument.analysis.load import Run
+from instrument.analysis.run_differences import Diff
 from instrument.errors import ConfigError
 from instrument.report import make
 
@@ -47,7 +49,7 @@ class Original(nn.Module):
     def __init__(self, wrong: int = -1) -> None:
         super().__init__()
         self.stem = nn.Linear(8, 16)
-        self.blocks = nn.Sequential(*(Block(16, wrong == index) for index in range(4)))
+        self.blocks = nn.Sequential(*(Block(16, wrong == index) for index in range(2)))
         self.head = nn.Linear(16, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class Port(nn.Module):
 
     def __init__(self, wrong: int = -1) -> None:
         super().__init__()
-        blocks = nn.Sequential(*(Block(16, wrong == index) for index in range(4)))
+        blocks = nn.Sequential(*(Block(16, wrong == index) for index in range(2)))
         self.backbone = nn.Sequential(OrderedDict(stem=nn.Linear(8, 16), layer=blocks))
         self.classifier = nn.Linear(16, 3)
 
@@ -103,8 +105,24 @@ def original() -> Run:
     return record(Original(), {**HOOKS, **TENSORS})
 
 
-def test_equal_runs_are_identical(original: Run) -> None:
-    found = instrument.diff(original, record(Original(), {**HOOKS, **TENSORS}))
+@pytest.fixture(scope="module")
+def same(original: Run) -> Diff:
+    return instrument.diff(original, record(Original(), {**HOOKS, **TENSORS}))
+
+
+@pytest.fixture(scope="module")
+def wrong() -> Run:
+    """A run whose second block has another activation function."""
+    return record(Original(wrong=1), {**HOOKS, **TENSORS})
+
+
+@pytest.fixture(scope="module")
+def different(original: Run, wrong: Run) -> Diff:
+    return instrument.diff(original, wrong, steps=(None, 2))
+
+
+def test_equal_runs_are_identical(original: Run, same: Diff) -> None:
+    found = same
     assert found.is_identical
     assert found.first is None
     assert found.tolerance == pytest.approx(6e-5, rel=0.01)
@@ -116,8 +134,8 @@ def test_equal_runs_are_identical(original: Run) -> None:
     assert found.unmatched_rows == (0, 0)
 
 
-def test_layers_are_in_execution_order(original: Run) -> None:
-    layers = instrument.diff(original, original).layers
+def test_layers_are_in_execution_order(same: Diff) -> None:
+    layers = same.layers
     outputs = layers[layers["hook"] == "activations"]["layer"].tolist()
     assert outputs[:5] == ["stem", "blocks.0.norm", "blocks.0.linear", "blocks.0.activation", "blocks.0"]
     both = layers[layers["layer"] == "blocks.0.norm"]["hook"].tolist()
@@ -125,17 +143,17 @@ def test_layers_are_in_execution_order(original: Run) -> None:
     assert layers["role"].drop_duplicates().tolist() == ["input", "output", "grad_output", "param_grad"]
 
 
-@pytest.mark.parametrize("wrong", [0, 2])
-def test_wrong_layer_of_a_port_is_named(original: Run, wrong: int) -> None:
-    found = instrument.diff(original, record(Port(wrong)), rename=RENAME)
+@pytest.mark.parametrize("block", [0, 1])
+def test_wrong_layer_of_a_port_is_named(original: Run, block: int) -> None:
+    found = instrument.diff(original, record(Port(block)), rename=RENAME)
     assert found.first is not None
     first = found.layers.loc[found.first.location]
-    assert (first["layer"], first["layer_b"]) == (f"blocks.{wrong}.activation", f"backbone.layer.{wrong}.activation")
+    assert (first["layer"], first["layer_b"]) == (f"blocks.{block}.activation", f"backbone.layer.{block}.activation")
     assert (found.first.step, first["kind"], first["role"]) == (0, "forward", "output")
     assert found.cause == ""
     text = str(found)
     assert (
-        f"DIFFERENT: the first difference is at step 0, blocks.{wrong}.activation = backbone.layer.{wrong}.activation"
+        f"DIFFERENT: the first difference is at step 0, blocks.{block}.activation = backbone.layer.{block}.activation"
         in text
     )
     assert "All tensors before it are equal." in text
@@ -166,12 +184,12 @@ def test_bfloat16_is_within_its_tolerance(original: Run) -> None:
 
 
 def test_wrong_layer_is_named_in_bfloat16(original: Run) -> None:
-    wrong = record(Original(), steps=1, dtype=torch.bfloat16)
-    found = instrument.diff(wrong, record(scaled(Original()), steps=1))
+    rounded = record(Original(), steps=1, dtype=torch.bfloat16)
+    found = instrument.diff(rounded, record(scaled(Original()), steps=1))
     assert found.first is not None
     assert found.layers.loc[found.first.location, "layer"] == "blocks.1.linear"
     assert "It is a jump: " in str(found)
-    assert instrument.diff(original, wrong).first is None
+    assert instrument.diff(original, rounded).first is None
 
 
 def scaled(model: Original) -> Original:
@@ -194,8 +212,8 @@ def written(tmp_path: Path) -> Write:
 
 def test_float64_has_a_small_tolerance(written: Write) -> None:
     values = np.random.default_rng(0).random((4, 3))
-    run = written([{"step": i, "min": a, "max": b, "abs_max": c, "rms": a} for i, (a, b, c) in enumerate(values)])
-    found = instrument.diff(run, run)
+    rows = [{"step": i, "min": a, "max": b, "abs_max": c, "rms": a} for i, (a, b, c) in enumerate(values)]
+    found = instrument.diff(written(rows), written(rows))
     assert found.dtypes == ("float64", "float64")
     assert found.tolerance == 1e-10
 
@@ -206,30 +224,31 @@ def test_first_difference_in_time_is_found(original: Run) -> None:
     def change(step: int) -> None:
         if step == 1:
             with torch.no_grad():
-                model.get_submodule("blocks.2.linear").get_parameter("weight")[0, 0] += 0.5
+                model.get_submodule("blocks.1.linear").get_parameter("weight")[0, 0] += 0.5
 
     other = record(model, before=change)
     found = instrument.diff(original, other)
     assert found.first is not None
-    assert (found.first.step, found.layers.loc[found.first.location, "layer"]) == (1, "blocks.2.linear")
+    assert (found.first.step, found.layers.loc[found.first.location, "layer"]) == (1, "blocks.1.linear")
     assert found.first.before == 0.0
     assert found.steps[0].max() == 0.0
-    assert found.layers.query("layer == 'blocks.2.linear' and role == 'output'")["first_step"].tolist() == [1]
+    assert found.layers.query("layer == 'blocks.1.linear' and role == 'output'")["first_step"].tolist() == [1]
     assert instrument.diff(original, other, steps=(0, 1)).is_identical
 
 
-def test_steps_limit_the_comparison(original: Run) -> None:
-    found = instrument.diff(original, original, steps=(1, None))
+def test_steps_limit_the_comparison(original: Run, wrong: Run) -> None:
+    found = instrument.diff(original, wrong, steps=(1, None))
     assert found.common_steps == (1, 2, 2)
     assert list(found.steps.columns) == [1, 2]
 
 
-def test_parts_of_tables_give_the_same_result(original: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = record(Original(wrong=3), {**HOOKS, **TENSORS})
-    complete = instrument.diff(original, other, steps=(0, 2))
+def test_parts_of_tables_give_the_same_result(
+    original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete = different
     monkeypatch.setattr(run_comparison, "MOST_ROWS", 1)
     monkeypatch.setattr(run_comparison, "MOST_BYTES", 20_000)
-    parts = instrument.diff(original, other, steps=(0, 2))
+    parts = instrument.diff(original, wrong, steps=(0, 2))
     for name in ("layers", "steps", "metrics"):
         assert getattr(parts, name).equals(getattr(complete, name)), name
     assert parts.first == complete.first
@@ -341,6 +360,12 @@ def test_changed_seed_names_no_layer(trained: Path) -> None:
     assert "layers.0" not in verdict
 
 
+@pytest.mark.parametrize(("mode", "cause"), [("forward", ""), ("train", "seed")])
+def test_seed_is_no_cause_with_loaded_weights_in_forward_mode(written: Write, mode: str, cause: str) -> None:
+    record: dict[str, Any] = {"config": {"mode": mode}, "used": {"init_from": {"path": "weights.pt"}}}
+    assert instrument.diff(*(written([{"rms": 1.0 + seed}], seed=seed, **record) for seed in (0, 1))).cause == cause
+
+
 def test_other_batches_name_no_layer(trained: Path) -> None:
     found = instrument.diff(trained / "base", trained / "data")
     assert found.cause == "batches"
@@ -364,14 +389,13 @@ def test_two_versions_of_torch_are_within_the_tolerance() -> None:
     assert 0 < attention["l2"] < 1e-6
 
 
-def test_pictures_and_page(original: Run, tmp_path: Path) -> None:
-    other = record(Original(wrong=1), {**HOOKS, **TENSORS})
-    found = instrument.diff(original, other)
+def test_pictures_and_page(different: Diff, tmp_path: Path) -> None:
+    found = different
     figure = instrument.plot.diff(found)
     profile, by_step = figure.axes[:2]
     assert [label.get_text() for label in profile.get_yticklabels()][1] == "stem  output"
     assert by_step.get_xlabel() == "step"
-    assert len(instrument.plot.diff(instrument.diff(original, other, steps=(0, 1))).axes) == 1
+    assert len(instrument.plot.diff(replace(found, steps=found.steps[[0]])).axes) == 1
     page = make(found).save(tmp_path / "diff.html").read_text()
     assert "blocks.1.activation" in page
     assert "data:image/png;base64," in page
@@ -379,14 +403,13 @@ def test_pictures_and_page(original: Run, tmp_path: Path) -> None:
     assert len(page) < 1_000_000
 
 
-def test_long_page_pictures_the_largest_differences(original: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_page_pictures_the_largest_differences(different: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     from instrument.report import diff_page
 
     monkeypatch.setattr(diff_page, "MOST_PICTURED", 2)
-    found = instrument.diff(original, record(Original(wrong=1)))
     pictured = []
     monkeypatch.setattr(diff_page, "plot_diff", lambda diff: pictured.append(diff) or instrument.plot.diff(diff))
-    make(found)
+    make(different)
     (shown,) = pictured
     assert len(shown.layers) in (2, 3)
     assert shown.layers.loc[shown.first.location, "layer"] == "blocks.1.activation"
@@ -420,6 +443,22 @@ def test_folder_with_several_runs_is_refused(trained: Path) -> None:
     assert str(trained / "base") in str(error.value)
 
 
+def test_same_folder_twice_is_refused(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="both runs are the same folder"):
+        instrument.diff(trained / "base", trained / "seed" / ".." / "base")
+
+
+def test_run_in_progress_requires_the_end_of_the_steps(original: Run) -> None:
+    model = Original()
+    with instrument.attach(model, {"activations": HOOKS["activations"]}) as probe:
+        model(torch.zeros(32, 8))
+        probe.end_step()
+        with pytest.raises(ConfigError, match="the run is still in progress") as error:
+            instrument.diff(original, probe.run)
+        assert "0:100" in str(error.value)
+        assert instrument.diff(original, probe.run, steps=(0, 1)).common_steps == (0, 0, 1)
+
+
 @pytest.mark.parametrize("tolerance", [-1.0, float("nan"), float("inf")])
 def test_invalid_tolerance_is_refused(original: Run, tolerance: float) -> None:
     with pytest.raises(ConfigError, match="tolerance: must be a number of at least 0"):
@@ -428,11 +467,11 @@ def test_invalid_tolerance_is_refused(original: Run, tolerance: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_model_is_within_the_tolerance(original: Run, backend: str) -> None:
+def test_compiled_model_is_within_the_tolerance(original: Run, same: Diff, backend: str) -> None:
     torch.compiler.reset()
     model = Original()
     model.compile(backend=backend)
     found = instrument.diff(original, record(model))
     torch.compiler.reset()
     assert found.first is None, str(found)
-    assert len(found.layers) == (instrument.diff(original, original).layers["hook"] != "kept").sum()
+    assert len(found.layers) == (same.layers["hook"] != "kept").sum()
