@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
-import instrument
 import instrument.diff as diff_command
 from instrument.diff import main
 
@@ -90,7 +89,3 @@ def test_invalid_arguments_are_reported(
 def test_missing_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([run(tmp_path / "a"), str(tmp_path / "missing")]) == 2
     assert "folder not found" in capsys.readouterr().err
-
-
-def test_module_is_the_function(tmp_path: Path) -> None:
-    assert instrument.diff(run(tmp_path / "a"), run(tmp_path / "b")).is_identical

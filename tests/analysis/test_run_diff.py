@@ -143,7 +143,7 @@ def test_layers_are_in_execution_order(same: Diff) -> None:
     assert layers["role"].drop_duplicates().tolist() == ["input", "output", "grad_output", "param_grad"]
 
 
-@pytest.mark.parametrize("block", [0, 1])
+@pytest.mark.parametrize("block", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_wrong_layer_of_a_port_is_named(original: Run, block: int) -> None:
     found = instrument.diff(original, record(Port(block)), rename=RENAME)
     assert found.first is not None
@@ -159,6 +159,7 @@ def test_wrong_layer_of_a_port_is_named(original: Run, block: int) -> None:
     assert "All tensors before it are equal." in text
 
 
+@pytest.mark.slow
 def test_correct_port_is_identical(original: Run) -> None:
     found = instrument.diff(original, record(Port()), rename=RENAME)
     assert found.is_identical
@@ -183,6 +184,7 @@ def test_bfloat16_is_within_its_tolerance(original: Run) -> None:
     assert linear["cosine"] > 0.999
 
 
+@pytest.mark.slow
 def test_wrong_layer_is_named_in_bfloat16(original: Run) -> None:
     rounded = record(Original(), steps=1, dtype=torch.bfloat16)
     found = instrument.diff(rounded, record(scaled(Original()), steps=1))
@@ -236,12 +238,14 @@ def test_first_difference_in_time_is_found(original: Run) -> None:
     assert instrument.diff(original, other, steps=(0, 1)).is_identical
 
 
+@pytest.mark.slow
 def test_steps_limit_the_comparison(original: Run, wrong: Run) -> None:
     found = instrument.diff(original, wrong, steps=(1, None))
     assert found.common_steps == (1, 2, 2)
     assert list(found.steps.columns) == [1, 2]
 
 
+@pytest.mark.slow
 def test_parts_of_tables_give_the_same_result(
     original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +273,7 @@ def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None
     assert "element by element: relative difference" in str(found)
 
 
+@pytest.mark.slow
 def test_other_shapes_differ_and_other_selections_are_left_out(written: Write) -> None:
     tensor = {"dtype": "float32", "hook": "kept"}
     one, selection, other = (
@@ -282,6 +287,7 @@ def test_other_shapes_differ_and_other_selections_are_left_out(written: Write) -
         instrument.diff(one, selection)
 
 
+@pytest.mark.slow
 def test_gradient_that_is_only_rounding_error_is_ignored() -> None:
     """The gradient of a bias before a batch norm is zero. What remains is rounding error."""
     layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 3)]
@@ -403,6 +409,7 @@ def test_pictures_and_page(different: Diff, tmp_path: Path) -> None:
     assert len(page) < 1_000_000
 
 
+@pytest.mark.slow
 def test_long_page_pictures_the_largest_differences(different: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
     from instrument.report import diff_page
 
