@@ -73,7 +73,7 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
     axes.plot(shown, rows, "o", markersize=3.5, color=CATEGORIES[0])
     if (equal := shown == 0.0).any():
         axes.plot(
-            np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal (no difference)"
+            np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal"
         )
     axes.set_xscale("log")
     if difference.tolerance:
