@@ -18,7 +18,6 @@ from ..spec.globs import ROOT
 from .config_comparison import Training, to_yaml, training_of
 from .layer_renaming import renamed_layers, suggested_renaming
 from .load import Run, load
-from .memory_files import IN_MEMORY
 from .run_alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .run_comparison import Comparison, FirstDifference
 from .run_differences import Diff
@@ -126,7 +125,7 @@ def _single_run(run: Run | str | Path) -> Run:
 
 def _check_runs(runs: tuple[Run, Run], steps: tuple[int | None, int | None]) -> None:
     folders = [run.folders[0] for run in runs]
-    if IN_MEMORY not in folders and os.path.realpath(folders[0]) == os.path.realpath(folders[1]):
+    if all(folder.exists() for folder in folders) and os.path.samefile(*folders):
         raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
     for run in runs:
         if run.info["status"] == "running" and steps[1] is None:

@@ -72,9 +72,7 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
     axes.plot(np.fmax(shown, low), rows, color=CATEGORIES[0], linewidth=0.8)
     axes.plot(shown, rows, "o", markersize=3.5, color=CATEGORIES[0])
     if (equal := shown == 0.0).any():
-        axes.plot(
-            np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal"
-        )
+        axes.plot(np.full(equal.sum(), low), rows[equal], "o", markersize=3.5, color=ZERO, label="equal")
     axes.set_xscale("log")
     if difference.tolerance:
         axes.axvline(difference.tolerance, color=CATEGORIES[5], linewidth=1.0, linestyle="--", label="tolerance")
