@@ -34,6 +34,8 @@ FIGURES = {
     "guides/induction": ("induction-attention", "induction-ablation", "induction-training"),
     "guides/causal_tracing": ("causal-tracing",),
     "guides/linear_steering": ("linear-steering",),
+    "guides/replay": ("replay",),
+    "guides/diff": ("diff",),
     "gallery/glorot_init": ("glorot-init-std", "glorot-init-histograms"),
     "gallery/he_init": ("he-init",),
     "gallery/batch_norm": ("batch-norm-inputs", "batch-norm-gradients"),
@@ -43,6 +45,7 @@ FIGURES = {
     "gallery/residual_stream": ("residual-stream",),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
+FILE = re.compile(r"# ([\w-]+\.py)$", re.M)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
 RUNS = {
@@ -124,6 +127,9 @@ def make_figures(folder: Path) -> None:
             if language == "sh":
                 command = re.sub("^python", shlex.quote(sys.executable), text, flags=re.M)
                 subprocess.run(command, shell=True, check=True, cwd=folder)
+                continue
+            if file := FILE.match(text):
+                (folder / file[1]).write_text(text, encoding="utf-8")
                 continue
             with contextlib.chdir(folder), contextlib.redirect_stdout(None):
                 exec(text, namespace)

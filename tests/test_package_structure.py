@@ -42,14 +42,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "compact",
             "control",
             "convert",
+            "diff",
             "export",
             "findings",
             "integrations",
             "recover",
-            "sweep",
-            "upload",
+            "replay",
         ),
-        *("verify", "watch"),
+        *("sweep", "upload", "verify", "watch"),
     ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
@@ -175,8 +175,8 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.control, instrument.convert, instrument.export, instrument.sweep
-import instrument.report.__main__, instrument.verify, instrument.watch
+import instrument.compact, instrument.control, instrument.convert, instrument.diff, instrument.export, instrument.sweep
+import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

@@ -11,6 +11,7 @@ the first figure is drawn.
 
 from .attention import attention
 from .compare import compare
+from .diff import diff
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
@@ -18,10 +19,12 @@ from .histogram_over_time import histogram_over_time
 from .layer_similarity import layer_similarity
 from .logit_lens import logit_lens
 from .patching import patching
+from .replay import replay
 
 __all__ = [
     "attention",
     "compare",
+    "diff",
     "feature_maps",
     "gradient_flow",
     "heatmap",
@@ -29,4 +32,5 @@ __all__ = [
     "layer_similarity",
     "logit_lens",
     "patching",
+    "replay",
 ]

@@ -19,7 +19,7 @@ from ..rules.step_rows import location_name
 from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
 from ..spec.schedule import STEP_PHASES
-from .charts import charts
+from .charts import charts, rule_names
 
 MOST_EVENTS = 200
 MOST_PLACES = 6  # maximum number of locations listed for a hook that did not fire
@@ -122,8 +122,18 @@ def values(tables: PageTables, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _command(arguments: list[str]) -> str:
     """Return the command line that started the run, as far as `sys.argv` shows it."""
-    module = Path(arguments[0]).name == "__main__.py" if arguments else False
-    return shlex.join(["python", "-m", "instrument", *arguments[1:]] if module else arguments)
+    modules = {"__main__.py": "instrument", "replay.py": "instrument.replay"}
+    module = modules.get(Path(arguments[0]).name) if arguments else None
+    return shlex.join(arguments if module is None else ["python", "-m", module, *arguments[1:]])
+
+
+def _replay_text(info: Mapping[str, Any]) -> str | None:
+    """Return which run and steps a replay repeats; None for other runs."""
+    if not (replay := info.get("replay")):
+        return None
+    start, stop = replay["steps"]
+    what = "counterfactual" if replay["counterfactual"] else "replay"
+    return f"{what} of {replay['source']}, steps {start} to {stop - 1}"
 
 
 def _facts(tables: PageTables) -> list[tuple[str, str]]:
@@ -134,6 +144,7 @@ def _facts(tables: PageTables) -> list[tuple[str, str]]:
     forward = _forward_text(info)
     means = info.get("metrics") or {}
     facts = {
+        "origin": _replay_text(info),
         "model": model,
         "data": data.get("dataset"),
         "mode": forward,
@@ -184,7 +195,7 @@ def _duration(info: Mapping[str, Any]) -> str | None:
 
 
 def _alerts(tables: PageTables) -> list[dict[str, Any]]:
-    """Return the problems shown at the top of the page, the most severe ones first."""
+    """Return the problems shown at the top of the page, the most severe ones first. Firings of rules are findings."""
     info = tables.info
     found: list[dict[str, Any]] = []
     if info["status"] == "stopped":
@@ -196,7 +207,8 @@ def _alerts(tables: PageTables) -> list[dict[str, Any]]:
         found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})
     if info.get("recording_stopped"):
         found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
-    shown = [event for event in _rows(tables.events) if event["severity"] in ("error", "warning")]
+    events = tables.events[~tables.events["rule"].isin(rule_names(info))]
+    shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
     shown_messages = {alert["message"] for alert in found}
     found += [
         event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in shown_messages
