@@ -4,7 +4,7 @@ The script repeats the runs of docs/report.md and opens their reports, and runs 
 
     python docs/screenshots.py
 
-It requires Chromium (Debian: chromium) and takes about two minutes.
+It requires Chromium (Debian: chromium) and takes about four minutes.
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ FIGURES = {
     "guides/causal_tracing": ("causal-tracing",),
     "guides/linear_steering": ("linear-steering",),
     "guides/replay": ("replay",),
+    "guides/diff": ("diff",),
+    "gallery/glorot_init": ("glorot-init-std", "glorot-init-histograms"),
+    "gallery/he_init": ("he-init",),
+    "gallery/batch_norm": ("batch-norm-inputs", "batch-norm-gradients"),
+    "gallery/leaky_relu": ("leaky-relu",),
+    "gallery/recurrent_gradients": ("recurrent-gradients", "recurrent-clipping"),
+    "gallery/adam_update": ("adam-update",),
+    "gallery/residual_stream": ("residual-stream",),
     "gallery/random_labels": ("random-labels-accuracy", "random-labels-gradients"),
     "gallery/lottery_ticket": ("lottery-ticket",),
     "gallery/neural_collapse": ("neural-collapse",),

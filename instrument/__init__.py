@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .analysis.features import Features
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
+    from .analysis.run_diff import diff
     from .capture.probe import Probe
     from .capture.sink_interface import Sink
     from .integrations.attach import attach
@@ -53,6 +54,7 @@ __all__ = [
     "Task",
     "analysis",
     "attach",
+    "diff",
     "load",
     "observe",
     "plot",
@@ -81,7 +83,8 @@ _LAZY = {
     "load": ".analysis.load",
     "observe": ".integrations.observe",
 }
-_PACKAGES = ("analysis", "plot", "report")  # available as attributes: instrument.plot.heatmap(run)
+# Available as attributes, as in instrument.plot.heatmap(run). The module `diff` is also a function.
+_PACKAGES = ("analysis", "diff", "plot", "report")
 
 
 def __getattr__(name: str) -> Any:
