@@ -27,7 +27,7 @@ def run(folder: Path, name: str, *arguments: str) -> Run:
 
 
 def estimates(run: Run) -> pd.DataFrame:
-    """Return the estimates of |G|^2 and S of each step, from equations A.2 and A.3 of the paper."""
+    """Return the estimates of |G|^2 and S of each step, from the equations in appendix A.1 of the paper."""
     squares = run.stats["l2"] ** 2
     is_small = run.stats["hook"] == "small"
     large = squares[~is_small].groupby(run.stats["step"]).sum()
