@@ -17,9 +17,9 @@ from run_folders import write_run
 from torch import Tensor, nn
 
 import instrument
-from instrument.analysis import run_comparison
 from instrument.analysis.load import Run
-from instrument.analysis.run_differences import Diff
+from instrument.comparison import recorded_differences
+from instrument.comparison.result import Diff
 from instrument.errors import ConfigError
 from instrument.report import make
 
@@ -250,8 +250,8 @@ def test_parts_of_tables_give_the_same_result(
     original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = different
-    monkeypatch.setattr(run_comparison, "MOST_ROWS", 1)
-    monkeypatch.setattr(run_comparison, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(recorded_differences, "MOST_ROWS", 1)
+    monkeypatch.setattr(recorded_differences, "MOST_BYTES", 20_000)
     parts = instrument.diff(original, wrong, steps=(0, 2))
     for name in ("layers", "steps", "metrics"):
         assert getattr(parts, name).equals(getattr(complete, name)), name
