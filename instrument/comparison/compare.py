@@ -250,7 +250,7 @@ def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
     versions = {f"{name} version": str(text) for name, text in (info.get("versions") or {}).items()}
     settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
     return {
-        **{key: to_yaml(json.loads(text)) for key, text in leaves.items()},
+        **{key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"},
         **{key: str(value) for key, value in settings.items()},
         **versions,
     }

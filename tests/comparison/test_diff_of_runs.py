@@ -372,6 +372,14 @@ def test_seed_is_no_cause_with_loaded_weights_in_forward_mode(written: Write, mo
     assert instrument.diff(*(written([{"rms": 1.0 + seed}], seed=seed, **record) for seed in (0, 1))).cause == cause
 
 
+def test_added_intervention_is_listed_by_its_fields(written: Write) -> None:
+    scale = {"layers": "fc", "kind": "forward", "action": "scale", "factor": 2.0}
+    runs = [written([{"rms": 1.0}], config={"hooks": hooks}) for hooks in ({}, {"loud": scale})]
+    settings = instrument.diff(*runs).settings
+    assert "hooks" not in settings
+    assert settings["hooks.loud.factor"] == ("missing", "2.0")
+
+
 def test_other_batches_name_no_layer(trained: Path) -> None:
     found = instrument.diff(trained / "base", trained / "data")
     assert found.cause == "batches"
