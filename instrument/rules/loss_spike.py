@@ -11,7 +11,9 @@ import numpy as np
 
 from ..spec.rules import LossSpikeRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import Bounds, QuietSteps, StepRows
+
+SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
 class LossSpike(CatalogueRule[LossSpikeRule]):
@@ -46,6 +48,17 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
             return None
         median = float(np.median(self._losses))
         return median if median > 0 and loss > self.spec.factor * median else None
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        if self._first is None or self._holds:
+            return None
+        low = min(self._losses) / SLACK
+        if low <= 0:
+            return Bounds("loss", -math.inf, 0.5 * self._first)
+        return Bounds("loss", low, max(0.5 * self._first, self.spec.factor * low))
+
+    def advance(self, steps: QuietSteps) -> None:
+        self._losses.extend(steps.losses)
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": [*self._losses], "first": self._first, "holds": self._holds}
