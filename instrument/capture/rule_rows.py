@@ -52,14 +52,11 @@ class RuleRows:
     ) -> None:
         """Add the rows of a step or evaluation."""
         self._kept.append((stats, metrics, samples))
-        self._count += (0 if stats is None else len(stats)) + sum(map(len, samples))
-        if (
-            not self._keeps
-            or time.monotonic() - self._read_at > MOST_SECONDS
-            or len(self._kept) >= MOST_STEPS
-            or self._count >= MOST_ROWS
-            or not all(phase in STEP_PHASES and _is_finite(row["loss"]) for _, phase, row in metrics)
-        ):
+        self._count += 0 if stats is None else len(stats.sites)
+        for batch in samples:
+            self._count += len(batch)
+        is_due = len(self._kept) >= MOST_STEPS or self._count >= MOST_ROWS
+        if not self._keeps or is_due or time.monotonic() - self._read_at > MOST_SECONDS or not _is_usual(metrics):
             self.read()
 
     def end_step(self, step: int) -> None:
@@ -89,8 +86,13 @@ class RuleRows:
             self.rules.update([rows for item in kept for rows in step_rows(self.rules, *item)])
 
 
-def _is_finite(loss: float | None) -> bool:
-    return loss is None or math.isfinite(loss)
+def _is_usual(metrics: Sequence[MetricsRow]) -> bool:
+    """Return whether these are metrics of steps, and not of an evaluation, without a loss that is not finite."""
+    for _, phase, row in metrics:
+        loss = row["loss"]
+        if phase not in STEP_PHASES or (loss is not None and not math.isfinite(loss)):
+            return False
+    return True
 
 
 def step_rows(
@@ -104,6 +106,14 @@ def step_rows(
         metrics: The rows of metrics.
         samples: The samples of each batch.
     """
+    if len(metrics) == 1 and not samples and stats is not None and stats.moment is not None:
+        step, phase, row = metrics[0]
+        if (step, phase) == (stats.moment.step, stats.moment.phase):  # most steps
+            layout = rules.layout(stats.sites, phase, _site)
+            yield StepRows(
+                step, phase, layout, stats.column, row, numbers=stats.numbers, has_others=stats.has_others
+            )
+            return
     metrics_by_step: dict[tuple[int, str], Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
     targets: dict[tuple[int, str], list[float]] = {}
     for batch in samples:

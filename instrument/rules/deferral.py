@@ -60,39 +60,42 @@ class DeferredSteps:
 
     def accept(self, steps: Sequence[StepRows]) -> int:
         """Return how many of the first steps only the immediate rules have to read now. They are kept for the others."""
-        quiet = steps[: min(len(steps), self._left)]  # type: ignore[misc] - an integer, as the length is finite
-        count = next((at for at, rows in enumerate(quiet) if not self._has_quiet_metrics(rows)), len(quiet))
-        with_rows = [(at, rows) for at, rows in enumerate(quiet[:count]) if rows.numbers is not None]
+        count = self._count_quiet_metrics(steps[: min(len(steps), self._left)])  # type: ignore[misc] - an integer
+        with_rows = [(at, rows) for at, rows in enumerate(steps[:count]) if rows.numbers is not None]
         for layout, group in groupby(with_rows, key=lambda item: item[1].layout):
             members = [*group]
-            numbers = np.stack([rows.numbers for _, rows in members])  # type: ignore[misc]
+            numbers = np.concatenate([rows.numbers for _, rows in members])  # type: ignore[misc]
+            numbers = numbers.reshape(len(members), len(layout), -1)
             within = self._count_within(layout, numbers, [rows for _, rows in members])
             if within:
                 self._keep(layout, numbers[:within])
             if within < len(members):
                 count = members[within][0]
                 break
-        for rows in quiet[:count]:
+        for rows in steps[:count]:
             if self.immediate:
                 rows.has_non_finite = False
-            loss = rows.metric("loss")
-            if loss is not None and rows.is_training:
-                self._losses.append(loss)
+            if rows.phase == "train" and rows.metrics is not None and rows.metrics["loss"] is not None:
+                self._losses.append(float(rows.metrics["loss"]))
         self._left -= count
         self._steps += count
         if self._steps >= MOST_STEPS or self._rows >= MOST_ROWS:
             self.catch_up()
         return count
 
-    def _has_quiet_metrics(self, rows: StepRows) -> bool:
-        """Return whether a step is a step of a loop whose metrics are within their bounds."""
-        if rows.phase not in STEP_PHASES or (rows.numbers is None and len(rows)):
-            return False
-        for name, (low, high) in self._metrics.items():
-            value = _metric(rows, name)
-            if value is not None and not low <= value <= high:
-                return False
-        return True
+    def _count_quiet_metrics(self, steps: Sequence[StepRows]) -> int:
+        """Return how many of the first steps are steps of a loop whose metrics are within their bounds."""
+        bounds = [(name, low, high) for name, (low, high) in self._metrics.items() if name != TARGETS]
+        _, most_targets = self._metrics.get(TARGETS, (0, math.inf))
+        for at, rows in enumerate(steps):
+            is_readable = rows.numbers is not None or not len(rows.layout)
+            if rows.phase not in STEP_PHASES or not is_readable or len(rows.targets) > most_targets:
+                return at
+            for name, low, high in bounds if rows.metrics is not None else ():
+                value = rows.metrics[name]  # type: ignore[index]
+                if value is not None and not low <= value <= high:
+                    return at
+        return len(steps)
 
     def _count_within(self, layout: Layout, numbers: FloatArray, steps: Sequence[StepRows]) -> int:
         """Return how many of the first steps are within the bounds.
@@ -105,12 +108,13 @@ class DeferredSteps:
         if layout.numbers.max() >= self._locations_read:
             return 0
         bounds = self._bounds_of(layout, numbers.shape[2])
-        outside = _is_outside(numbers, bounds.low, bounds.high).any(axis=2)
-        if any(rows.has_others for rows in steps):
-            for name, low, high in bounds.others:
-                outside |= _is_outside(np.stack([rows.counts(name) for rows in steps]), low, high)
-        is_outside = outside.any(axis=1)
-        return int(is_outside.argmax()) if is_outside.any() else len(steps)
+        outside = [_is_outside(numbers, bounds.low, bounds.high)]
+        if bounds.others and any(rows.has_others for rows in steps):
+            outside += [
+                _is_outside(np.stack([rows.counts(name) for rows in steps]), low, high)
+                for name, low, high in bounds.others
+            ]
+        return min(_count_until_any(each) for each in outside)
 
     def _bounds_of(self, layout: Layout, width: int) -> _RowBounds:
         """Return the bounds of the rows of a layout.
@@ -227,3 +231,10 @@ def _is_outside(values: FloatArray, low: float | FloatArray, high: float | Float
     """Return which values are outside of their bounds. NaN, a missing value, is not."""
     outside: BoolArray = (values < low) | (values > high)
     return outside
+
+
+def _count_until_any(outside: BoolArray) -> int:
+    """Return the index of the first step with any true element, or the number of steps."""
+    if not outside.any():
+        return len(outside)
+    return int(outside.reshape(len(outside), -1).any(axis=1).argmax())
