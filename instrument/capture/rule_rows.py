@@ -44,12 +44,12 @@ class RuleRows:
         self._keeps = not actions.are_needed and not rules.has_custom_rules
         self._kept: list[tuple[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]]] = []
         self._count = 0  # of rows and samples
-        self._ends: deque[tuple[int, int]] = deque(maxlen=2)  # the last ends of steps: the number of kept items, and the step
+        self._ends: deque[tuple[int, int]] = deque(
+            maxlen=2
+        )  # the last ends of steps: the number of kept items, and the step
         self._read_at = time.monotonic()
 
-    def add(
-        self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]
-    ) -> None:
+    def add(self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]) -> None:
         """Add the rows of a step or evaluation."""
         self._kept.append((stats, metrics, samples))
         self._count += 0 if stats is None else len(stats.sites)
@@ -79,9 +79,7 @@ class RuleRows:
         self._read_at = time.monotonic()
         return bool(kept)
 
-    def _pass(
-        self, kept: Sequence[tuple[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]]]
-    ) -> None:
+    def _pass(self, kept: Sequence[tuple[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]]]) -> None:
         if kept:
             self.rules.update([rows for item in kept for rows in step_rows(self.rules, *item)])
 
@@ -110,9 +108,7 @@ def step_rows(
         step, phase, row = metrics[0]
         if (step, phase) == (stats.moment.step, stats.moment.phase):  # most steps
             layout = rules.layout(stats.sites, phase, _site)
-            yield StepRows(
-                step, phase, layout, stats.column, row, numbers=stats.numbers, has_others=stats.has_others
-            )
+            yield StepRows(step, phase, layout, stats.column, row, numbers=stats.numbers, has_others=stats.has_others)
             return
     metrics_by_step: dict[tuple[int, str], Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
     targets: dict[tuple[int, str], list[float]] = {}

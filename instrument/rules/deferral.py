@@ -50,8 +50,10 @@ class DeferredSteps:
         self._tables: list[tuple[Layout, list[FloatArray]]] = []  # the numbers of deferred steps with rows
         self._losses: list[float] = []  # of deferred training steps
         self._steps = self._rows = 0  # of all deferred steps
-        self._waiting: list[CatalogueRule[Any]] = []  # the rules for which steps are deferred, if these change their state
-        self._left: float = 0  # for how many further steps the bounds hold
+        self._waiting: list[
+            CatalogueRule[Any]
+        ] = []  # the rules for which steps are deferred, if these change their state
+        self._left = 0  # for how many further steps the bounds hold
         self._patience = FIRST_STEPS
         self._locations_read = 0  # how many locations the rules know
         self._statistics: dict[str, tuple[FloatArray, FloatArray]] = {}  # bounds, [locations]
@@ -60,11 +62,11 @@ class DeferredSteps:
 
     def accept(self, steps: Sequence[StepRows]) -> int:
         """Return how many of the first steps only the immediate rules have to read now. They are kept for the others."""
-        count = self._count_quiet_metrics(steps[: min(len(steps), self._left)])  # type: ignore[misc] - an integer
+        count = self._count_quiet_metrics(steps[: self._left])
         with_rows = [(at, rows) for at, rows in enumerate(steps[:count]) if rows.numbers is not None]
         for layout, group in groupby(with_rows, key=lambda item: item[1].layout):
             members = [*group]
-            numbers = np.concatenate([rows.numbers for _, rows in members])  # type: ignore[misc]
+            numbers = np.concatenate([rows.numbers for _, rows in members if rows.numbers is not None])
             numbers = numbers.reshape(len(members), len(layout), -1)
             within = self._count_within(layout, numbers, [rows for _, rows in members])
             if within:
@@ -169,10 +171,9 @@ class DeferredSteps:
         self._locations_read, self._statistics, self._metrics = len(self._locations.all), {}, {"loss": _FINITE}
         for name in ("nan_count", "inf_count"):
             self._limit(name, slice(None), -math.inf, 0.0)
-        self.immediate, self._waiting, self._left = {}, [], math.inf
+        self.immediate, self._waiting, self._left = {}, [], sys.maxsize
         for name, rule in self._rules.items():
-            defer = self._defer_located if isinstance(rule, LocatedRule) else self._defer
-            if not isinstance(rule, CatalogueRule) or not defer(rule, rows):
+            if not isinstance(rule, CatalogueRule) or not self._defer(rule, rows):
                 self.immediate[name] = rule
             elif type(rule).advance is not CatalogueRule.advance:
                 self._waiting.append(rule)
@@ -181,7 +182,9 @@ class DeferredSteps:
             self._left = min(self._left, self._patience)
 
     def _defer(self, rule: CatalogueRule[Any], rows: StepRows) -> bool:
-        """Add the bounds of a rule on a metric. Return false if it has to read each step."""
+        """Add the bounds of a rule. Return false if it has to read each step."""
+        if isinstance(rule, LocatedRule):
+            return self._defer_located(rule, rows)
         bounds = rule.quiet_bounds(rows)
         if bounds is None:
             return False
@@ -189,12 +192,12 @@ class DeferredSteps:
         if value is not None and not bounds.low <= value <= bounds.high:
             return False
         low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
-        self._metrics[bounds.name] = (max(low, bounds.low), min(high, bounds.high))  # type: ignore[type-var, arg-type]
+        self._metrics[bounds.name] = (max(low, float(bounds.low)), min(high, float(bounds.high)))
         self._left = min(self._left, bounds.steps)
         return True
 
     def _defer_located(self, rule: LocatedRule[Any], rows: StepRows) -> bool:
-        """Add the bounds of a rule on a statistic. Return false if it has to read each step."""
+        """Add the bounds of a rule on a statistic."""
         slots = rule.slots_of(self._locations.all)
         numbers = np.flatnonzero(slots >= 0)
         bounds = rule.quiet_bounds(rows)

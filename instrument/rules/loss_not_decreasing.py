@@ -36,7 +36,7 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
             yield from self._check_rise(loss)
             return
         self._add(loss)
-        if self._count < self.spec.window:
+        if self._count < self.spec.window or loss < 0:
             return
         half = self.spec.window // 2
         earlier, later = self._sums[0] / half, self._sums[1] / (self.spec.window - half)
@@ -46,6 +46,10 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
             yield Firing(text, later, bound)
 
     def _add(self, loss: float) -> None:
+        """Add a loss. A negative one ends the window: a relative decrease of losses with both signs means nothing."""
+        if loss < 0:
+            self._count = self.spec.window
+            return
         self._first, self._last = loss if math.isnan(self._first) else self._first, loss
         self._sums[self._count >= self.spec.window // 2] += loss
         self._count += 1
@@ -58,12 +62,13 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
             yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        left = self.spec.window - self._count  # the last step of the window decides
-        return Bounds("loss", -math.inf, math.inf, left - 1 if left > 0 else math.inf)
+        bounds = Bounds("loss", -math.inf, math.inf)
+        left = self.spec.window - self._count
+        return bounds._replace(steps=left - 1) if left > 0 else bounds  # the last step of the window decides
 
     def advance(self, steps: QuietSteps) -> None:
-        if self._count < self.spec.window:
-            for loss in steps.losses:
+        for loss in steps.losses:
+            if self._count < self.spec.window:
                 self._add(loss)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,7 +143,7 @@ class Bounds(NamedTuple):
     name: str
     low: float | FloatArray
     high: float | FloatArray
-    steps: float = math.inf
+    steps: int = sys.maxsize
 
 
 class Locations:

@@ -290,6 +290,18 @@ def test_loss_that_rises_until_it_is_not_finite_does_not_decrease() -> None:
     assert fired("loss_not_decreasing", losses(2.3, 2.4, float("nan"))) == []
 
 
+def test_negative_loss_does_not_have_to_decrease() -> None:
+    assert fired("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300)) == []
+    assert len(fired("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300))) == 1
+
+
+def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
+    (event,) = fired("loss_spike", losses(2.3, 40.0, 4e14, 5e14))
+    assert (event.step, event.value, event.threshold) == (2, 4e14, 2300.0)
+    assert event.message == "loss spike: at step 2: 4e+14, 2.3 at first"
+    assert fired("loss_spike", losses(1e-6, 0.5, 200.0, 1.0)) == []
+
+
 def test_samples_of_one_class_are_imbalanced() -> None:
     (event,) = fired("class_imbalance", [Step(targets=[3] * 64)] * 9)
     assert (event.step, event.value) == (7, 512.0)
