@@ -18,7 +18,7 @@ from ..spec.statistics import ALL
 from .rule import CatalogueRule, LocatedRule, Rule
 from .step_rows import TARGETS, BoolArray, FloatArray, IndexArray, Layout, Locations, QuietSteps, StepRows
 
-MOST_STEPS, MOST_ROWS = 256, 10_000  # the memory of deferred steps is bounded
+MOST_STEPS, MOST_ROWS = 128, 10_000  # the memory of deferred steps is bounded
 FIRST_STEPS = 32  # after so many steps, it is checked whether a rule that reads each step still has to
 MOST_LAYOUTS = 64
 _FINITE = (-sys.float_info.max, sys.float_info.max)

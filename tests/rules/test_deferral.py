@@ -1,7 +1,7 @@
 """Rules that read many steps at once decide as if they read each step."""
 
 import json
-from itertools import cycle
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -128,3 +128,15 @@ def test_most_rules_do_not_read_an_uneventful_step(monkeypatch: pytest.MonkeyPat
     row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02}
     feed(rules, [Step(rows=[row], loss=1.0)] * 100, defers=True)
     assert read == [0]
+
+
+def test_hooks_with_different_schedules_are_deferred_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = rule_set({"gradients": {"rule": "exploding_gradient"}}, [])
+    read: list[int] = []
+    update = type(rules.rules[0]).update
+    monkeypatch.setattr(
+        type(rules.rules[0]), "update", lambda self, rows: (read.append(rows.step), update(self, rows))[1]
+    )
+    rows = [{**GRADIENT, "layer": str(i), "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02} for i in range(3)]
+    feed(rules, [Step(rows=rows[: 1 + i % 3], loss=1.0) for i in range(90)], defers=True, sizes=repeat(30))
+    assert read == [0, 1, 2]
