@@ -35,6 +35,7 @@ FIGURES = {
     "causal_tracing": ("causal-tracing",),
     "linear_steering": ("linear-steering",),
     "replay": ("replay",),
+    "diff": ("diff",),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# ([\w-]+\.py)$", re.M)

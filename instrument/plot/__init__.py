@@ -11,6 +11,7 @@ the first figure is drawn.
 
 from .attention import attention
 from .compare import compare
+from .diff import diff
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
@@ -23,6 +24,7 @@ from .replay import replay
 __all__ = [
     "attention",
     "compare",
+    "diff",
     "feature_maps",
     "gradient_flow",
     "heatmap",
