@@ -243,7 +243,7 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         value = float(self.values(rows, chosen)[at])
         bound = self.above if self.above is not None and value > self.above else self.below
-        times = f" {self.spec.for_} times in succession" if self.spec.for_ > 1 else ""
+        times = f", {self.spec.for_} times in succession" if self.spec.for_ > 1 else ""
         side = "above" if bound == self.above else "below"
         text = f"{self.describe(value)}, {side} {bound:g}{times}"
         return Firing(text, value, bound, chosen.locations[at])

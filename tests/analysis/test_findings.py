@@ -245,7 +245,7 @@ def test_most_saturated_finding(made: Make, fraction: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "values"), [(0.04, []), (0.4, ["update_ratio 0.4, above 0.1 10 times in succession"])]
+    ("ratio", "values"), [(0.04, []), (0.4, ["update_ratio 0.4, above 0.1, 10 times in succession"])]
 )
 def test_usual_update_ratios_give_no_finding(made: Make, ratio: float, values: list[str]) -> None:
     about = {"kind": "step_post", "role": "update", "hook": "updates", "path": "weight"}

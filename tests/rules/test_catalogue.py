@@ -226,7 +226,7 @@ def test_watch_reads_any_statistic_and_metric() -> None:
     below = {"watch": "seen", "stat": "std", "below": 1e-3, "for": 3}
     (event,) = fired(below, values(OUTPUT, "std", [1.0, *[1e-4] * 9]))
     assert (event.step, event.value, event.threshold) == (3, 1e-4, 1e-3)
-    assert event.message.endswith("std 0.0001, below 0.001 3 times in succession")
+    assert event.message.endswith("std 0.0001, below 0.001, 3 times in succession")
     custom = {"watch": "seen", "stat": "entropy", "above": 2}
     assert [event.step for event in fired(custom, values(OUTPUT, "entropy", [1.0, 3.0, 3.0, 1.0, 4.0]))] == [1, 4]
     metric = {"watch": "metrics", "stat": "grad_norm", "above": 10.0, "for": 2}
