@@ -38,7 +38,7 @@ FIGURES = {
     "guides/diff": ("diff",),
     "gallery/glorot_init": ("glorot-init-std", "glorot-init-histograms"),
     "gallery/he_init": ("he-init",),
-    "gallery/batch_norm": ("batch-norm-inputs", "batch-norm-gradients"),
+    "gallery/batch_norm": ("batch-norm-inputs", "batch-norm-gradients", "batch-norm-noise"),
     "gallery/leaky_relu": ("leaky-relu",),
     "gallery/recurrent_gradients": ("recurrent-gradients", "recurrent-clipping"),
     "gallery/adam_update": ("adam-update",),

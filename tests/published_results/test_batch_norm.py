@@ -6,11 +6,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from conftest import run_in
+from torch import Tensor
 
 import instrument
 
 pytestmark = pytest.mark.slow
+
+NOISE = f"+hooks.shift={{types: BatchNorm1d, kind: forward, action: modify, fn: {{_target_: {__name__}.shift}}}}"
+
+
+def shift(tensor: Tensor, context: instrument.Context) -> Tensor:
+    """Add noise whose mean and std differ between the units and the steps."""
+    generator = context.generator(tensor.device)
+    means, stds = torch.rand(2, tensor.shape[1], generator=generator)
+    return tensor + means - 0.5 + (1 + stds / 4) * torch.randn(tensor.shape, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -28,10 +39,14 @@ class Measured:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """The runs `normalized/N` and `plain/N`: three seeds with learning rate 0.1, then three with 1."""
+    """The runs `normalized/N`, `plain/N` and `noisy/N`: three seeds with learning rate 0.1, then three with 1."""
     folder = tmp_path_factory.mktemp("batch_norm")
     command = "-m +exp=batch_norm optimizer.lr=0.1,1 seed=0,1,2 quiet=true"
-    for name, fields in (("normalized", ()), ("plain", ("apply.normalize=null",))):
+    for name, fields in (
+        ("normalized", ()),
+        ("plain", ("apply.normalize=null",)),
+        ("noisy", ("hooks.gradients=null", NOISE)),
+    ):
         answer = run_in(folder, *command.split(), *fields, f"hydra.sweep.dir={name}")
         assert answer.code == 0, answer.err
     return instrument.load(folder)
@@ -69,3 +84,16 @@ def test_large_learning_rate_needs_batch_norm(runs: instrument.Run) -> None:
     found = runs.runs[runs.runs["optimizer.lr"] == 1].set_index("run").accuracy
     assert found.filter(like="normalized").min() > 0.75
     assert found.filter(like="plain").max() < 0.5
+
+
+def test_noise_after_batch_norm_slows_training_with_a_small_learning_rate_only(runs: instrument.Run) -> None:
+    accuracy = runs.runs.groupby(["optimizer.lr", runs.runs.run.str.partition("/")[0]]).accuracy.mean()
+    assert accuracy[1, "noisy"] == pytest.approx(accuracy[1, "normalized"], abs=0.05)
+    assert accuracy[0.1, "noisy"] < accuracy[0.1, "normalized"] - 0.1
+
+
+def test_noise_moves_the_inputs_of_a_unit(runs: instrument.Run) -> None:
+    units = runs.stats[(runs.stats.hook == "unit") & (runs.stats["optimizer.lr"] == 0.1)]
+    changes = units.groupby(["run", "layer"])["mean"].agg(lambda means: means.diff().abs().median())
+    changes = changes.groupby(lambda index: index[0].partition("/")[0]).max()
+    assert changes["noisy"] > 5 * changes["plain"]
