@@ -34,6 +34,7 @@ FIGURES = {
     "induction": ("induction-attention", "induction-ablation", "induction-training"),
     "causal_tracing": ("causal-tracing",),
     "linear_steering": ("linear-steering",),
+    "examples": ("feature-maps", "gradient-maps", "gradient-change", "cam", "grad-cam"),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]

@@ -10,6 +10,7 @@ the first figure is drawn.
 """
 
 from .attention import attention
+from .class_activation_map import class_activation_map
 from .compare import compare
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
@@ -21,6 +22,7 @@ from .patching import patching
 
 __all__ = [
     "attention",
+    "class_activation_map",
     "compare",
     "feature_maps",
     "gradient_flow",
