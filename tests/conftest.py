@@ -33,6 +33,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A collection visits everything that PyTorch and transformers have imported, which takes a third of a second: there is none
+# while the tests are collected, and there are few later.
+gc.disable()
+gc.set_threshold(20_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"
 if KERNEL_DEVICE == "cpu":
@@ -124,8 +128,9 @@ def _is_large(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what was imported so far from each garbage collection of the tests, which takes a third of a second."""
+    """Exclude what was imported so far from the garbage collections of the tests."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -230,23 +235,48 @@ def run_in(folder: Path, *arguments: str) -> Answer:
         folder: Working directory.
         arguments: Arguments of the command line.
     """
+    return _run_in(folder, _exit_code, arguments)
+
+
+def replay_in(folder: Path, *arguments: str) -> Answer:
+    """Run `python -m instrument.replay` in this process and in a folder.
+
+    Args:
+        folder: Working directory.
+        arguments: Arguments of the command line.
+    """
+    return _run_in(folder, _exit_code_of_replay, arguments)
+
+
+def _run_in(
+    folder: Path, command: Callable[[pytest.MonkeyPatch, Sequence[str]], int], arguments: Sequence[str]
+) -> Answer:
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
         patched.chdir(folder)
         patched.delenv("INSTRUMENT_DATA", raising=False)
-        code = _exit_code(patched, arguments)
+        code = command(patched, arguments)
     return Answer(code, out.getvalue(), err.getvalue())
 
 
 def _exit_code(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
     from instrument.__main__ import main
 
-    monkeypatch.setattr(sys, "argv", ["instrument", *arguments])
+    return _code_of(main, monkeypatch, ["instrument", *arguments])
+
+
+def _exit_code_of_replay(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
+    from instrument.replay import main
+
+    return _code_of(main, monkeypatch, ["replay.py", *arguments])
+
+
+def _code_of(main: Callable[[], int | None], monkeypatch: pytest.MonkeyPatch, line: list[str]) -> int:
+    monkeypatch.setattr(sys, "argv", line)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
-        main()
+        code = main() or 0
     except SystemExit as stop:
-        code = stop.code or 0
-        assert isinstance(code, int)
-        return code
-    return 0
+        code = stop.code or 0  # type: ignore[assignment]
+    assert isinstance(code, int)
+    return code

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import yaml
-from conftest import REPOSITORY, Answer
+from conftest import REPOSITORY, Answer, replay_in
 
 from instrument.convert import main as convert
 
@@ -52,3 +52,6 @@ def run_blocks(page: Path, cli: Callable[..., Answer], folder: Path, done: Colle
                     assert answer.code == 0, (line, answer.err)
                 elif line.startswith("python -m instrument.convert "):
                     assert convert(shlex.split(line)[3:]) == 0
+                elif line.startswith("python -m instrument.replay "):
+                    answer = replay_in(folder, *shlex.split(line)[3:])
+                    assert answer.code == 0, (line, answer.err)

@@ -37,19 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dry_run", "live", "verification"),
     ("cli", "conversion"),
     (
-        *(
-            "__main__",
-            "compact",
-            "control",
-            "convert",
-            "export",
-            "findings",
-            "integrations",
-            "recover",
-            "sweep",
-            "upload",
-        ),
-        *("verify", "watch"),
+        *("__main__", "compact", "control", "convert", "export", "findings", "integrations", "recover", "replay"),
+        *("sweep", "upload", "verify", "watch"),
     ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
@@ -176,7 +165,7 @@ seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
 import instrument.compact, instrument.control, instrument.convert, instrument.export, instrument.sweep
-import instrument.report.__main__, instrument.verify, instrument.watch
+import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

@@ -680,6 +680,15 @@ class Probe:
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
 
+    def begin_at(self, step: int, epoch: int) -> None:
+        """Set the first step of a recording that begins within a training. Call it before entering the `with` block.
+
+        Args:
+            step: The optimizer step, from 0.
+            epoch: The epoch, from 0.
+        """
+        self.clock.moment = self.clock.moment._replace(step=step, epoch=epoch)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
 
@@ -687,7 +696,7 @@ class Probe:
             state: The result of `state_dict`.
         """
         self._is_resumed = True
-        self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
+        self.begin_at(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])

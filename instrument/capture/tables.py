@@ -349,7 +349,8 @@ TABLES: dict[str, Table] = {
                     "",
                     "name of the rule in the configuration that fired, such as non_finite; of other events: coverage, dropped, "
                     "budget, fallback, hidden_module, fast_path, replaced, optimizer, init_from, data, no_end_step, ranks, compiled, "
-                    "graph_break, device_statistics, recording, tracking, remote, control, resumed, error, interrupted",
+                    "graph_break, device_statistics, recording, tracking, remote, control, resumed, replay, "
+                    "counterfactual, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),
                 Column("severity", _LABEL, "", "info, warning or error"),

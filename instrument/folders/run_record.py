@@ -44,6 +44,16 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
     return record
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the numbers of completed steps of a run's checkpoints, in ascending order.
+
+    Args:
+        folder: The folder of the run.
+    """
+    files = sorted((folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
+    return [int(file.stem.partition("-")[2]) for file in files]
+
+
 def mark_killed(folder: Path) -> None:
     """Set the status in run.json to `killed`, if it is `running`. Call it only if the process of the run is gone.
 

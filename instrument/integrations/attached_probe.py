@@ -20,6 +20,7 @@ from ..capture.sink_interface import Sink
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
 from ..sinks.memory import MemorySink
+from ..spec.run_changes import Settings
 from ..training.control import Control
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class AttachedProbe(Probe):
     def accept_changes(self) -> None:
         """From now on, make the changes that `python -m instrument.control` requests."""
         if self._folder is not None:
-            self._control = Control(self._folder, self._info["config"], self)
+            self._control = Control(self._folder, Settings.of(self._info["config"]), self)
 
     def end_step(
         self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None

@@ -122,8 +122,18 @@ def values(tables: PageTables, numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _command(arguments: list[str]) -> str:
     """Return the command line that started the run, as far as `sys.argv` shows it."""
-    module = Path(arguments[0]).name == "__main__.py" if arguments else False
-    return shlex.join(["python", "-m", "instrument", *arguments[1:]] if module else arguments)
+    modules = {"__main__.py": "instrument", "replay.py": "instrument.replay"}
+    module = modules.get(Path(arguments[0]).name) if arguments else None
+    return shlex.join(arguments if module is None else ["python", "-m", module, *arguments[1:]])
+
+
+def _replay_text(info: Mapping[str, Any]) -> str | None:
+    """Return which run and steps a replay repeats; None for other runs."""
+    if not (replay := info.get("replay")):
+        return None
+    start, stop = replay["steps"]
+    what = "counterfactual" if replay["counterfactual"] else "replay"
+    return f"{what} of {replay['source']}, steps {start} to {stop - 1}"
 
 
 def _facts(tables: PageTables) -> list[tuple[str, str]]:
@@ -134,6 +144,7 @@ def _facts(tables: PageTables) -> list[tuple[str, str]]:
     forward = _forward_text(info)
     means = info.get("metrics") or {}
     facts = {
+        "origin": _replay_text(info),
         "model": model,
         "data": data.get("dataset"),
         "mode": forward,

@@ -118,7 +118,12 @@ class CheckpointConfig(Spec):
 
     every: Index = Field(
         0,
-        description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints. Only the latest one is kept.",
+        description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints.",
+    )
+    keep: Count | None = Field(
+        1,
+        description="The number of checkpoints that are kept, the latest ones; null: all, so that instrument.replay begins close to "
+        "any step.",
     )
 
 

@@ -83,6 +83,21 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class RepeatedChanges:
+    """The changes that `instrument.control` made during a run, as its replay repeats them.
+
+    Attributes:
+        settings: The settings at the start of the run, of the hooks whose changes are repeated.
+        repeated: The repeated changes, each with the number of completed steps, in order.
+        left_out: The others in the steps of the replay: they concern hooks that the replay does not have, or has otherwise.
+    """
+
+    settings: Settings
+    repeated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    left_out: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
 class Request:
     """The validated changes of one message.
 
@@ -127,6 +142,14 @@ def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
     if problems:
         raise ConfigError(*problems)
     return request
+
+
+def changed_hook(text: str) -> str | None:
+    """Return the name of the hook that a change concerns, such as `hooks.tame.norm=0.5`; None if it concerns all of the run."""
+    key, _, value = text.partition("=")
+    if key in SWITCHES:
+        return str(yaml.safe_load(value))
+    return key.split(".")[1] if key.startswith("hooks.") else None
 
 
 def _with(text: str, request: Request) -> Request:

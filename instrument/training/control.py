@@ -1,11 +1,10 @@
-"""Changes to a run in progress at the end of a step: messages of `instrument.control`, and those before a resume."""
+"""Changes to a run in progress at the end of a step: messages of `instrument.control`, and logged ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..capture.probe import Probe
 from ..distributed.process_group import Processes
@@ -22,22 +21,25 @@ class Control:
 
     Args:
         folder: The folder of the run.
-        config: The composed configuration, as in run.json.
+        settings: The settings of the run at its start.
         probe: The probe, which is not attached yet.
         lr_scale: The factor of the learning rates; None for the loop of a user, which sets its own.
         processes: The processes of the run. Default: a single one.
+        repeated: The changes of another run to repeat, each with the number of completed steps, in order. Default: those
+            of the run itself, if it is resumed.
     """
 
     def __init__(
         self,
         folder: Path,
-        config: Mapping[str, Any],
+        settings: Settings,
         probe: Probe,
         *,
         lr_scale: LearningRateScale | None = None,
         processes: Processes | None = None,
+        repeated: Sequence[tuple[int, Sequence[str]]] | None = None,
     ) -> None:
-        self.settings = Settings.of(config)
+        self.settings = settings
         self.probe = probe
         self.lr_scale = lr_scale
         self.processes = processes
@@ -45,7 +47,8 @@ class Control:
         self._reported: set[str] = set()
         self._is_closed = False  # whether messages are not read any more
         is_resumed = probe.step > 0
-        self._logged = self._folder.recorded() if is_resumed else []
+        logged = (self._folder.recorded() if is_resumed else []) if repeated is None else repeated
+        self._logged: list[tuple[int, Sequence[str]]] = list(logged)
         if self._is_rank_zero:
             with suppress(MessageError, OSError):  # reported at the end of the first step
                 if not is_resumed:
@@ -60,7 +63,7 @@ class Control:
         return self.processes is None or self.processes.is_rank_zero
 
     def end_step(self) -> bool:
-        """Make the changes that are requested or, after a resume, that were made at this step.
+        """Make the changes that are requested or, after a resume or in a replay, that were made at this step.
 
         Returns:
             Whether a checkpoint is requested.

@@ -61,6 +61,7 @@ class Experiment:
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
         optimizer: The optimizer; None in `mode: forward`.
+        uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
         scheduler: The learning-rate scheduler; None without one.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
         strategy: How one or several processes train the model.
@@ -84,6 +85,7 @@ class Experiment:
     task: Task
     model: nn.Module
     optimizer: Optimizer | None
+    uses_closure: bool
     scheduler: LRScheduler | None
     scaler: GradScaler
     strategy: Strategy
@@ -194,6 +196,9 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model) if trains else None
+    uses_closure = optimizer is not None and requires_closure(optimizer)
+    if uses_closure:
+        _check_closure(config, optimizer, strategy)
     check_optimizers(plan, () if optimizer is None else flatten_optimizer(optimizer))
     scheduler = None
     if optimizer is not None and config.scheduler is not None:
@@ -212,6 +217,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         task=task,
         model=model,
         optimizer=optimizer,
+        uses_closure=uses_closure,
         scheduler=scheduler,
         scaler=GradScaler(device.type, enabled=trains and config.train.precision == "fp16"),
         strategy=strategy,
@@ -541,8 +547,7 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
     called with the model.
 
     Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return an optimizer; or the step of the
-            optimizer requires a closure, as in LBFGS.
+        ConfigError: The target does not exist, raises an exception, or does not return an optimizer.
     """
     bypass_compiler_in_methods()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -556,12 +561,23 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
             )
         )
     for each in flatten_optimizer(optimizer):
-        if requires_closure(each):
-            message = f"the step of {type(each).__name__} requires a closure, and the training loop of this package passes none"
-            fix = "choose another optimizer, or attach the hooks in your own loop with instrument.attach"
-            raise ConfigError(Problem("optimizer", message, given=target.target, fix=fix))
         bypass_compiler_in_step(each)
     return optimizer
+
+
+def _check_closure(config: RunConfig, optimizer: Optimizer | None, strategy: Strategy) -> None:
+    """Check that the training supports an optimizer whose step requires a closure.
+
+    Raises:
+        ConfigError: It uses a gradient scaler, or several processes.
+    """
+    what = f"the step of {type(optimizer).__name__} requires a closure"
+    if config.train.precision == "fp16":
+        message = f"{what}, which the gradient scaler of PyTorch does not support"
+        raise ConfigError(Problem("train.precision", message, "fp16", fix="set train.precision=bf16 or fp32"))
+    if strategy.processes is not None:
+        message = f"{what}, which works in a single process only"
+        raise ConfigError(Problem("optimizer", message, config.optimizer.target, fix="choose another optimizer"))
 
 
 def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -52,7 +52,7 @@ def run_forward(
                 on_step_end(sums)
             if probe.should_stop:
                 return sums.means()
-    if probe.step < experiment.steps:
+    if probe.step < experiment.batches.stop:
         probe.event("data", f"the dataset ended after {probe.step} of at most {experiment.steps} batches")
     return sums.means()
 

@@ -103,6 +103,7 @@ def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> No
     assert grid["difference"]
 
 
+@pytest.mark.slow
 def test_charts_are_drawn(browser: Browser, run: instrument.Run, sweep: instrument.Run, tmp_path: Path) -> None:
     page = new_page(browser)
     errors: list[str] = []

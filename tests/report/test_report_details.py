@@ -198,6 +198,7 @@ def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     opened.close()
 
 
+@pytest.mark.slow
 def test_very_large_charts_are_drawn(page: Any) -> None:
     assert page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
@@ -209,6 +210,7 @@ def test_zero_has_its_own_color_on_a_logarithmic_scale(page: Any) -> None:
     assert position[1] < edge < position[0]
 
 
+@pytest.mark.slow
 def test_pairs_without_common_data_give_no_error(browser: Any, tmp_path: Path) -> None:
     train(tmp_path / "s" / "a", deep(3), {"tame": CLIP})
     train(tmp_path / "s" / "b", deep(3), {"seen": {**ACTS, "stats": ["mean"]}})

@@ -185,8 +185,14 @@ def test_every_optimizer_takes_a_step(name: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("generator", "critic")})
     before = copy.deepcopy(model)
     optimizer = _build_optimizer(config_with_option("optimizer", name).optimizer, model)
-    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-    optimizer.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([parameter.sum() for parameter in model.parameters()]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
     assert all((now < was).all() for now, was in zip(model.parameters(), before.parameters(), strict=True))
 
 
