@@ -70,6 +70,7 @@ def test_plot_functions_are_listed() -> None:
     assert instrument.plot.__all__ == [
         *(
             "attention",
+            "class_activation_map",
             "compare",
             "feature_maps",
             "gradient_flow",
