@@ -36,6 +36,7 @@ FIGURES = {
     "linear_steering": ("linear-steering",),
     "examples": ("feature-maps", "gradient-maps", "gradient-change", "cam", "grad-cam"),
     "replay": ("replay",),
+    "diff": ("diff",),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# ([\w-]+\.py)$", re.M)

@@ -12,6 +12,7 @@ the first figure is drawn.
 from .attention import attention
 from .class_activation_map import class_activation_map
 from .compare import compare
+from .diff import diff
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
@@ -25,6 +26,7 @@ __all__ = [
     "attention",
     "class_activation_map",
     "compare",
+    "diff",
     "feature_maps",
     "gradient_flow",
     "heatmap",
