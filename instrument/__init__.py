@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from .analysis.features import Features
     from .analysis.folders import NoRunError
     from .analysis.load import Run, load
-    from .analysis.run_diff import diff
     from .capture.probe import Probe
     from .capture.sink_interface import Sink
+    from .comparison.compare import diff
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe

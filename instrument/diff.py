@@ -19,8 +19,8 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from .analysis.run_diff import diff
-from .analysis.run_differences import Diff, number_text, place_cells, records, ulp_text
+from .comparison.compare import diff
+from .comparison.result import Diff, number_text, place_cells, records, ulp_text
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 
 PIPE_WIDTH = 160

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("sinks",),
     ("analysis",),
+    ("comparison",),
     ("plot",),
     ("report",),
     ("folders", "tasks"),

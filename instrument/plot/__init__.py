@@ -10,6 +10,7 @@ the first figure is drawn.
 """
 
 from .attention import attention
+from .class_activation_map import class_activation_map
 from .compare import compare
 from .diff import diff
 from .feature_maps import feature_maps
@@ -23,6 +24,7 @@ from .replay import replay
 
 __all__ = [
     "attention",
+    "class_activation_map",
     "compare",
     "diff",
     "feature_maps",

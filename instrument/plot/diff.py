@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.run_differences import Diff, place_cells, records
+from ..comparison.result import Diff, place_cells, records
 from .axes_and_scales import (
     NORMAL,
     SMALL,

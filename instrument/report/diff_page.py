@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..analysis.run_differences import Diff, number_text, place_cells, records, summary, ulp_text
+from ..comparison.result import Diff, number_text, place_cells, records, summary, ulp_text
 from ..plot.diff import diff as plot_diff
 
 DPI = 110

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
-from ..analysis.run_differences import Diff
+from ..comparison.result import Diff
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..plot.style import CATEGORIES, axis_name

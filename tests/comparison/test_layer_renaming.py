@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from instrument.analysis.layer_renaming import renamed_layers, suggested_renaming
+from instrument.comparison.layer_renaming import renamed_layers, suggested_renaming
 from instrument.errors import ConfigError
 
 LAYERS = ["", "encoder", "encoder.0", "encoder.0.conv", "encoder.1.conv", "h.3.mlp.up", "head"]

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ..rules.step_rows import location_name
 from ..spec.schedule import STEP_PHASES
-from .run_comparison import FirstDifference
+from .recorded_differences import FirstDifference
 from .tensor_errors import ULP_BINS
 
 JUMP = 10.0  # ratio of a difference to the largest one before it from which it is a jump

@@ -13,14 +13,14 @@ import numpy as np
 import pandas as pd
 import pyarrow.dataset as ds
 
+from ..analysis.config_comparison import Training, to_yaml, training_of
+from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..spec.globs import ROOT
-from .config_comparison import Training, to_yaml, training_of
+from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
-from .load import Run, load
-from .run_alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
-from .run_comparison import Comparison, FirstDifference
-from .run_differences import Diff
+from .recorded_differences import Comparison, FirstDifference
+from .result import Diff
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm")
 MOST_NAMES = 6  # maximum number of names in an error message
@@ -250,7 +250,7 @@ def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
     versions = {f"{name} version": str(text) for name, text in (info.get("versions") or {}).items()}
     settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
     return {
-        **{key: to_yaml(json.loads(text)) for key, text in leaves.items()},
+        **{key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"},
         **{key: str(value) for key, value in settings.items()},
         **versions,
     }

@@ -17,9 +17,9 @@ from run_folders import write_run
 from torch import Tensor, nn
 
 import instrument
-from instrument.analysis import run_comparison
 from instrument.analysis.load import Run
-from instrument.analysis.run_differences import Diff
+from instrument.comparison import recorded_differences
+from instrument.comparison.result import Diff
 from instrument.errors import ConfigError
 from instrument.report import make
 
@@ -250,8 +250,8 @@ def test_parts_of_tables_give_the_same_result(
     original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = different
-    monkeypatch.setattr(run_comparison, "MOST_ROWS", 1)
-    monkeypatch.setattr(run_comparison, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(recorded_differences, "MOST_ROWS", 1)
+    monkeypatch.setattr(recorded_differences, "MOST_BYTES", 20_000)
     parts = instrument.diff(original, wrong, steps=(0, 2))
     for name in ("layers", "steps", "metrics"):
         assert getattr(parts, name).equals(getattr(complete, name)), name
@@ -370,6 +370,14 @@ def test_changed_seed_names_no_layer(trained: Path) -> None:
 def test_seed_is_no_cause_with_loaded_weights_in_forward_mode(written: Write, mode: str, cause: str) -> None:
     record: dict[str, Any] = {"config": {"mode": mode}, "used": {"init_from": {"path": "weights.pt"}}}
     assert instrument.diff(*(written([{"rms": 1.0 + seed}], seed=seed, **record) for seed in (0, 1))).cause == cause
+
+
+def test_added_intervention_is_listed_by_its_fields(written: Write) -> None:
+    scale = {"layers": "fc", "kind": "forward", "action": "scale", "factor": 2.0}
+    runs = [written([{"rms": 1.0}], config={"hooks": hooks}) for hooks in ({}, {"loud": scale})]
+    settings = instrument.diff(*runs).settings
+    assert "hooks" not in settings
+    assert settings["hooks.loud.factor"] == ("missing", "2")
 
 
 def test_other_batches_name_no_layer(trained: Path) -> None:

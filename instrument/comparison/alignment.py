@@ -12,11 +12,11 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..analysis.frames import plain_labels
+from ..analysis.run_tables import RunTables
 from ..capture.tables import POSITION, TABLES
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
-from .frames import plain_labels
-from .run_tables import RunTables
 
 LOCATION = ("phase", "hook", "kind", "role", "layer", "path")
 """The columns that identify what a hook recorded in one run."""

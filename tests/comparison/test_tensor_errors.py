@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 import torch
 
-from instrument.analysis.numeric_precision import PRECISIONS, run_precision
-from instrument.analysis.statistic_differences import decisive, relative_differences
-from instrument.analysis.tensor_errors import ULP_BINS, tensor_errors
+from instrument.comparison.precision import PRECISIONS, run_precision
+from instrument.comparison.statistic_differences import decisive, relative_differences
+from instrument.comparison.tensor_errors import ULP_BINS, tensor_errors
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 

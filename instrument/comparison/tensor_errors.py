@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .numeric_precision import PRECISIONS, coarsest
+from .precision import PRECISIONS, coarsest
 
 _Array = np.ndarray[Any, Any]
 ULP_BINS = ("0", "1", "2", *(f"{2**k + 1}-{2 ** (k + 1)}" for k in range(1, 10)), "> 1024")

@@ -13,16 +13,16 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..analysis.plot_data import groups_of
+from ..analysis.run_tables import RunTables
+from ..analysis.tensor_decoding import array_of, is_known
 from ..capture.tables import POSITION
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import ALL
-from .numeric_precision import PRECISIONS, Precision, coarsest, run_precision
-from .plot_data import groups_of
-from .run_alignment import Recorded, aligned, windows
-from .run_tables import RunTables
+from .alignment import Recorded, aligned, windows
+from .precision import PRECISIONS, Precision, coarsest, run_precision
 from .statistic_differences import decisive, relative_differences
-from .tensor_decoding import array_of, is_known
 from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
 
 MOST_ROWS = 100_000  # rows of statistics of a run that are read at once
