@@ -190,15 +190,15 @@ class Recorder:
         return count_at_site(self.bytes, attached)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as numbers and lists."""
+        """Return the counts, and the hooks whose kept tensors were never written, as numbers and lists."""
         counts = {"dropped": self.dropped, "bytes": self.bytes}
-        return {"rows_written": self.rows_written} | {
-            name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()
-        }
+        first = {"rows_written": self.rows_written, "unwritten": self.flight_recorder.unwritten}
+        return first | {name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts."""
+        """Restore the state."""
         self.rows_written = state["rows_written"]
+        self.flight_recorder.unwritten = list(state["unwritten"])
         self.dropped, self.bytes = (
             Counter({(hook, layer, path): count for hook, layer, path, count in state[name]})
             for name in ("dropped", "bytes")
@@ -298,7 +298,8 @@ class Recorder:
         for name, deferred in step.deferred:
             self.write(name, [deferred()])
         if self.on_rows is not None:
-            self.on_rows(stats, [row() for row in step.metrics], samples)
+            in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
+            self.on_rows(stats, [row() for row in step.metrics], in_time)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
