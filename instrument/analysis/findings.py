@@ -26,6 +26,7 @@ from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.rule_set import RuleEvent
 from ..rules.saturated_activation import SaturatedActivation
 from ..rules.step_rows import location_name
+from ..rules.watch import ADVICE as WATCH_ADVICE
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks, parse_rules
@@ -149,9 +150,12 @@ def advice_by_rule(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[st
         rules: The entries of the configuration.
         info: The content of run.json, which has the advice of custom rules.
     """
-    kinds = {name: str(entry.get("rule")) for name, entry in rules.items() if isinstance(entry, Mapping)}
-    of_catalogue = {name: CATALOGUE[kind].advice for name, kind in kinds.items() if kind in CATALOGUE}
-    return {**of_catalogue, **(info.get("advice") or {})}
+    entries = {name: entry for name, entry in rules.items() if isinstance(entry, Mapping)}
+    of_catalogue = {
+        name: CATALOGUE[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in CATALOGUE
+    }
+    of_watch = {name: WATCH_ADVICE for name, entry in entries.items() if "watch" in entry}
+    return {**of_catalogue, **of_watch, **(info.get("advice") or {})}
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:

@@ -78,6 +78,7 @@ def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     assert (run.info["status"], run.info["error"]) == ("stopped", f"rule big: {message}")
     events = run.events.query("rule == 'big'")
     assert events["step"].tolist() == [2, 6]
+    assert "python -m instrument.replay" in run.findings.query("what == 'watched statistic'")["advice"].item()
     assert events["severity"].tolist() == ["warning", "info"]
     (first, _) = events.to_dict("records")
     assert (first["layer"], first["location"], first["value"], first["threshold"]) == (
