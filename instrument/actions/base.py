@@ -225,6 +225,15 @@ class Rows(Effects, Protocol):
             Whether the row was added. False if the tensor is not plain.
         """
 
+    def add_plain_effect(self, moment: StepContext, site: tuple[Any, ...], effect: Effect) -> None:
+        """Add the effect of one intervention on a plain tensor, which is not merged from several processes.
+
+        Args:
+            moment: Step, micro-step, epoch and phase.
+            site: The other identity columns of the row.
+            effect: The effect.
+        """
+
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
 

@@ -146,6 +146,7 @@ class Clip:
     def __init__(self, spec: ClipSpec) -> None:
         self.spec = spec
         self.total_factor: Tensor | None = None
+        self._low, self._high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
 
     @property
     def entrywise(self) -> bool:
@@ -161,16 +162,16 @@ class Clip:
             self.total_factor = total_norm_factor(tensors, self.spec.norm, ord=self.spec.ord)
 
     def __call__(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        if self._low is not None or self._high is not None:
+            return clip_values(tensor, self._low, self._high), None
         spec = self.spec
         if spec.norm is not None:
             return self._clip_norm(tensor, spec.norm)
         if spec.quantile is not None:
             return clip_quantile(tensor, spec.quantile), None
-        if spec.ratio is not None:
-            assert context.value is not None, "clipping by ratio requires the weight"
-            return clip_ratio(tensor, context.value, spec.ratio), None
-        low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
-        return clip_values(tensor, low, high), None
+        assert spec.ratio is not None, "a clip has bounds, a norm, a quantile or a ratio"
+        assert context.value is not None, "clipping by ratio requires the weight"
+        return clip_ratio(tensor, context.value, spec.ratio), None
 
     def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
         if self.spec.norm_scope == "all":

@@ -146,6 +146,10 @@ class Recorder:
         elif not self._merger.is_duplicate(context):
             self._effects.append((self._merger.identity(context), effect))
 
+    def add_plain_effect(self, moment: StepContext, site: Row, effect: Effect) -> None:
+        """Add the effect of one intervention on a plain tensor."""
+        self._effects.append(((*moment, *site), effect))
+
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
         return count_at_site(self.bytes, attached)

@@ -43,8 +43,9 @@ def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
 
 def changes(numel: int, changed: int, before: float | None, after: float | None, factor: float | None) -> Row:
     """Return the columns of an effect. A NaN norm becomes None."""
-    norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
-    return (numel, changed, changed / numel if numel else 0.0, *norms, factor)
+    before = None if before is None or math.isnan(before) else before
+    after = None if after is None or math.isnan(after) else after
+    return (numel, changed, changed / numel if numel else 0.0, before, after, factor)
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:

@@ -372,26 +372,63 @@ static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyBytes_FromStringAndSize((const char *)row, sizeof row);
 }
 
-#define CHANGED(NAME, ELEMENT, READ)                                                                                  \
-    FOR_EACH_PROCESSOR                                                                                                \
-    static int64_t NAME(const ELEMENT *before, const ELEMENT *after, size_t count) {                                  \
-        int64_t changed = 0;                                                                                          \
-        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
-            const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
-            int32_t part = 0;                                                                                         \
-            for (size_t i = start; i < start + size; i++) {                                                           \
-                const int differ = READ(before[i]) != READ(after[i]);                                                 \
-                const int both_nan = (READ(before[i]) != READ(before[i])) & (READ(after[i]) != READ(after[i]));        \
-                part += differ & !both_nan;                                                                           \
-            }                                                                                                         \
-            changed += part;                                                                                          \
+/* How many elements differ between two tensors, and the sums of the squares of both over their finite elements. */
+typedef struct {
+    int64_t changed, n[2];
+    double squares[2];
+} Effect;
+
+#define EFFECT(NAME, ELEMENT, VALUE, READ)                                                                            \
+    static void NAME##_slowly(const ELEMENT *before, const ELEMENT *after, size_t count, Effect *e) {                 \
+        for (size_t i = 0; i < count; i++) {                                                                          \
+            const double both[] = {READ(before[i]), READ(after[i])};                                                  \
+            e->changed += both[0] != both[1] && !(isnan(both[0]) && isnan(both[1]));                                  \
+            for (int k = 0; k < 2; k++)                                                                               \
+                if (isfinite(both[k])) {                                                                              \
+                    e->n[k]++;                                                                                        \
+                    e->squares[k] += both[k] * both[k];                                                               \
+                }                                                                                                     \
         }                                                                                                             \
-        return changed;                                                                                               \
+    }                                                                                                                 \
+                                                                                                                      \
+    FOR_EACH_PROCESSOR                                                                                                \
+    static void NAME(const ELEMENT *before, const ELEMENT *after, size_t count, Effect *e) {                          \
+        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
+            const ELEMENT *old = before + start, *new = after + start;                                                \
+            const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
+            const size_t whole = size - size % LANES;                                                                 \
+            double first[LANES] = {0}, second[LANES] = {0}, total = 0.0;                                              \
+            int32_t changed[LANES] = {0};                                                                             \
+            for (size_t i = 0; i < whole; i += LANES) {                                                               \
+                PREFETCH(old + i + AHEAD);                                                                            \
+                PREFETCH(new + i + AHEAD);                                                                            \
+                for (int j = 0; j < LANES; j++) {                                                                     \
+                    const VALUE was = READ(old[i + j]), is = READ(new[i + j]);                                        \
+                    first[j] += (double)was * (double)was;                                                            \
+                    second[j] += (double)is * (double)is;                                                             \
+                    changed[j] += was != is;                                                                          \
+                }                                                                                                     \
+            }                                                                                                         \
+            for (int j = 0; j < LANES; j++)                                                                           \
+                total += first[j] + second[j];                                                                        \
+            if (!isfinite(total)) {                                                                                   \
+                NAME##_slowly(old, new, size, e);                                                                     \
+                continue;                                                                                             \
+            }                                                                                                         \
+            for (int j = 0; j < LANES && whole; j++) {                                                                \
+                e->squares[0] += first[j];                                                                            \
+                e->squares[1] += second[j];                                                                           \
+                e->changed += changed[j];                                                                             \
+            }                                                                                                         \
+            e->n[0] += whole;                                                                                         \
+            e->n[1] += whole;                                                                                         \
+            NAME##_slowly(old + whole, new + whole, size - whole, e);                                                 \
+        }                                                                                                             \
     }
 
-CHANGED(changed_float32, float, AS_IT_IS)
-CHANGED(changed_bfloat16, uint16_t, from_bfloat16)
-CHANGED(changed_float64, double, AS_IT_IS)
+EFFECT(effect_of_float32, float, float, AS_IT_IS)
+EFFECT(effect_of_bfloat16, uint16_t, float, from_bfloat16)
+EFFECT(effect_of_float64, double, double, AS_IT_IS)
 
 #define AVOIDS(NAME, ELEMENT, READ, NUMBER)                                                                            \
     FOR_EACH_PROCESSOR                                                                                                \
@@ -446,15 +483,20 @@ static PyObject *avoids(PyObject *self, PyObject *const *args, Py_ssize_t count)
 }
 
 static int write_effect(const void *before, const void *after, size_t count, int kind, double *out) {
-    const void *both[] = {before, after};
-    out[0] = (double)(kind == FLOAT32    ? changed_float32(before, after, count)
-                      : kind == BFLOAT16 ? changed_bfloat16(before, after, count)
-                                         : changed_float64(before, after, count));
+    Effect e = {0};
+    if (kind == FLOAT32)
+        effect_of_float32(before, after, count, &e);
+    else if (kind == BFLOAT16)
+        effect_of_bfloat16(before, after, count, &e);
+    else
+        effect_of_float64(before, after, count, &e);
+    out[0] = (double)e.changed;
     for (int i = 0; i < 2; i++) {
-        const Moments m = moments_of(both[i], count, kind, 0.0, 0);
-        if (m.n && !squares_are_exact(kind, -m.low > m.high ? -m.low : m.high))
+        /* Within these limits, no square has overflowed, and those that have underflowed do not matter. */
+        if (kind == FLOAT64 && e.n[i] &&
+            !(SMALLEST * SMALLEST * (double)e.n[i] <= e.squares[i] && e.squares[i] <= LARGEST * LARGEST))
             return 0;
-        out[1 + i] = m.n ? sqrt(m.squares) : NAN;
+        out[1 + i] = e.n[i] ? sqrt(e.squares[i]) : NAN;
     }
     return 1;
 }
