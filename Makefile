@@ -35,6 +35,8 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -W ignore benchmarks/forward.py
 	$(BIN)/python -W ignore benchmarks/memory.py
 	$(BIN)/python -W ignore benchmarks/growth.py
+	$(BIN)/python -W ignore benchmarks/rules.py
+	$(BIN)/python -W ignore benchmarks/watching.py
 	$(BIN)/python benchmarks/ranks.py
 
 bench-gpu: $(DEV_STAMP)  ## measure steps of ResNet-50 and GPT-2 small on a GPU: time, launches, waits, memory

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from measure import keep_memory, machine
@@ -52,11 +52,15 @@ class Training:
 
 
 @contextmanager
-def with_instrument(training: Training, specs: dict[str, dict[str, Any]]) -> Iterator[Step]:
+def with_instrument(
+    training: Training, specs: dict[str, dict[str, Any]], rules: Literal["default"] | None = "default"
+) -> Iterator[Step]:
     """Yield a step with hooks whose rows are written to Parquet."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        instrument.attach(training.model, specs, optimizer=training.optimizer, out=Path(folder) / "run") as probe,
+        instrument.attach(
+            training.model, specs, optimizer=training.optimizer, out=Path(folder) / "run", rules=rules
+        ) as probe,
     ):
 
         def step() -> None:
@@ -159,6 +163,18 @@ def growth(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
     return extra / (HOOKS * layers), statistics.median(ends) / (HOOKS * layers)
 
 
+def cost_of_rules(layers: int, *, rounds: int, steps: int) -> tuple[float, float]:
+    """Return the extra time per step of the default rules, and of the hooks without rules: medians in microseconds."""
+    bare = Training(layers)
+    with (
+        with_instrument(Training(layers), {"outputs": RECORD}, rules=None) as hooked,
+        with_instrument(Training(layers), {"outputs": RECORD}) as judged,
+    ):
+        rules, _ = extra_microseconds(hooked, judged, rounds=rounds, steps=steps)
+        hooks, _ = extra_microseconds(lambda: bare.step().item(), hooked, rounds=rounds, steps=steps)
+    return rules, hooks
+
+
 def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     """Yield the label of each row, the number of tensors by which its time is divided, and the function that opens it."""
 
@@ -174,20 +190,25 @@ def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     yield NOT_SCHEDULED, layers, hooks(outputs={**RECORD, **NEVER}, gradients={**GRADIENT, **NEVER})
     clip = {"layers": "*", "kind": "forward", "action": "clip", "min": -1.0, "max": 1.0}
     yield "instrument: clip by value", layers, hooks(clip=clip)
+    when = {"stat": "l2", "above": 1.0, "times": "median"}
+    yield "instrument: clip by value, where a condition holds", layers, hooks(clip={**clip, "when": when})
+    tensors = {**RECORD, "stats": "none", "tensors": True}
+    yield "instrument: tensors of the outputs, written", layers, hooks(tensors=tensors)
+    yield "instrument: tensors of the outputs, kept for 5 steps", layers, hooks(tensors={**tensors, "keep": 5})
     yield "instrument: scale", layers, hooks(scale={"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9})
-    for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
-        yield f"naive hook: {label}", tensors, callback(lambda: naive([]), gradients)
-        yield f"empty hook: {label}", tensors, callback(lambda: lambda _: None, gradients)
+    for gradients, label, count in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
+        yield f"naive hook: {label}", count, callback(lambda: naive([]), gradients)
+        yield f"empty hook: {label}", count, callback(lambda: lambda _: None, gradients)
     yield "hook that only clips by value", layers, callback(lambda: lambda output: output.clamp(-1.0, 1.0), False)
     yield "hook that only scales", layers, callback(lambda: lambda output: output * 0.9, False)
     try:
         import nvdlfw_inspect  # noqa: F401
     except ImportError:
         return
-    for gradients, label, tensors in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
+    for gradients, label, count in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
         yield (
             f"nvdlfw-inspect: {label}",
-            tensors,
+            count,
             lambda training, gradients=gradients: with_nvdlfw_inspect(training, folder, gradients=gradients),  # type: ignore[misc]
         )
 
@@ -232,6 +253,10 @@ def main() -> None:
     for layers in (20, 50, 100, 200):
         extra, end = growth(layers, rounds=options.rounds, steps=options.steps)
         print(f"| {layers} | {extra:.1f} | {end:.1f} |", flush=True)
+    print("\n| recorded tensors | default rules, microseconds per step | of the cost of the hooks |\n|---|---|---|")
+    for layers in (2, 8, 32, 128):
+        rules, hooks = cost_of_rules(layers, rounds=options.rounds, steps=options.steps)
+        print(f"| {layers} | {rules:.0f} | {rules / hooks:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

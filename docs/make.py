@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from instrument.actions.base import Context
 from instrument.capture.tables import markdown
+from instrument.rules.catalogue import CATALOGUE
 from instrument.spec import schema
 from instrument.spec.apply import ACTIONS, ApplyBase
 from instrument.spec.base import HookBase
@@ -37,6 +38,7 @@ from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
 from instrument.spec.print_and_call import CallSpec, PrintSpec
 from instrument.spec.record import RecordSpec
+from instrument.spec.rules import RULES, CustomRule, RuleBase, WatchRule
 from instrument.spec.statistics import STATISTICS
 
 REPOSITORY = Path(__file__).parents[1]
@@ -109,6 +111,13 @@ APPLY: dict[str, str] = {
 """The actions of `apply`, each with an example."""
 
 
+RULE_EXAMPLES: tuple[tuple[str, type[RuleBase], str], ...] = (
+    ("`watch`", WatchRule, "{watch: activations, stat: std, below: 1.0e-3, for: 20, then: [warn, checkpoint]}"),
+    ("`_target_`", CustomRule, "{_target_: mymodule.MyRule, then: stop}"),
+)
+"""The rules that are not in the catalogue, each with an example."""
+
+
 def kinds() -> str:
     """Return the table of hook kinds."""
     rows = [f"| `{kind.name}` | {', '.join(kind.roles)} | {kind.meaning} |" for kind in KINDS.values()]
@@ -174,6 +183,34 @@ def actions_page() -> str:
         fields = [field for field in model_.model_fields if field not in {*Selection.model_fields, "name", "action"}]
         parts += [f"### `apply: {name}`", _sentences(model_), _fields(model_, fields)]
         parts += [_example({"apply": {"mine": yaml.safe_load(example)}})]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def rules_page() -> str:
+    """Return the page of all rules."""
+    shared = {*RuleBase.model_fields, "rule"}
+    parts = [
+        f"{NOTICE}\n# Rules",
+        "A rule reads the rows of every step. [Act on problems](../guides/rules.md) describes how to use rules. All rules of this page "
+        "are in `rules=default`. SageMaker Debugger is the list of its built-in rules "
+        "(https://docs.aws.amazon.com/sagemaker/latest/dg/debugger-built-in-rules.html), CS231n is "
+        "https://cs231n.github.io/neural-networks-3/. A threshold without a source is a decision of this package.",
+        "## Fields of every rule",
+        _fields(RuleBase),
+    ]
+    for name, model in RULES.items():
+        rule = CATALOGUE[name]
+        fields = [field for field in model.model_fields if field not in shared]
+        parts += [f"## `{name}`", f"{_sentences(model)} It reads {rule.requires}.", _fields(model, fields)]
+        parts += [f"What to do: {rule.advice[0].lower()}{rule.advice[1:]}"]
+    for title, spec, example in RULE_EXAMPLES:
+        fields = [field for field in spec.model_fields if field not in shared]
+        parts += [
+            f"## {title}",
+            _sentences(spec),
+            _fields(spec, fields),
+            _example({"rules": {"mine": yaml.safe_load(example)}}),
+        ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -305,6 +342,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/config.md": config_page,
     "docs/reference/actions.md": actions_page,
     "docs/reference/statistics.md": statistics_page,
+    "docs/reference/rules.md": rules_page,
     "docs/reference/tasks.md": tasks_page,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {

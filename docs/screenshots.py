@@ -34,8 +34,10 @@ FIGURES = {
     "induction": ("induction-attention", "induction-ablation", "induction-training"),
     "causal_tracing": ("causal-tracing",),
     "linear_steering": ("linear-steering",),
+    "replay": ("replay",),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
+FILE = re.compile(r"# ([\w-]+\.py)$", re.M)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 CLIP = "{layers:'**',kind:parameter_grad,action:clip,norm:1}"
 RUNS = {
@@ -117,6 +119,9 @@ def make_figures(folder: Path) -> None:
             if language == "sh":
                 command = re.sub("^python", shlex.quote(sys.executable), text, flags=re.M)
                 subprocess.run(command, shell=True, check=True, cwd=folder)
+                continue
+            if file := FILE.match(text):
+                (folder / file[1]).write_text(text, encoding="utf-8")
                 continue
             with contextlib.chdir(folder), contextlib.redirect_stdout(None):
                 exec(text, namespace)

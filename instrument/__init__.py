@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe
+    from .rules.rule import Firing, Rule
+    from .rules.rule_set import RuleEvent
+    from .rules.step_rows import StepRows
     from .sinks.memory import MemorySink
     from .tasks import CountsTerms, Outcome, SelectsTargets, Task
 
@@ -32,6 +35,7 @@ __all__ = [
     "Context",
     "CountsTerms",
     "Features",
+    "Firing",
     "HookError",
     "HookResultError",
     "InstrumentError",
@@ -40,9 +44,12 @@ __all__ = [
     "NoRunError",
     "Outcome",
     "Probe",
+    "Rule",
+    "RuleEvent",
     "Run",
     "SelectsTargets",
     "Sink",
+    "StepRows",
     "Task",
     "analysis",
     "attach",
@@ -58,13 +65,17 @@ _LAZY = {
     "Context": ".actions.base",
     "CountsTerms": ".tasks",
     "Features": ".analysis.features",
+    "Firing": ".rules.rule",
     "MemorySink": ".sinks.memory",
     "NoRunError": ".analysis.folders",
     "Outcome": ".tasks",
     "Probe": ".capture.probe",
+    "Rule": ".rules.rule",
+    "RuleEvent": ".rules.rule_set",
     "Run": ".analysis.load",
     "SelectsTargets": ".tasks",
     "Sink": ".capture.sink_interface",
+    "StepRows": ".rules.step_rows",
     "Task": ".tasks",
     "attach": ".integrations.attach",
     "load": ".analysis.load",

@@ -23,7 +23,14 @@ from .sweeps.lookup import Runs, jobs_in
 from .sweeps.summary import grouped_lines, outcome, print_summary
 
 PIPE_WIDTH = 160
-COLOURS = {"done": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "missing": "yellow"}
+COLOURS = {
+    "done": "green",
+    "failed": "red",
+    "killed": "red",
+    "interrupted": "yellow",
+    "stopped": "yellow",
+    "missing": "yellow",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +14,16 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 from large_networks import LARGE
 from tiers import mark_combinations
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 # These settings apply to this process and all processes started by tests. They are set before torch and transformers
 # are imported. Each process uses one thread by default, because `make test` runs several processes.
@@ -26,6 +33,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# A collection visits everything that PyTorch and transformers have imported, which takes a third of a second: there is none
+# while the tests are collected, and there are few later.
+gc.disable()
+gc.set_threshold(20_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.
 KERNEL_DEVICE = "cuda" if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists() else "cpu"
 if KERNEL_DEVICE == "cpu":
@@ -40,11 +51,17 @@ settings.register_profile("quick", SAME_EXAMPLES, max_examples=25)
 
 pytest_plugins = ("report_fixtures", "buckets")
 
-# These modules take 10 to 25 seconds each. They run first, so that the processes end at the same time.
+# These modules take 10 to 25 seconds each.
 LONGEST = {
     *("test_browser", "test_cli", "test_conf", "test_distributed_resume", "test_distributed_runs", "test_features"),
     *("test_fuzz", "test_install", "test_measure", "test_pages", "test_report", "test_report_details", "test_resume"),
     *("test_run_upload", "test_sweep", "test_trackers", "test_trap_in_place", "test_verification"),
+}
+# What takes seconds to start or to import, and the text of the modules that use it. `make test` runs them in one process.
+EXPENSIVE = {
+    "processes": re.compile("fork_server|distributed_runs"),
+    "browser": re.compile("playwright"),
+    "libraries": re.compile("transformers|timm|lightning"),
 }
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")
@@ -59,10 +76,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark combinations as slow, move the longest tests to the front, and skip tests marked `gpu` without CUDA.
 
-    Large networks run one at a time. They are first, so that the other process has other tests to run.
+    Large networks run one at a time. They are first, so that the other process has other tests to run. Long work comes
+    next, so that the processes end at the same time.
     """
     mark_combinations(items)
-    items.sort(key=lambda item: (not _is_large(item), item.path.stem not in LONGEST))
+    items.sort(
+        key=lambda item: (
+            not _is_large(item),
+            _scope(_module(item.nodeid)) not in EXPENSIVE,
+            item.path.stem not in LONGEST,
+        )
+    )
     missing = [item for item in items if item.get_closest_marker("gpu")]
     if missing:
         import torch
@@ -72,9 +96,41 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="CUDA is not available"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """Keep the modules together that share something expensive, with `--dist loadscope`."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        """Scheduling by module or by what modules share."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            return _scope(_module(nodeid))
+
+    return Scheduling(config, log)
+
+
+def _module(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+@functools.cache
+def _scope(module: str) -> str:
+    text = (REPOSITORY / module).read_text()
+    return next((name for name, pattern in EXPENSIVE.items() if pattern.search(text)), module)
+
+
 def _is_large(item: pytest.Item) -> bool:
     is_slow = item.get_closest_marker("slow") is not None
     return is_slow and any(name in item.name for name in LARGE)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what was imported so far from the garbage collections of the tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
@@ -179,23 +235,48 @@ def run_in(folder: Path, *arguments: str) -> Answer:
         folder: Working directory.
         arguments: Arguments of the command line.
     """
+    return _run_in(folder, _exit_code, arguments)
+
+
+def replay_in(folder: Path, *arguments: str) -> Answer:
+    """Run `python -m instrument.replay` in this process and in a folder.
+
+    Args:
+        folder: Working directory.
+        arguments: Arguments of the command line.
+    """
+    return _run_in(folder, _exit_code_of_replay, arguments)
+
+
+def _run_in(
+    folder: Path, command: Callable[[pytest.MonkeyPatch, Sequence[str]], int], arguments: Sequence[str]
+) -> Answer:
     out, err = StringIO(), StringIO()
     with pytest.MonkeyPatch.context() as patched, redirect_stdout(out), redirect_stderr(err):
         patched.chdir(folder)
         patched.delenv("INSTRUMENT_DATA", raising=False)
-        code = _exit_code(patched, arguments)
+        code = command(patched, arguments)
     return Answer(code, out.getvalue(), err.getvalue())
 
 
 def _exit_code(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
     from instrument.__main__ import main
 
-    monkeypatch.setattr(sys, "argv", ["instrument", *arguments])
+    return _code_of(main, monkeypatch, ["instrument", *arguments])
+
+
+def _exit_code_of_replay(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
+    from instrument.replay import main
+
+    return _code_of(main, monkeypatch, ["replay.py", *arguments])
+
+
+def _code_of(main: Callable[[], int | None], monkeypatch: pytest.MonkeyPatch, line: list[str]) -> int:
+    monkeypatch.setattr(sys, "argv", line)
     monkeypatch.setattr(sys, "path", list(sys.path))
     try:
-        main()
+        code = main() or 0
     except SystemExit as stop:
-        code = stop.code or 0
-        assert isinstance(code, int)
-        return code
-    return 0
+        code = stop.code or 0  # type: ignore[assignment]
+    assert isinstance(code, int)
+    return code

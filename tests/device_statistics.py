@@ -28,7 +28,7 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> DeviceNumbers:
         return distribution_on_device(tensor.detach().reshape(-1), levels, bins)
 
-    for module in ("actions.measurement", "actions.intervention", "stats.unit_statistics"):
+    for module in ("actions.measurement", "actions.intervention", "actions.condition", "stats.unit_statistics"):
         monkeypatch.setattr(f"instrument.{module}.measure", measure)
     monkeypatch.setattr("instrument.actions.intervention.effect_of_plain", lambda before, after: None)
     monkeypatch.setattr("instrument.actions.record.distribution", distribution)

@@ -69,9 +69,9 @@ def write_run(
         "metrics": dict(metrics or {}),
         **(used or {}),
     }
-    (folder / "run.json").write_text(json.dumps(info))
     for table, cells in (rows or {}).items():
         (folder / table).mkdir()
         batch = as_batch(TABLES[table], [row(table, **one) for one in cells])
         pq.write_table(as_table(TABLES[table], [batch]), folder / table / "part-0000-000000.parquet")
+    (folder / "run.json").write_text(json.dumps(info))  # last, as the status of a finished run
     return folder

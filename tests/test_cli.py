@@ -323,6 +323,7 @@ PRESETS = {
     "gradients": {"output_gradients", "parameter_gradients"},
     "parameters": {"parameters", "updates"},
     "dead_relu": {"dead_relu"},
+    "inputs": {"inputs"},
 }
 ALL_PRESETS = f"[{','.join(PRESETS)}]"
 

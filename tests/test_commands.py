@@ -17,9 +17,9 @@ from conftest import REPOSITORY
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from test_pages import PAGES as EXECUTED
+from page_blocks import PAGES as EXECUTED
 
-from instrument import compact, export, recover, sweep
+from instrument import compact, export, findings, recover, sweep
 from instrument.configuration.search_path import config_loader
 from instrument.report.__main__ import main as report
 from instrument.spec.parse import parse_config
@@ -76,7 +76,8 @@ def test_commands_of_the_pages_are_found() -> None:
     assert len(runs()) > 25
     names = {name for page in PAGES for name, _ in commands_in(page.read_text())}
     assert names >= {
-        f"instrument.{tool}" for tool in ("report", "export", "recover", "compact", "upload", "sweep", "verify")
+        f"instrument.{tool}"
+        for tool in ("report", "export", "recover", "compact", "upload", "sweep", "findings", "verify")
     }
 
 
@@ -144,6 +145,7 @@ def test_all_tools_work_on_a_sweep(cli: Cli, capfd: pytest.CaptureFixture[str]) 
     assert sweep.main(["out", "--rerun"]) == 0
     assert compact.main(["out"]) == 0
     assert recover.main(["out/0"]) == 0
+    assert findings.main(["out/0"]) == 0
     assert report(["out"]) == 0
     assert report(["out/0", "--out", "page.html"]) == 0
     assert export.main(["out/0", "--to", "tensorboard"]) == 0

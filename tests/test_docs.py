@@ -16,7 +16,8 @@ from instrument.spec.config import RunConfig
 from instrument.spec.hooks import ACTIONS as HOOK_ACTIONS
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS
-from instrument.spec.parse import parse_hooks
+from instrument.spec.parse import parse_hooks, parse_rules
+from instrument.spec.rules import RULES, RuleBase
 from instrument.spec.statistics import STATISTICS
 
 
@@ -43,6 +44,16 @@ def test_reference_has_every_kind_action_statistic_and_field() -> None:
     fields = {field.alias or name for spec in specs for name, field in spec.model_fields.items()}
     for name in (*KINDS, *STATISTICS, *FUNCTIONS, *fields - {"action", "fn"}):
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
+
+
+def test_reference_has_every_rule_and_its_fields() -> None:
+    text = MAKE.rules_page()
+    for name, model in RULES.items():
+        section = text.partition(f"\n## `{name}`")[2].partition("\n## ")[0]
+        for field, own in model.model_fields.items():
+            assert field in {*RuleBase.model_fields, "rule"} or f"| `{own.alias or field}` |" in section, (name, field)
+    for _, _, example in MAKE.RULE_EXAMPLES:
+        assert parse_rules({"mine": yaml.safe_load(example)})
 
 
 def test_reference_has_every_task_and_dataset_with_its_arguments() -> None:

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("actions",),
     ("kinds",),
+    ("rules",),
     ("capture",),
     ("sinks",),
     ("analysis",),
@@ -33,9 +34,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("folders", "tasks"),
     ("configuration", "distributed"),
     ("sweeps", "training"),
-    ("dry_run", "verification"),
-    ("cli",),
-    ("__main__", "compact", "export", "integrations", "recover", "sweep", "upload", "verify"),
+    ("dry_run", "live", "verification"),
+    ("cli", "conversion"),
+    (
+        *("__main__", "compact", "control", "convert", "export", "findings", "integrations", "recover", "replay"),
+        *("sweep", "upload", "verify", "watch"),
+    ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}
@@ -160,7 +164,8 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.export, instrument.sweep, instrument.report.__main__, instrument.verify
+import instrument.compact, instrument.control, instrument.convert, instrument.export, instrument.sweep
+import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

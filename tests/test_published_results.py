@@ -6,6 +6,8 @@ linear_steering.md describe.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import run_in
+from conftest import Answer, run_in
 from hydra.types import RunMode
-from tiers import tiered
+from page_blocks import SERIES, run_blocks
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -28,7 +30,14 @@ from instrument.spec.parse import parse_config
 from instrument.training.experiment import prepare
 from instrument.training.forward import run_forward
 
+pytestmark = pytest.mark.slow
+
 PERIOD, HEADS = 8, 4
+# Arguments of commands of the pages.
+TRAINING = "+exp=induction hydra.run.dir=runs/induction"
+ANSWERS = (
+    "-m +exp=steering hooks.steer=null data.slice.split=train 'data.slice.classes=[3],[9]' hydra.sweep.dir=runs/answers"
+)
 
 
 class Study:
@@ -75,12 +84,12 @@ def recorded(sink: MemorySink, hook: str, layer: str = "") -> Tensor:
     return values
 
 
-@pytest.fixture(scope="module", params=tiered(range(5), [1]))
+@pytest.fixture(scope="module", params=range(5))
 def study(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Study:
     """A model trained by `+exp=induction`, with its seed 1 or longer with another one: some seeds learn later."""
     folder = tmp_path_factory.mktemp("published")
     other = () if request.param == 1 else (f"seed={request.param}", "train.steps=500")
-    answer = run_in(folder, "+exp=induction", *other, "hydra.run.dir=runs/induction", "quiet=true")
+    answer = run_in(folder, *TRAINING.split(), *other, "quiet=true")
     assert answer.code == 0, answer.err
     return Study(folder)
 
@@ -118,7 +127,6 @@ def test_loss_drops_where_tokens_repeat(study: Study, intact: tuple[float, Memor
     assert loss < 0.2
 
 
-@pytest.mark.slow
 def test_one_layer_does_not_learn_to_continue_repetitions(tmp_path: Path) -> None:
     answer = run_in(tmp_path, "+exp=induction", "model.layers=1", "hydra.run.dir=runs/one", "quiet=true")
     assert answer.code == 0, answer.err
@@ -170,8 +178,7 @@ def test_causal_tracing_follows_the_induction_circuit(study: Study) -> None:
 @pytest.fixture(scope="module")
 def answers(study: Study) -> Study:
     """The study with `runs/answers`: recorded prompts with the answers 3 and 9."""
-    given = ("hooks.steer=null", "data.slice.split=train", "data.slice.classes=[3],[9]", "quiet=true")
-    answer = run_in(study.folder, "-m", "+exp=steering", *given, "hydra.sweep.dir=runs/answers")
+    answer = run_in(study.folder, *shlex.split(ANSWERS), "quiet=true")
     assert answer.code == 0, answer.err
     return study
 
@@ -215,3 +222,10 @@ def test_steering_an_earlier_layer_is_nearly_linear(answers: Study) -> None:
     assert slopes.min() > 0
     assert (found[0] < 0).all()
     assert (found[2] > 0).mean() > 0.8
+
+
+@pytest.mark.parametrize("study", [1], indirect=True)
+def test_blocks_of_the_pages_run(answers: Study, cli: Callable[..., Answer], workdir: Path) -> None:
+    (workdir / "runs").symlink_to(answers.folder / "runs")
+    for page in SERIES:
+        run_blocks(page, cli, workdir, done=(TRAINING, ANSWERS))

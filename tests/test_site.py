@@ -16,8 +16,6 @@ from waiting import TIMEOUT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,6 +43,7 @@ def test_site_requests_nothing_from_other_hosts(site: Path) -> None:
         assert loaded == [], page
 
 
+@pytest.mark.slow
 def test_search_works_from_a_folder(site: Path, browser: Browser) -> None:
     requests: list[str] = []
     with browser.new_page(viewport={"width": 1400, "height": 900}) as page:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -93,6 +93,9 @@ class Context:
             the loop named no samples.
         tensors: The tensors that hooks with `keep_as: NAME` kept in this step: `tensors[NAME][LAYER]` is a copy of the
             complete tensor after the action, with its graph.
+        holds: Whether the condition of `when` holds: true, or on a device a bool tensor with one element, because the host
+            does not wait for it. The function then runs in any case, and its result is used where the condition holds. None
+            without a condition.
     """
 
     hook: str
@@ -115,6 +118,7 @@ class Context:
     complete: Tensor | None = None
     ids: SampleIds | None = None
     tensors: KeptTensors = field(default_factory=KeptTensors)
+    holds: bool | Tensor | None = None
 
     @property
     def step(self) -> int:
@@ -137,6 +141,10 @@ class Context:
             self.recompute,
             self.scope,
         )
+
+    def without_tensors(self) -> Context:
+        """Return a copy that keeps no tensor in memory."""
+        return replace(self, value=None, values={}, complete=None, ids=None, tensors=KeptTensors(), holds=None)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return a random generator for this call.
@@ -179,17 +187,19 @@ class Effect:
         measures: The number of changed elements, the L2 norm before and the L2 norm after.
         factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
             element.
+        held: Whether the condition of the hook held; None without a condition.
     """
 
     numel: int
     measures: Values
     factor: float | Tensor | None = field(default=None)
+    held: bool | Tensor | None = field(default=None)
 
     @property
     def numbers(self) -> list[Tensor]:
-        """The numbers on a device: those of `measures`, then the factor."""
+        """The numbers on a device: those of `measures`, then the factor, then `held`."""
         measures = self.measures.numbers if isinstance(self.measures, DeviceNumbers) else ()
-        return [*measures, *([self.factor] if isinstance(self.factor, Tensor) else [])]
+        return [*measures, *(number for number in (self.factor, self.held) if isinstance(number, Tensor))]
 
 
 class Effects(Protocol):

@@ -77,6 +77,8 @@ class Intervention:
         return new, effect_of(tensor, new, factor, tensor.numel())
 
     def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
+        if context.holds is False:
+            return accept_result(tensor, tensor, context, self.rows, numel=numel)
         given = versioned_copy(tensor) if tensor.is_inference() else tensor
         version = given._version
         new, factor = self.change(given, context)
@@ -95,7 +97,7 @@ def accept_result(
     factor: float | Tensor | None = None,
     numel: int | None = None,
 ) -> Tensor:
-    """Check the result of an intervention, record the effect, and return the result.
+    """Check the result of an intervention, record the effect, and return the result, where the condition of `when` holds.
 
     Args:
         tensor: The tensor before.
@@ -109,8 +111,12 @@ def accept_result(
         HookResultError: The result cannot replace the tensor.
     """
     check_result(tensor, new, context)
+    if isinstance(context.holds, Tensor) and new is not tensor:
+        new = torch.where(context.holds, new, tensor)
     if not (context.recompute and KINDS[context.kind].repeats):
-        rows.add_effect(context, effect_of(tensor, new, factor, tensor.numel() if numel is None else numel))
+        effect = effect_of(tensor, new, factor, tensor.numel() if numel is None else numel)
+        effect.held = context.holds
+        rows.add_effect(context, effect)
     return new
 
 

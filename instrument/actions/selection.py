@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,7 +16,7 @@ from ..spec.hooks import HookSpec
 from ..spec.kinds import KINDS
 from ..spec.selection import SelectionError, selected_indices
 from ..stats.unit_statistics import unit_dim
-from .base import Action, Context
+from .base import Context
 from .intervention import describe
 from .measurement import to_dense
 from .tensor_selection import TensorSelection
@@ -46,7 +46,9 @@ class Selector:
         complete = [to_dense(full_tensor(tensor)) for tensor in tensors]
         return [self._find(tensor.shape).of(tensor) for tensor in complete]
 
-    def apply(self, action: Action, tensor: Tensor, context: Context) -> Tensor | None:
+    def apply(
+        self, action: Callable[[Tensor, Context], Tensor | None], tensor: Tensor, context: Context
+    ) -> Tensor | None:
         """Call an action with the selected part of a tensor.
 
         Args:

@@ -10,11 +10,12 @@ import numpy as np
 import pandas as pd
 
 from ..errors import ConfigError
+from ..rules.step_rows import location_name
 from ..spec.base import HookBase, parse_slice
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks
 from ..spec.selection import SelectionError, selected_indices
-from .plot_data import KEYS, RecordedSeries, location_name
+from .plot_data import KEYS, RecordedSeries
 from .run_tables import RunTables
 from .tensor_decoding import is_known
 

@@ -6,31 +6,41 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
-from .confidence_interval import half_width
+from .confidence_interval import adjusted, bootstrapped, half_width, p_values
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, averaged_columns, keys_of, means_of
 from .run_matching import RunMatches, match_runs, run_name
 from .run_tables import RunTables
 
 MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
+Interval = Literal["t", "bootstrap"]
 
 
 def effects_of(
-    run: RunTables, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
+    run: RunTables,
+    key: str,
+    *,
+    baseline: Any,
+    by: str | Sequence[str],
+    steps: Steps,
+    confidence: float,
+    interval: Interval,
 ) -> pd.DataFrame:
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(str(Problem("confidence", "must be between 0 and 1", confidence)))
+    if interval not in (allowed := get_args(Interval)):
+        raise InstrumentError(str(Problem("interval", "is unknown", interval, " or ".join(allowed))))
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
     _warn_unpaired(run, run_matches)
-    differences = {table: _Differences(table, averaged_columns(run, table)) for table in MEASURED_TABLES}
+    differences = {table: _Differences(table, averaged_columns(run, table), interval) for table in MEASURED_TABLES}
     for seed in run_matches.by_seed():
         for baseline_index, matches in seed.items():
             baseline_means = _means_of_run(run, baseline_index, steps)
@@ -50,7 +60,12 @@ def effects_of(
     frame.insert(1, "baseline", _cells([run_matches.baseline] * len(rows)))
     for i, name in enumerate(others):
         frame.insert(2 + i, name, _cells([match.by[i] for match in rows]))
+    p_adjusted = adjusted(frame["p_value"].to_numpy())
+    after = list(frame.columns).index("p_value") + 1
+    frame.insert(after, "p_adjusted", p_adjusted)
+    frame.insert(after + 1, "survives", p_adjusted < 1 - confidence)
     frame.attrs = {
+        "intervals": int(frame["ci_low"].notna().sum()),
         "pairs": [(one.value, run_name(run, one.index), run_name(run, one.baseline)) for one in run_matches.matches],
         "left_out": {run_name(run, index): reason for index, reason in run_matches.left_out.items()},
     }
@@ -97,10 +112,12 @@ class _Differences:
     Args:
         table: The table.
         columns: The columns of the table that are averaged in any run.
+        interval: The kind of the intervals. For a bootstrap, the differences of all seeds are kept.
     """
 
-    def __init__(self, table: str, columns: Sequence[str]) -> None:
+    def __init__(self, table: str, columns: Sequence[str], interval: Interval) -> None:
         self.table = table
+        self.interval = interval
         self.columns = {name: index for index, name in enumerate(columns)}
         self.locations: dict[tuple[str, ...], int] = {}
         self.sums: dict[str, _Sums] = {}
@@ -109,7 +126,7 @@ class _Differences:
         """Add one pair."""
         for location in (*before.locations, *after.locations):
             self.locations.setdefault(location, len(self.locations))
-        sums = self.sums.setdefault(comparison, _Sums(len(self.columns)))
+        sums = self.sums.setdefault(comparison, _Sums(len(self.columns), [] if self.interval == "bootstrap" else None))
         sums.add(*self._dense(before), *self._dense(after))
 
     def end_seed(self) -> None:
@@ -151,11 +168,13 @@ class _Sums:
         squares: Sum over the seeds of the squared distance between the difference and its mean.
         means: Means over the seeds of the value before, the value after, and the difference; shape [3, locations,
             columns].
+        differences: The difference of each seed, [locations, columns] each, NaN for no pair; None if they are not kept.
         of_seed: Number of used pairs of the current seed.
         means_of_seed: As `means`, over the pairs of the current seed.
     """
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, differences: list[np.ndarray] | None) -> None:
+        self.differences = differences
         self.pairs, self.not_finite, self.one_sided = (np.zeros((0, columns), dtype=np.int64) for _ in range(3))
         self.seeds, self.of_seed = (np.zeros((0, columns), dtype=np.int64) for _ in range(2))
         self.squares = np.zeros((0, columns))
@@ -183,30 +202,46 @@ class _Sums:
         with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
             off = self.means_of_seed[2] - previous_means
             self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
+        if self.differences is not None:
+            self.differences.append(np.where(counts, self.means_of_seed[2], np.nan))
         self.of_seed[:], self.means_of_seed[:] = 0, 0.0
 
     def columns(self, confidence: float) -> dict[str, np.ndarray]:
         """Return the numeric columns of the result; NaN if there are too few seeds."""
-        with np.errstate(over="ignore"):
-            width = half_width(self.squares, self.seeds, confidence)
         before, after, difference = np.where(self.seeds > 0, self.means, np.nan)
+        low, high, p_value = self._intervals(difference, confidence)
         return {
             "n": self.seeds,
             "mean_baseline": before,
             "mean_value": after,
             "difference": difference,
-            "ci_low": _finite(difference - width),
-            "ci_high": _finite(difference + width),
-            "confidence": np.full(width.shape, confidence),
+            "ci_low": _finite(low),
+            "ci_high": _finite(high),
+            "confidence": np.full(low.shape, confidence),
+            "p_value": p_value,
             "pairs": self.pairs,
             "not_finite": self.not_finite,
             "one_sided": self.one_sided,
         }
 
+    def _intervals(self, difference: np.ndarray, confidence: float) -> Sequence[np.ndarray]:
+        """Return the bounds of the intervals, and p-values; shape [locations, columns] each."""
+        with np.errstate(over="ignore"):
+            if self.differences is None:
+                width = half_width(self.squares, self.seeds, confidence)
+                return difference - width, difference + width, p_values(difference, self.squares, self.seeds)
+            numbers = np.full((len(self.differences), *difference.shape), np.nan)
+            for seed, found in enumerate(self.differences):
+                numbers[seed, : len(found)] = found  # Later seeds can have more locations.
+            flat = bootstrapped(numbers.reshape(len(numbers), -1), confidence)
+            return [values.reshape(difference.shape) for values in flat]
+
     def _grow(self, locations: int) -> None:
         if locations == len(self.pairs):
             return
         for name, array in vars(self).items():
+            if name == "differences":
+                continue
             more = np.zeros((*array.shape[:-2], locations - array.shape[-2], array.shape[-1]), array.dtype)
             setattr(self, name, np.concatenate([array, more], axis=-2))
 

@@ -1,5 +1,7 @@
 """The most important observations about a run, for the end of a run, the report and notebooks.
 
+What is wrong comes from the rules of the run. The other observations have no thresholds.
+
 Tables are read in batches and with the needed columns only, so that tables may be larger than memory.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,19 +20,23 @@ import pyarrow.dataset as ds
 
 from ..capture.tables import is_incomplete
 from ..errors import ConfigError, InstrumentError
+from ..rules.catalogue import CATALOGUE
+from ..rules.dead_units import DeadUnits
+from ..rules.non_finite import LOSS_NOT_FINITE
+from ..rules.rule_set import RuleEvent
+from ..rules.saturated_activation import SaturatedActivation
+from ..rules.step_rows import location_name
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
-from ..spec.parse import parse_hooks
-from ..spec.statistics import USUAL_UPDATE_RATIOS
+from ..spec.parse import parse_hooks, parse_rules
+from ..spec.rules import default_rules
 from .finite import REQUIRED_COLUMNS, not_finite_in
-from .plot_data import location_name
+from .rule_events import rule_events
 from .run_tables import RunTables
 from .summary import changed
 
 Severity = Literal["info", "warning", "error"]
 
-MANY_DEAD = 0.4  # "as much as 40%": CS231n, https://cs231n.github.io/neural-networks-1/#actfun
-MANY_SATURATED = 0.5
 FEW = 0.0005  # fraction of elements below which the count is shown instead of the fraction
 MOST_NAMES = 4
 
@@ -50,6 +56,7 @@ class Finding:
         value: The value as text.
         severity: `info`, `warning`, or `error` if the training is unusable.
         number: The value as a number, if it is numeric.
+        advice: What to do next, in one sentence; empty for an observation that is no problem.
     """
 
     what: str
@@ -58,6 +65,7 @@ class Finding:
     value: str
     severity: Severity = "info"
     number: float | None = None
+    advice: str = ""
 
 
 def findings(run: RunTables) -> list[Finding]:
@@ -68,39 +76,90 @@ def findings(run: RunTables) -> list[Finding]:
     """
     if len(run.folders) > 1:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
-    sources: Sequence[Callable[[RunTables], Iterator[Finding]]] = (
-        *(_not_finite, _loss, _gradients, _dead, _saturated),
-        *(_updates, _not_fired, _interventions),
+    judged = [*_rules(run)]
+    fired = {finding.what for finding in judged}
+    sources: Sequence[tuple[str, Callable[[RunTables], Iterator[Finding]]]] = (
+        ("", _loss),
+        ("", _gradients),
+        (DeadUnits.what, _dead),
+        (SaturatedActivation.what, _saturated),
+        ("", _not_fired),
+        ("", _interventions),
     )
-    all_findings = [finding for source in sources for finding in source(run)]
+    all_findings = judged + [finding for what, source in sources if what not in fired for finding in source(run)]
     return sorted(all_findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
-def _not_finite(run: RunTables) -> Iterator[Finding]:
-    """Yield the first non-finite values; gradients of steps that a gradient scaler skipped are ignored."""
-    skipped = [
-        step for batch in run.scan("metrics", ["step"], ds.field("skipped")) for step in batch["step"].to_pylist()
-    ]
-    handled = ds.field("kind").isin(_GRADIENTS) & ds.field("step").isin(pa.array(skipped, pa.int64()))
-    bad = ((ds.field("nan_count") > 0) | (ds.field("inf_count") > 0)) & ~handled
-    row = _first(run, ["numel", "nan_count", "inf_count"], bad)
-    if row is not None:
-        of = "" if row["numel"] is None else f" of {row['numel']:,}"
-        value = f"{row['nan_count'] or 0:,} NaN, {row['inf_count'] or 0:,} infinite{of}"
-        yield Finding("first recorded non-finite value", _where(row), row["step"], value, "warning")
+def _rules(run: RunTables) -> Iterator[Finding]:
+    """Return the findings of the rules.
+
+    A run of an earlier version has no rules; its rows are passed to the default rules.
+    """
+    config = run.info.get("config") or {}
+    if "rules" in config:
+        rules = config["rules"] or {}
+        return rule_findings(recorded_events(run, rules), rules)
+    return rule_findings(rule_events(run, parse_rules(default_rules())), default_rules())
+
+
+def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
+    """Return the events that rules wrote during the run, in order.
+
+    Args:
+        run: One run.
+        names: The names of the rules.
+    """
+    columns = ["rule", "step", "message", "severity", "layer", "location", "value", "threshold"]
+    fired = ds.field("rule").isin(pa.array([*names], pa.string())) & ds.field("value").is_valid()
+    return [RuleEvent(**row) for batch in run.scan("events", columns, fired) for row in batch.to_pylist()]
+
+
+def rule_findings(events: Sequence[RuleEvent], rules: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield one finding for each rule that fired: its first event, and how many more there are.
+
+    Args:
+        events: The events in order.
+        rules: The entries of the configuration.
+    """
+    advice = advice_by_rule(rules)
+    groups: dict[tuple[str, bool], list[RuleEvent]] = {}
+    for event in events:
+        if event.value is not None:
+            groups.setdefault((event.rule, event.location is None), []).append(event)
+    for group in groups.values():
+        event = group[0]
+        what, _, value = event.message.split(": ", 2)
+        more = f" ({len(group) - 1} more)" if len(group) > 1 else ""
+        lost = what == LOSS_NOT_FINITE
+        severity: Severity = "error" if lost else "warning" if event.severity == "warning" else "info"
+        yield Finding(
+            what,
+            event.location or "training",
+            event.step,
+            f"{value}{more}",
+            severity,
+            event.value,
+            advice.get(event.rule, ""),
+        )
+
+
+def advice_by_rule(rules: Mapping[str, Any]) -> dict[str, str]:
+    """Return what to do next if a rule fires, by its name. Custom rules have none.
+
+    Args:
+        rules: The entries of the configuration.
+    """
+    kinds = {name: str(entry.get("rule")) for name, entry in rules.items() if isinstance(entry, Mapping)}
+    return {name: CATALOGUE[kind].advice for name, kind in kinds.items() if kind in CATALOGUE}
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:
-    """Yield the first, last and lowest training loss, and the first step at which the loss was not finite."""
+    """Yield the first, last and lowest training loss."""
     training = ds.field("phase") == "train"
     steps, losses = _columns(run, "metrics", ["step", "loss"], training & ds.field("loss").is_valid())
     if not len(losses):
         return
     finite = np.isfinite(losses)
-    if not finite.all():
-        at = int(finite.argmin())
-        before = f", {losses[at - 1]:.4g} before" if at else ""
-        yield Finding("loss not finite", "training", int(steps[at]), f"{losses[at]}{before}", "error")
     if finite.any():
         finite_losses = np.where(finite, losses, math.inf)
         low = int(finite_losses.argmin())
@@ -136,9 +195,8 @@ def _dead(run: RunTables) -> Iterator[Finding]:
     if row is not None:
         fraction = row["dead_fraction"]
         if fraction:
-            severity: Severity = "warning" if fraction >= MANY_DEAD else "info"
             value = f"{fraction:.1%} of its units are zero for a whole batch"
-            yield Finding("most dead units", _where(row), row["step"], value, severity, fraction)
+            yield Finding("most dead units", _where(row), row["step"], value, number=fraction)
         return
     row = _largest(run, "zero_fraction", _OUTPUT & ds.field("module_type").isin(_RECTIFIERS))
     if row is not None:
@@ -157,29 +215,8 @@ def _saturated(run: RunTables) -> Iterator[Finding]:
     row = _largest(run, "saturated_fraction", _OUTPUT)
     if row is not None and row["saturated_fraction"]:
         fraction = row["saturated_fraction"]
-        severity: Severity = "warning" if fraction >= MANY_SATURATED else "info"
-        yield Finding(
-            "most saturated", _where(row), row["step"], f"{fraction:.1%} of its output is saturated", severity, fraction
-        )
-
-
-def _updates(run: RunTables) -> Iterator[Finding]:
-    """Yield parameters with a median update ratio outside the range that is usual for networks that learn well."""
-    columns = ["layer", "path", "kind", "update_ratio"]
-    batches = list(_finite(run, columns, ds.field("update_ratio").is_valid()))
-    if not sum(batch.num_rows for batch in batches):
-        return
-    frame = pa.Table.from_batches(batches).unify_dictionaries().to_pandas()
-    ratios = frame.groupby(["layer", "path", "kind"], observed=True)["update_ratio"].median()
-    low, high = USUAL_UPDATE_RATIOS
-    for what, out, extreme in (
-        (f"updates above {high:g}", ratios[ratios > high], "idxmax"),
-        (f"updates below {low:g}", ratios[ratios < low], "idxmin"),
-    ):
-        if len(out):
-            worst = getattr(out, extreme)()
-            value = f"{out[worst]:.2g} in the median; {len(out)} of {len(ratios)} parameters"
-            yield Finding(what, location_name(*worst), None, value, number=float(out[worst]))
+        value = f"{fraction:.1%} of its output is saturated"
+        yield Finding("most saturated", _where(row), row["step"], value, number=fraction)
 
 
 def _not_fired(run: RunTables) -> Iterator[Finding]:
@@ -211,7 +248,8 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
         norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
         few = 0 < effect.changed_fraction < FEW
         amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
-        where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''} ({hook})"
+        held = f", condition held in {effect.held:,}" if effect.conditional else ""
+        where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''}{held} ({hook})"
         yield Finding(
             descriptions.get(hook, "changed"), where, None, f"{amount} changed{norms}", number=effect.changed_fraction
         )
@@ -254,14 +292,3 @@ def _largest(run: RunTables, column: str, condition: ds.Expression) -> dict[str,
             if best is None or batch[column][at].as_py() > best[column]:
                 (best,) = batch.slice(at, 1).to_pylist()
     return best
-
-
-def _first(run: RunTables, columns: list[str], condition: ds.Expression) -> dict[str, Any] | None:
-    """Return the statistics row with the lowest step that fulfills a condition; of several, the first one written."""
-    first: dict[str, Any] | None = None
-    for batch in run.scan("stats", [*_IDENTITY, *columns], condition):
-        if batch.num_rows:
-            at = int(batch["step"].to_numpy().argmin())
-            if first is None or batch["step"][at].as_py() < first["step"]:
-                (first,) = batch.slice(at, 1).to_pylist()
-    return first

@@ -9,6 +9,8 @@ threshold; only the counts of such a row are shown.
 | gradients, parameters, updates and similar tensors, which should have no such elements | 1% |
 | other tensors, in which infinities may be a mask | 50% |
 
+`instrument.rules.step_rows.non_finite_fraction` has these thresholds, for rules too.
+
 The counts are recorded with every other statistic. Runs of earlier versions may not have them: without `numel` the
 fraction is unknown, and any NaN or infinity makes the row non-finite. Without the
 other counts, the row counts as finite.
@@ -21,19 +23,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..spec.kinds import KINDS
+from ..rules.step_rows import non_finite_fraction
 from ..spec.statistics import STATISTICS
 
 NON_FINITE_COUNTS = ("nan_count", "inf_count")
 REQUIRED_COLUMNS = ("kind", "role", "numel", *NON_FINITE_COUNTS)
-THRESHOLD, MASK_THRESHOLD = 0.01, 0.5
 FINITE_STATISTICS = tuple(name for name, statistic in STATISTICS.items() if statistic.unit != "count")
 """The statistics that are invalid in a non-finite row."""
-
-
-def is_gradient(kind: str, role: str) -> bool:
-    """Return whether a role of a kind is a gradient."""
-    return "grad" in role or kind == "tensor"
 
 
 def is_not_finite(stats: pd.DataFrame) -> pd.Series:
@@ -50,10 +46,7 @@ def is_not_finite(stats: pd.DataFrame) -> pd.Series:
         return bad > 0
     numel = stats["numel"].fillna(0) if "numel" in stats else 0
     pairs = stats[["kind", "role"]].drop_duplicates().itertuples(index=False)
-    most = {
-        (kind, role): THRESHOLD if is_gradient(kind, role) or KINDS[kind].family != "module" else MASK_THRESHOLD
-        for kind, role in pairs
-    }
+    most = {(kind, role): non_finite_fraction(kind, role) for kind, role in pairs}
     allowed = np.array([most[pair] for pair in zip(stats["kind"], stats["role"], strict=True)])
     return (bad > 0) & (bad >= allowed * numel)
 

@@ -85,14 +85,14 @@ class Journals:
         if reading.schema is not None and reading.schema != table.plain_schema:
             reading.problem = OTHER_COLUMNS
             return _ReadState(stat, reading)
-        pieces = [*state.pieces, *_piece(table, reading)]
+        pieces = [*state.pieces, *rows_of(table, reading)]
         if len(pieces) > MOST_PIECES:
             pieces = [pa.concat_tables(pieces).unify_dictionaries().combine_chunks()]
         return _ReadState(stat, reading, pieces)
 
 
-def _piece(table: Table, reading: JournalReader) -> list[pa.Table]:
-    """Return the rows of a reading as one chunk, since the duration of a scan depends on the number of chunks."""
+def rows_of(table: Table, reading: JournalReader) -> list[pa.Table]:
+    """Return the rows of a reading as one chunk, or no chunk; the duration of a scan depends on the number of chunks."""
     batches = [with_positions(table, batch) for batch in reading.batches()]
     return [as_table(table, pa.Table.from_batches(batches).combine_chunks())] if batches else []
 

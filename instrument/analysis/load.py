@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
@@ -65,6 +65,22 @@ class Run(RunTables):
 
         return to_html(self)
 
+    @property
+    def findings(self) -> pd.DataFrame:
+        """The rules that fired, with what to do next, and other observations about the run. One row per finding.
+
+        The columns are `what`, `where`, `when` (the step; null for the run as a whole), `value` (as text), `severity` (`error`,
+        `warning` or `info`), `number` and `advice`. The most severe findings come first. It requires a single run.
+
+        Raises:
+            InstrumentError: There are several runs.
+        """
+        from .findings import Finding, findings
+
+        rows = [astuple(finding) for finding in findings(self)]
+        frame = pd.DataFrame(rows, columns=[field.name for field in fields(Finding)])
+        return frame.astype({"when": "Int64", "number": "float64"})
+
     def effects_of(
         self,
         key: str,
@@ -73,6 +89,7 @@ class Run(RunTables):
         by: str | Sequence[str] = (),
         steps: tuple[int | None, int | None] = (None, None),
         confidence: float = 0.95,
+        interval: Literal["t", "bootstrap"] = "t",
     ) -> pd.DataFrame:
         """Estimate the effect of one configuration key on metrics and statistics; needs several runs.
 
@@ -85,7 +102,13 @@ class Run(RunTables):
 
         where s(d) is the standard deviation with n - 1 degrees of freedom and t(p, m) is the p-quantile of Student's
         distribution with m degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2,
-        https://doi.org/10.18434/M32189).
+        https://doi.org/10.18434/M32189). It assumes that the differences have a normal distribution. For skewed metrics,
+        `interval="bootstrap"` gives the bootstrap-t interval (B. Efron and R. J. Tibshirani, An Introduction to the
+        Bootstrap, 1993, section 12.5).
+
+        Many intervals are formed at once, and some miss the true difference by chance. `p_adjusted` accounts for their
+        number: among the rows with `survives`, the expected share of rows without an effect is at most 1 - confidence
+        (Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300).
 
         If keys that are not in `by` differ as well, the difference of a seed is the mean over its pairs. Runs with the
         same seed start with the same weights and see the same data. Counting them as independent would make the
@@ -101,6 +124,7 @@ class Run(RunTables):
             steps: Half-open range of steps (first, end); None leaves a side open. For evaluations, the number of steps
                 done before the evaluation counts.
             confidence: Confidence level of the intervals, between 0 and 1.
+            interval: `t` for Student's interval, or `bootstrap`, which needs at least 5 seeds.
 
         Returns:
             One row for each value, location and statistic with at least one pair:
@@ -113,20 +137,23 @@ class Run(RunTables):
             - `difference`: the mean of value - baseline
             - `ci_low`, `ci_high`: the confidence interval; null for a single seed
             - `confidence`: the confidence level
+            - `p_value`: of the test that the difference is zero; null without an interval
+            - `p_adjusted`: the p-value adjusted for all rows (Benjamini-Hochberg)
+            - `survives`: whether `p_adjusted` is below 1 - confidence
             - `pairs`: the number of pairs used
             - `not_finite`: pairs excluded because a number is NaN or infinite
             - `one_sided`: pairs excluded because only one of the two runs has a number
 
-            `attrs["pairs"]` lists each pair as (value, run, baseline run). `attrs["left_out"]` maps each unpaired run
-            to the reason.
+            `attrs["intervals"]` is the number of intervals. `attrs["pairs"]` lists each pair as (value, run, baseline run).
+            `attrs["left_out"]` maps each unpaired run to the reason.
 
         Raises:
-            InstrumentError: The runs do not differ in this key, the key or the value does not exist, or no two runs can
-                be paired.
+            InstrumentError: The runs do not differ in this key, the key or the value does not exist, no two runs can be
+                paired, or another argument has a wrong value.
         """
         from .config_key_effects import effects_of
 
-        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
+        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence, interval=interval)
 
     def features(
         self,

@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 
 from ..capture.tables import TABLES
+from ..rules.step_rows import is_gradient, location_name
 from ..spec.kinds import KINDS
 from ..spec.statistics import ALL, statistic_of
-from .finite import finite_only, is_gradient
+from .finite import finite_only
 from .run_tables import RunTables
 
 KEYS = ("hook", "kind", "role", "phase")
@@ -100,19 +101,6 @@ def statistics_in(frame: pd.DataFrame) -> list[str]:
     return [name for name in (*ALL, *numbers) if name in frame and frame[name].notna().any()]
 
 
-def location_name(layer: str, path: str, kind: str) -> str:
-    """Return the name of a location.
-
-    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
-    """
-    name = layer or "."
-    if not path:
-        return name
-    if KINDS[kind].family != "module":
-        return f"{layer}.{path}" if layer else path
-    return f"{name}[{path}]"
-
-
 def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
     """Return the location of each row as an ordered categorical.
 
@@ -141,10 +129,10 @@ def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
         return _first_outputs(run)
     defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
     recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
-    return _in_order(defined, recorded)
+    return in_forward_order(defined, recorded)
 
 
-def _in_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:
+def in_forward_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:
     """Return all names: recorded ones in their order, each other one after the modules that are defined before it."""
     ranks = {layer: (rank, 0) for rank, layer in enumerate(recorded)}
     entered = {"": -1}  # sort position of the last module that ends before a module begins

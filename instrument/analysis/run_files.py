@@ -37,6 +37,8 @@ OPTIONAL_COLUMNS = {
     "scope",
     SHAPE.name,
     CUSTOM.name,
+    *("location", "value", "threshold"),  # of events
+    "held",  # of effects
     *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
 }
 """Columns that may be missing in files of earlier versions; they are read as null."""

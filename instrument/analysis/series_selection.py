@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, Problem, similar_names
-from .plot_data import KEYS, RecordedSeries, location_name, series_in
+from ..rules.step_rows import location_name
+from .plot_data import KEYS, RecordedSeries, series_in
 
 MOST_NAMES = 12  # maximum number of names in an error message
 

@@ -31,6 +31,8 @@ class InterventionSummary:
 
     Attributes:
         firings: Number of firings.
+        held: Number of firings in which the condition of `when` held.
+        conditional: Number of firings with a condition.
         elements: Number of elements of all modified tensors.
         changed: Number of changed elements.
         before: Sum of the L2 norms before, over firings with a norm.
@@ -40,6 +42,8 @@ class InterventionSummary:
     """
 
     firings: int = 0
+    held: int = 0
+    conditional: int = 0
     elements: int = 0
     changed: int = 0
     before: float = 0.0
@@ -66,6 +70,8 @@ class InterventionSummary:
         """Add rows of effects."""
         normed = rows.filter(pc.and_(pc.is_valid(rows["norm_before"]), pc.is_valid(rows["norm_after"])))
         self.firings += rows.num_rows
+        self.held += pc.sum(rows["held"]).as_py() or 0
+        self.conditional += pc.count(rows["held"]).as_py()
         self.elements += pc.sum(rows["numel"]).as_py() or 0
         self.changed += pc.sum(rows["changed"]).as_py() or 0
         self.before += pc.sum(normed["norm_before"]).as_py() or 0.0
@@ -78,7 +84,7 @@ class InterventionSummary:
 def changed(run: RunTables) -> dict[str, InterventionSummary]:
     """Return the effect of each intervention by hook, in the order in which they first fired."""
     summaries: dict[str, InterventionSummary] = {}
-    columns = ["hook", "layer", "path", "numel", "changed", "norm_before", "norm_after"]
+    columns = ["hook", "layer", "path", "numel", "changed", "norm_before", "norm_after", "held"]
     for batch in run.scan("effects", columns):
         hooks = batch["hook"].cast(pa.string())
         for hook in hooks.unique().to_pylist():

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..rules.step_rows import location_name
 from ..spec.kinds import KINDS
-from .plot_data import KEYS, RecordedSeries, location_name
+from .plot_data import KEYS, RecordedSeries
 from .run_tables import RunTables
 from .tensor_decoding import is_known
 

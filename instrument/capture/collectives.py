@@ -144,6 +144,14 @@ class Ranks:
         """Return the maximum over all processes, in every process."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set in any process."""
+        if self._control is None:
+            self._control = dist.new_group(backend="gloo")
+        merged = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(merged, dist.ReduceOp.MAX, group=self._control)
+        return [bool(flag) for flag in merged.tolist()]
+
     def gather(self, numbers: Tensor) -> Tensor | None:
         """Return [ranks, numbers] on rank 0, None on the others."""
         parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_rank_zero else None

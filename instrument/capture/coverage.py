@@ -13,14 +13,15 @@ from ..kinds.reasons import (
     NO_FUNCTION,
     NOT_CALLED,
     NOT_CALLED_COPIED,
+    NOT_TURNED_ON,
     ONLY_IN_OTHER_MODULES,
     fused_attention_reason,
     in_another_phase,
     phase_never_entered,
 )
 from ..plan.modules import Layer, Layers
-from .non_finite_alerts import EventWriter
 from .recorder import Recorder, count_at_site
+from .sink_interface import EventWriter
 from .tables import NEVER_DUE, is_incomplete
 
 
@@ -30,6 +31,7 @@ def coverage_rows(
     dropped: Mapping[tuple[str, str, str], int],
     *,
     running: bool,
+    never_turned_on: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Return one row per site, with the columns of the coverage table.
 
@@ -38,6 +40,7 @@ def coverage_rows(
         layers: The modules of the model.
         dropped: The number of dropped tensors, by hook, layer and path.
         running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
+        never_turned_on: The hooks that wait for a rule that did not fire.
     """
     firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
     return [
@@ -54,6 +57,8 @@ def coverage_rows(
             "dropped": count_at_site(dropped, attached),
             "cause": ""
             if running and attached.is_scheduled and not attached.expected
+            else NOT_TURNED_ON
+            if attached.site.spec.name in never_turned_on
             else _reason(attached, layers, firing),
         }
         for attached in attached_hooks

@@ -22,6 +22,9 @@ class HostCopy:
         tensor: Strided, on any device.
         memory: Strided CPU memory of the same shape, pinned if the tensor is on a CUDA device. Its dtype is the dtype
             of the copy. Default: new memory, with the dtype of the tensor.
+
+    Attributes:
+        memory: The memory, which a device may still write to; see `wait`.
     """
 
     def __init__(self, tensor: Tensor, memory: Tensor | None = None) -> None:
@@ -32,7 +35,7 @@ class HostCopy:
             # A copy that also converts the dtype would wait, and a copy without waiting ignores conjugation.
             tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
         memory.copy_(tensor, non_blocking=tensor.is_cuda)
-        self._memory = memory
+        self.memory = memory
         self._copied = _recorded_event(tensor.device) if tensor.is_cuda else None
 
     @property
@@ -44,7 +47,7 @@ class HostCopy:
         """Return the copy, once it is complete."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._memory
+        return self.memory
 
 
 def _recorded_event(device: torch.device) -> torch.cuda.Event:

@@ -21,10 +21,10 @@ from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
 from ..kinds.site_grouping import attach_sites
 from ..lazy_compiler import has_compiled
 from ..plan.hook_plan import HookPlan
-from .non_finite_alerts import EventWriter
 from .optimizer_checks import optimizers_of
 from .optimizer_step_watch import ScalerWatch, StepWatch
 from .replacement_watch import LoadWatch, ModuleWatch
+from .sink_interface import EventWriter
 
 
 class HookSet:

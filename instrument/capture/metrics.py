@@ -10,7 +10,6 @@ from torch import Tensor
 from ..kinds.clock import Clock
 from .collectives import Ranks
 from .device_copy import PendingMetrics, Transfer
-from .non_finite_alerts import Alerts
 from .optimizer_step_watch import StepWatch
 from .recorder import Recorder
 from .sink_interface import Row
@@ -40,17 +39,15 @@ class Metrics:
     Args:
         recorder: Receives the rows.
         clock: Provides step, epoch and phase.
-        alerts: Checks each row.
         ranks: The processes that train together; None for a single one.
 
     Attributes:
         steps: Provides the learning rate; None without an optimizer.
     """
 
-    def __init__(self, recorder: Recorder, clock: Clock, alerts: Alerts, ranks: Ranks | None) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None) -> None:
         self.recorder = recorder
         self.clock = clock
-        self.alerts = alerts
         self.ranks = ranks
         self.steps: StepWatch | None = None
 
@@ -77,10 +74,10 @@ class Metrics:
         moment = self.clock.moment
 
         def cells() -> Row:
-            self.alerts.check_metrics(moment, row)
             skipped = None if row["skipped"] is None else bool(row["skipped"])
             return (moment.step, moment.epoch, moment.phase, self.clock.rank, *(row[name] for name in METRICS), skipped)
 
+        self.recorder.note_metrics(lambda: (moment.step, moment.phase, row))
         if now:
             self.recorder.write("metrics", [cells()])
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -23,7 +23,11 @@ from ..kinds.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
 from ..kinds.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
+from ..rules.rule_set import RuleEvent, RuleSet
 from ..spec.budget import BudgetConfig
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
+from ..spec.rules import RuleBase
 from ..spec.schedule import Phase
 from ..stats.device_choice import BY_KERNEL, measured_by
 from .budget import Budget
@@ -32,15 +36,16 @@ from .coverage import coverage_rows, write_coverage
 from .deferred_interrupts import deferred_signals
 from .hook_set import HookSet
 from .metrics import Metrics, check_metric_names
-from .non_finite_alerts import Alerts
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
-from .recorder import Recorder
-from .row_cells import has_lazy_parameters, layer_rows
-from .samples import SampleBatch, checked_ids, checked_targets, targets_of
+from .recorder import MetricsRow, Recorder
+from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
+from .rule_actions import RuleActions
+from .rule_rows import step_rows
+from .samples import SampleBatch, SampleRows, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
-from .sink_interface import Sink
-from .step_statistics import check_custom_columns
+from .sink_interface import Row, Sink
+from .step_statistics import StatisticsRows, check_custom_columns
 
 PHASES = (*get_args(Phase), "sanity")
 
@@ -74,6 +79,7 @@ class Probe:
         ids: The batches whose samples are written to the table `samples`: those in which a tensor is recorded
             (`recorded`, default), or `all`.
         print_line: Prints a line of `action: print`. Default: to stdout.
+        rules: The rules that read the rows of each step. Default: none.
 
     Attributes:
         sink: The sink that receives all rows.
@@ -103,6 +109,7 @@ class Probe:
         ranks: Ranks | None = None,
         ids: Literal["recorded", "all"] = "recorded",
         print_line: Callable[[str], None] = print,
+        rules: Mapping[str, RuleBase] | None = None,
     ) -> None:
         check_custom_columns(plan.specs)
         self.plan = plan
@@ -110,9 +117,17 @@ class Probe:
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.alerts = Alerts(self.event)
+        self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
         self.ranks = ranks
-        self.recorder = Recorder(sink, self.alerts.check_stats, ranks, all_samples=ids == "all", print_line=print_line)
+        self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
+        self.recorder = Recorder(
+            sink,
+            self._on_rows if rules else None,
+            ranks,
+            all_samples=ids == "all",
+            print_line=print_line,
+            keep={name: spec.keep for name, spec in plan.specs.items() if isinstance(spec, RecordSpec) and spec.keep},
+        )
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         tensors = archive or NoArchive()
@@ -126,14 +141,21 @@ class Probe:
             self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
+        self._disabled: frozenset[str] = frozenset()
         self._scheduled = ScheduledHooks(
-            self.attached_hooks, plan.specs, self.clock, self._on_schedule_change, is_sampled=self.budget is not None
+            self.attached_hooks,
+            plan.specs,
+            self.clock,
+            self._on_schedule_change,
+            is_sampled=self.budget is not None,
+            is_on=self._is_on,
         )
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
-        self._metrics = Metrics(self.recorder, self.clock, self.alerts, ranks)
+        self._metrics = Metrics(self.recorder, self.clock, ranks)
         self.warnings: list[str] = []
+        self._stop_reason: str | None = None
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
         self._layers_pending = False
@@ -242,6 +264,8 @@ class Probe:
         finally:
             self.phase = previous_phase
         self.recorder.end_step(any_scheduled=any_scheduled)
+        if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
+            self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at
         self._step_started_at += seconds  # the block is not part of the step that it interrupts
         if self.budget is not None and not any_scheduled:
@@ -273,6 +297,44 @@ class Probe:
         return self._overhead.relative
 
     @property
+    def should_stop(self) -> bool:
+        """Whether the run should stop: a rule with `then: stop` or `then: prune` fired, or it was requested. The loop should end
+        after this step.
+        """
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run should stop: the request, or the rule and its message; None if it should continue."""
+        return self._stop_reason or self._rule_actions.stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Request that the loop ends after this step; see `should_stop`.
+
+        Args:
+            reason: The reason, for run.json.
+        """
+        self._stop_reason = reason
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the rule that stops the loop has `then: prune`: the result counts as the worst one of a search."""
+        return self._rule_actions.is_pruned
+
+    @property
+    def fired_rules(self) -> frozenset[str]:
+        """The names of the rules that fired in the last step, or in an evaluation after it.
+
+        With several processes, rules without actions can differ between them.
+        """
+        return self._rule_actions.fired
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether a rule with `then: checkpoint` fired in the last step. The loop should save a checkpoint."""
+        return self._rule_actions.should_checkpoint
+
+    @property
     def epoch(self) -> int:
         """The current epoch, from 0. The loop can assign it."""
         return self.clock.moment.epoch
@@ -288,6 +350,23 @@ class Probe:
             step: The optimizer step, from 0.
         """
         self._scheduled.advance(step=step, micro_step=0, update_all=True)
+
+    def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
+        """Change hooks between two steps.
+
+        Args:
+            specs: The specs with changed schedules, bounds or factors, by name. Other fields are equal.
+            disabled: The names of all hooks that do not run.
+        """
+        for name, spec in specs.items():
+            # The sites and the action of the hook share this object.
+            self.plan.specs[name].__dict__.update(spec.__dict__)
+        self._disabled = frozenset(disabled)
+        if self._entered:
+            self._scheduled.advance(update_all=True)
+
+    def _is_on(self, hook: str, step: int) -> bool:
+        return hook not in self._disabled and self._rule_actions.is_on(hook, step)
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`.
@@ -387,6 +466,7 @@ class Probe:
         with self.clock.timer or nullcontext(), deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows
             row = self._end_step(loss, samples, metrics)
+            self._rule_actions.act(self.step + 1)
             if self.budget is not None:
                 self.budget.end_step(
                     self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
@@ -482,11 +562,35 @@ class Probe:
             layer: The name of the layer that the event is about, if any.
             step: The optimizer step. Default: the current step.
         """
+        at = self.step if step is None else step
+        self._write_event((at, self.clock.rank, layer, rule, message, severity, None, None, None))
+
+    def _write_rule_event(self, event: RuleEvent) -> None:
+        about = (event.location, event.value, event.threshold)
+        self._write_event((event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about))
+
+    def _write_event(self, row: Row) -> None:
+        message, severity = row[4:6]
         if severity == "warning":
             self.warnings.append(message)
-        self.recorder.write(
-            "events", [(self.step if step is None else step, self.clock.rank, layer, rule, message, severity)]
-        )
+        self.recorder.write("events", [row])
+
+    def _on_rows(
+        self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]
+    ) -> None:
+        """Pass the rows of a step to the rules."""
+        self.rules.update(step_rows(self.rules, stats, metrics, samples))
+
+    def _write_kept(self, hook: str, reason: str) -> None:
+        """Write the tensors that a hook with `keep` has in memory, and an event. The sink has them when this returns."""
+        recorded = self.recorder.write_kept(hook)
+        if not recorded:
+            return
+        steps = sorted({one.context.step for one in recorded})
+        at = f"step {steps[0]}" if len(steps) == 1 else f"the steps {steps[0]} to {steps[-1]}"
+        message = f"hook {hook!r} wrote {len(recorded):,} tensors of {at}: {reason}"
+        self.event("flight_recorder", message, severity="info")
+        self.sink.end_step()
 
     def _report_budget(self, message: str, attached: AttachedHook | None) -> None:
         """Write an event: the budget samples one site less often (`attached`), or all sites (None)."""
@@ -500,7 +604,11 @@ class Probe:
             `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
         """
         return coverage_rows(
-            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=self._scheduled.has_opportunities
+            self.attached_hooks,
+            self.plan.layers,
+            self.recorder.dropped,
+            running=self._scheduled.has_opportunities,
+            never_turned_on=self._rule_actions.never_turned_on,
         )
 
     def _finish(self, error: BaseException | None) -> None:
@@ -509,14 +617,32 @@ class Probe:
             message = "end_step was never called: all rows have step 0, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         self.recorder.samples.end(is_checked=error is None)
+        if isinstance(error, Exception):
+            for hook in self.recorder.flight_recorder.steps:
+                self._write_kept(hook, f"the run failed with {type(error).__name__}")
         self.recorder.end_step(local_only=error is not None)
         self.recorder.flush()
+        if error is None:
+            if self.ranks is None:  # with several processes, some may have ended already
+                self._rule_actions.act(self.step)
+            self.recorder.end_step(any_scheduled=False)
+            self.recorder.flush()
+            for hook in self.recorder.flight_recorder.unwritten:
+                rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
+                message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
+                self.event("flight_recorder", message, severity="info")
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
         self._scheduled.end_training()
         running = self._scheduled.has_opportunities or error is not None
-        rows = coverage_rows(self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running)
+        rows = coverage_rows(
+            self.attached_hooks,
+            self.plan.layers,
+            self.recorder.dropped,
+            running=running,
+            never_turned_on=self._rule_actions.never_turned_on,
+        )
         write_coverage(rows, self.recorder, self.event)
         for message in [] if self.budget is None else self.budget.summary():
             self.event("budget", message)
@@ -547,11 +673,21 @@ class Probe:
             "phases": sorted(self.clock.phases),
             "warnings": list(self.warnings),
             "recorder": self.recorder.state_dict(),
-            "alerts": self.alerts.state_dict(),
+            "rules": self.rules.state_dict(),
+            "rule_actions": self._rule_actions.state_dict(),
             "hooks": [attached.state_dict() for attached in self.attached_hooks],
             "budget": None if self.budget is None else self.budget.state_dict(),
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
+
+    def begin_at(self, step: int, epoch: int) -> None:
+        """Set the first step of a recording that begins within a training. Call it before entering the `with` block.
+
+        Args:
+            step: The optimizer step, from 0.
+            epoch: The epoch, from 0.
+        """
+        self.clock.moment = self.clock.moment._replace(step=step, epoch=epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
@@ -560,11 +696,12 @@ class Probe:
             state: The result of `state_dict`.
         """
         self._is_resumed = True
-        self.clock.moment = self.clock.moment._replace(step=state["step"], epoch=state["epoch"])
+        self.begin_at(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
-        self.alerts.load_state_dict(state["alerts"])
+        self.rules.load_state_dict(state["rules"])
+        self._rule_actions.load_state_dict(state["rule_actions"])
         for attached, hook_state in zip(self.attached_hooks, state["hooks"], strict=True):
             attached.load_state_dict(hook_state)
         if self.budget is not None:

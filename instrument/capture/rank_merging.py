@@ -32,6 +32,8 @@ from .sink_interface import Row
 
 _RANK_AT = 4  # the index of the rank among the identity columns
 _NOTHING = torch.empty(0, dtype=torch.float64)
+_EFFECT = ("numel", "changed", "norm_before", "norm_after", "factor", "held")
+_UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which is 0 or 1
 
 
 class MergedRows(NamedTuple):
@@ -136,16 +138,18 @@ def distribution_piece(context: Context, levels: tuple[float, ...], bins: int, s
 
 
 def effect_piece(context: Context, effect: Effect) -> Piece:
-    """Return this process's part of a row of effects: elements, changed elements, norms before and after, factor."""
-    measures, factor = effect.measures, math.nan if effect.factor is None else effect.factor
+    """Return this process's part of a row of effects: numbers in the order of `_EFFECT`, NaN for None."""
+    measures = effect.measures
+    factor, held = (math.nan if number is None else number for number in (effect.factor, effect.held))
     if isinstance(measures, DeviceNumbers):
         changes_on_device = measures.on_device()
-        part = changes_on_device.new_full((5,), effect.numel)  # does not wait for the device, unlike a copy
+        part = changes_on_device.new_full((len(_EFFECT),), effect.numel)  # does not wait for the device, unlike a copy
         part[1:4] = changes_on_device
-        part[4] = factor
+        part[4], part[5] = factor, held
         return Piece("effects", identity_without_rank(context), (), part, _NOTHING)
     numbers = [math.nan if number is None else number for number in measures]
-    return Piece("effects", identity_without_rank(context), (), (effect.numel, *numbers, float(factor)), _NOTHING)
+    all_numbers = (effect.numel, *numbers, float(factor), float(held))
+    return Piece("effects", identity_without_rank(context), (), all_numbers, _NOTHING)
 
 
 def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
@@ -165,21 +169,22 @@ def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
 
 
 def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], reducer: Reducer) -> tuple[Tensor, Tensor]:
-    """Return statistics, float64 [rows, MERGED], and changes, [rows, 5], by one maximum and one sum over all pieces.
+    """Return statistics, float64 [rows, MERGED], and changes, [rows, EFFECT], by one maximum and one sum over all pieces.
 
-    Changes are elements, changed elements, the norms before and after, and the factor if it is the same in all
-    processes.
+    The factor is NaN if it differs between processes. A condition held if it held in any process.
     """
     devices = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
     device = reducer.device or next(devices, None)
-    stat_parts, effect_parts = _stacked(stats, len(PARTIAL_STATISTICS), device), _stacked(effects, 5, device)
-    factors = effect_parts[:, 4:].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
-    factor_ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors)], dim=1)
+    stat_parts, effect_parts = _stacked(stats, len(PARTIAL_STATISTICS), device), _stacked(effects, len(_EFFECT), device)
+    factors = effect_parts[:, 4:5].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
+    held = effect_parts[:, 5:].nan_to_num(nan=_UNCONDITIONAL)
+    factor_ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors), held], dim=1)
     maxima, factor_ends = _reduce_two(reducer.all_reduce_max, extremes(stat_parts), factor_ends)
     counts = torch.cat([effect_parts[:, :2], effect_parts[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
     total, counts = _reduce_two(reducer.all_reduce_sum, sums(stat_parts, maxima), counts)
     factor = torch.where(factor_ends[:, 0] == -factor_ends[:, 1], factor_ends[:, 0], math.nan)
-    return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None]], dim=1)
+    changed = [counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], factor_ends[:, 2:]]
+    return merged(maxima, total), torch.cat(changed, dim=1)
 
 
 def _reduce_two(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +227,7 @@ def _rows(
 ) -> Iterator[tuple[str, Row]]:
     """Build the rows from the merged numbers."""
     stats = iter(np.array(statistics).reshape(-1, len(MERGED)).tolist())
-    effects = iter(np.array(changed).reshape(-1, 5).tolist())
+    effects = iter(np.array(changed).reshape(-1, len(_EFFECT)).tolist())
     columns = np.array(gathered).reshape(ranks, -1)
     for piece in pieces:
         rank, scope = (own_rank(), piece.key[-1]) if local_only else (0, "global")
@@ -235,8 +240,15 @@ def _rows(
             sampled, *rest = merge_distributions(piece_columns, levels, bins)
             yield piece.table, (*row, sampled if levels else None, list(levels) or None, *rest)
         else:
-            numel, count, norm_before, norm_after, factor = next(effects)
-            effect = changes(int(numel), int(count), norm_before, norm_after, None if math.isnan(factor) else factor)
+            numel, count, norm_before, norm_after, factor, held = next(effects)
+            effect = changes(
+                int(numel),
+                int(count),
+                norm_before,
+                norm_after,
+                None if math.isnan(factor) else factor,
+                None if held == _UNCONDITIONAL else bool(held),
+            )
             yield piece.table, (*row, *effect)
 
 

@@ -7,7 +7,7 @@ next step ends.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from ..stats.merge import PartialStatistics
 from ..stats.single_pass import record_plain
 from .collectives import Ranks
 from .device_copy import Transfer
+from .flight_recorder import FlightRecorder, RecordedTensor, period_of
 from .rank_merging import (
     GlobalRowMerger,
     LocalRowMerger,
@@ -33,11 +34,17 @@ from .rank_merging import (
     statistics_piece,
 )
 from .row_cells import effect_cells
-from .samples import SampleBatch, Samples
+from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
-from .step_statistics import ColumnCache, StepStatistics
+from .step_statistics import ColumnCache, StatisticsRows, StepStatistics
 from .tables import IDENTITY
 
+MetricsRow = tuple[int, str, Mapping[str, Any]]
+"""Step, phase, and the values of the other columns of a row of metrics."""
+Decisions = tuple[Tensor, ...]
+"""Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
+UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
+"""The call, the shape of the complete tensor, a copy on the device, and the decision."""
 NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
 
@@ -46,39 +53,44 @@ class Recorder:
 
     Args:
         sink: Receives the rows.
-        on_stats: Called with the rows of each step that count NaN or infinities, after all rows of the step were passed
-            to the sink.
+        on_rows: Called with the rows of each step, after all of them were passed to the sink.
         ranks: The processes that train together; None for a single one.
         all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
             tensor is stored.
         print_line: Prints a line of `action: print`, when the values of its step are read.
+        keep: The number of steps whose tensors stay in memory, for hooks with `keep`. Default: none.
 
     Attributes:
         samples: The samples of the batches.
+        flight_recorder: The tensors of hooks with `keep`.
     """
 
     def __init__(
         self,
         sink: Sink,
-        on_stats: Callable[[Sequence[Row]], None] | None = None,
+        on_rows: Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]], None] | None = None,
         ranks: Ranks | None = None,
         *,
         all_samples: bool = False,
         print_line: Callable[[str], None] = print,
+        keep: Mapping[str, int] | None = None,
     ) -> None:
         self.sink = sink
-        self.on_stats = on_stats
+        self.on_rows = on_rows
         self.print_line = print_line
         self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
+        self.flight_recorder = FlightRecorder(keep or {})
         self._stats = StepStatistics()
         self._columns = ColumnCache()
-        self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution]] = []
+        self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]] = []
         self._effects: list[tuple[Row, Effect]] = []
-        self._lines: list[tuple[str, tuple[str, ...], Values]] = []
+        self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
+        self._tensors: list[UndecidedTensor] = []
+        self._metrics: list[Callable[[], MetricsRow]] = []  # rows of metrics of this step
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
@@ -99,7 +111,7 @@ class Recorder:
     def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
         if not self._merger.is_duplicate(context):
-            self._stats.add_values(self._merger.identity(context), shape, names, values)
+            self._stats.add_values(self._merger.identity(context), shape, names, values, context.holds)
 
     def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: Row) -> bool:
         """Add the statistics of one plain tensor."""
@@ -112,13 +124,14 @@ class Recorder:
     def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
         """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
         if not self._merger.is_duplicate(context):
-            self._distributions.append((self._merger.identity(context), levels, bins, values))
+            row = self._merger.identity(context)
+            self._distributions.append((row, levels, bins, values, _undecided(context)))
             self._count_distribution(context, levels, bins)
 
     def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
         """Add a line to print for one tensor."""
         if not self._merger.is_duplicate(context):
-            self._lines.append((text, names, values))
+            self._lines.append((text, names, values, _undecided(context)))
 
     def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * (2 * len(levels) + bins)
@@ -126,18 +139,44 @@ class Recorder:
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted."""
+        """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted.
+
+        If a device decides whether the tensor is recorded, a copy stays there until the numbers of the step are read.
+        """
         if self._merger.is_duplicate(context):
             return
+        if context.hook in self.flight_recorder.steps:
+            has_pending_step = self._pending is not None
+            self.flight_recorder.add(
+                context.without_tensors(), source_shape, tensor, dtype, has_pending_step=has_pending_step
+            )
+            self.samples.note_tensor(context, source_shape, is_kept=True)
+        elif decisions := _undecided(context):
+            copy = tensor.to(dtype or tensor.dtype, copy=True)
+            self._tensors.append((context.without_tensors(), source_shape, copy, decisions))
+            self.samples.note_tensor(context, source_shape)
+        elif self._store(context, source_shape, tensor, dtype):
+            self.samples.note_tensor(context, source_shape)
+
+    def _store(self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> bool:
+        """Pass the values of a tensor to the sink. Return whether it stored them."""
         stored = self.sink.keep(self._merger.identity(context), source_shape, tensor, dtype)
         if stored is None:
             self.dropped[context.hook, context.layer, context.path] += 1
-        else:
-            self.rows_written += 1
-            self.bytes[context.hook, context.layer, context.path] += stored
-            self.samples.note_tensor(context, source_shape)
-            if tensor.is_cuda:
-                self._copied_from.add(tensor.device)
+            return False
+        self.rows_written += 1
+        self.bytes[context.hook, context.layer, context.path] += stored
+        if tensor.is_cuda:
+            self._copied_from.add(tensor.device)
+        return True
+
+    def write_kept(self, hook: str) -> list[RecordedTensor]:
+        """Pass the tensors that a hook with `keep` has in memory to the sink, and return them."""
+        recorded = self.flight_recorder.take(hook)
+        self.samples.write_kept({period_of(one.context) for one in recorded})
+        for one in recorded:
+            self._store(one.context, one.source_shape, one.copy.wait(), None)
+        return recorded
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
@@ -182,26 +221,35 @@ class Recorder:
             local_only: Whether the other processes are gone. Rows are then computed from the parts of this one.
         """
         self.flush()
+        if self.flight_recorder.steps:
+            self.samples.limit_kept(self.flight_recorder.periods())
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
         stats, self._stats = self._stats, StepStatistics()
         distributions, self._distributions = self._distributions, []
         effects, self._effects = self._effects, []
         lines, self._lines = self._lines, []
+        tensors, self._tensors = self._tensors, []
         on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
-        for *_, found in distributions:
-            on_device += found.numbers if isinstance(found, DeviceNumbers) else ()
+        on_device += [holds for _, holds in stats.conditional]
+        for *_, found, decisions in distributions:
+            on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
         for _, effect in effects:
             on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
-        for *_, values in lines:
-            on_device += values.numbers if isinstance(values, DeviceNumbers) else ()
+        for *_, values, decisions in lines:
+            on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
         batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
+        for *_, decisions in tensors:
+            on_device += decisions
         deferred, self._deferred = self._deferred, []
+        metrics, self._metrics = self._metrics, []
         devices, self._copied_from = self._copied_from, set()
         transfer = Transfer(on_device, devices)
-        self._pending = _Step(stats, distributions, effects, merged, batches, lines, deferred, transfer)
+        self._pending = _Step(
+            stats, distributions, effects, merged, batches, lines, tensors, deferred, metrics, transfer
+        )
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -211,12 +259,16 @@ class Recorder:
         step = self._pending
         if step is None:
             return False
-        rows = step.stats or step.distributions or step.effects or step.merged or step.lines
+        rows = step.stats or step.distributions or step.effects or step.merged or step.lines or step.tensors
         return bool(rows or step.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
         """Write a row that is computed when the rows of the step are passed to the sink."""
         self._deferred.append((table, row))
+
+    def note_metrics(self, row: Callable[[], MetricsRow]) -> None:
+        """Add a row of metrics for `on_rows`. It is computed when the rows of the step are passed to the sink."""
+        self._metrics.append(row)
 
     def flush(self) -> None:
         """Write the rows of the previous step. Waits for the copy."""
@@ -226,50 +278,52 @@ class Recorder:
         fetched = step.transfer.read()
         step.stats.fetch(fetched)
         distributions = [
-            key
-            + distribution_columns(
-                levels, bins, values.values(fetched) if isinstance(values, DeviceNumbers) else values
-            )
-            for key, levels, bins, values in step.distributions
+            key + distribution_columns(levels, bins, numbers)
+            for key, levels, bins, values, decisions in step.distributions
+            if (numbers := _read(values, decisions, fetched)) is not None
         ]
         effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
         tables = {"distributions": distributions, "effects": effects}
         if step.merged is not None:
-            for table, merged in step.merged.build(*(next(fetched) for _ in step.merged.numbers)):
-                if table == "stats":
-                    step.stats.add_values(merged[: len(IDENTITY)], None, ALL, merged[len(IDENTITY) :])
-                else:
-                    tables[table].append(merged)
-        for text, names, values in step.lines:
-            numbers = values.values(fetched) if isinstance(values, DeviceNumbers) else values
-            self.print_line(line_of(text, names, numbers))
-        not_finite: Sequence[Row] = ()
-        if len(step.stats):
-            stats = step.stats.rows(self._columns)
-            not_finite = stats.not_finite()
+            _add_merged(step.merged.build(*(next(fetched) for _ in step.merged.numbers)), step.stats, tables)
+        for text, names, values, decisions in step.lines:
+            if (numbers := _read(values, decisions, fetched)) is not None:
+                self.print_line(line_of(text, names, numbers))
+        stats = step.stats.rows(self._columns) if len(step.stats) else None
+        if stats is not None:
             self.write("stats", stats)
         for table, rows in tables.items():
             if rows:
                 self.write(table, rows)
-        for batch in step.batches:
-            self.write("samples", batch.rows(fetched))
-        for table, row in step.deferred:
-            self.write(table, [row()])
-        if self.on_stats is not None:
-            self.on_stats(not_finite)
+        samples = [batch.rows(fetched) for batch in step.batches]
+        for batch_rows in samples:
+            self.write("samples", batch_rows)
+        self._store_decided(step.tensors, fetched)
+        for name, deferred in step.deferred:
+            self.write(name, [deferred()])
+        if self.on_rows is not None:
+            self.on_rows(stats, [row() for row in step.metrics], samples)
         self.sink.end_step()
+
+    def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
+        """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""
+        for context, source_shape, tensor, decisions in tensors:
+            if _read((), decisions, fetched) is not None:
+                self._store(context, source_shape, tensor, None)
 
 
 class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
     stats: StepStatistics
-    distributions: list[tuple[Row, tuple[float, ...], int, Distribution]]
+    distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]]
     effects: list[tuple[Row, Effect]]
     merged: MergedRows | None
     batches: list[SampleBatch]
-    lines: list[tuple[str, tuple[str, ...], Values]]
+    lines: list[tuple[str, tuple[str, ...], Values, Decisions]]
+    tensors: list[UndecidedTensor]
     deferred: list[tuple[str, Callable[[], Row]]]
+    metrics: list[Callable[[], MetricsRow]]
     transfer: Transfer
 
 
@@ -279,3 +333,25 @@ def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: Attached
     return sum(
         count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own_name in ("", path)
     )
+
+
+def _add_merged(
+    rows: Iterable[tuple[str, Row]], stats: StepStatistics, tables: Mapping[str, MutableSequence[Row]]
+) -> None:
+    """Add the merged rows of all processes to those of this one."""
+    for table, row in rows:
+        if table == "stats":
+            stats.add_values(row[: len(IDENTITY)], None, ALL, row[len(IDENTITY) :])
+        else:
+            tables[table].append(row)
+
+
+def _undecided(context: Context) -> Decisions:
+    return (context.holds,) if isinstance(context.holds, Tensor) else ()
+
+
+def _read(values: Values, decisions: Decisions, fetched: Iterator[list[float]]) -> Sequence[float | None] | None:
+    """Return the values of a row; None if a device has decided that the condition of its hook does not hold."""
+    numbers = values.values(fetched) if isinstance(values, DeviceNumbers) else values
+    held = [next(fetched)[0] for _ in decisions]
+    return numbers if all(held) else None

@@ -36,21 +36,33 @@ def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
     """Return the columns of an intervention's effect. Numbers from a device come from `fetched`."""
     measures = effect.measures.values(fetched) if isinstance(effect.measures, DeviceNumbers) else effect.measures
     factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
+    held = bool(next(fetched)[0]) if isinstance(effect.held, Tensor) else effect.held
     changed, before, after = measures
     assert changed is not None, "a count always has a value"
-    return changes(effect.numel, int(changed), before, after, factor)
+    return changes(effect.numel, int(changed), before, after, factor, held)
 
 
-def changes(numel: int, changed: int, before: float | None, after: float | None, factor: float | None) -> Row:
-    """Return the columns of an effect. A NaN norm becomes None."""
+def changes(
+    numel: int, changed: int, before: float | None, after: float | None, factor: float | None, held: bool | None
+) -> Row:
+    """Return the columns of an effect. A NaN norm becomes None, and so does the factor if the condition did not hold."""
     before = None if before is None or math.isnan(before) else before
     after = None if after is None or math.isnan(after) else after
-    return (numel, changed, changed / numel if numel else 0.0, before, after, factor)
+    factor = None if held is False else factor
+    return (numel, changed, changed / numel if numel else 0.0, before, after, factor, held)
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:
     """Return whether some parameters have no shape yet, because their module has not run."""
     return any(is_lazy(parameter) for parameter in model.parameters())
+
+
+def frozen_layers(plan: HookPlan) -> frozenset[str]:
+    """Return the names of the modules whose own parameters are all frozen."""
+    parameters = {layer.name: [parameter for _, parameter in layer.own_parameters()] for layer in plan.layers}
+    return frozenset(
+        name for name, own in parameters.items() if own and not any(parameter.requires_grad for parameter in own)
+    )
 
 
 def layer_rows(plan: HookPlan) -> list[Row]:

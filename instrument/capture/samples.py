@@ -6,7 +6,7 @@ GPU are copied when the step ends, as all numbers are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, overload
 
@@ -94,6 +94,11 @@ class SampleRows(Sequence[Row]):
         self._dtype = dtype
         self._has_names = bool(ids) and isinstance(ids[0], str)
 
+    @property
+    def targets(self) -> Sequence[float]:
+        """The targets; empty without targets."""
+        return self._targets or ()
+
     def __len__(self) -> int:
         return len(self._ids)
 
@@ -143,6 +148,8 @@ class Samples:
         self._batch: SampleBatch | None = None
         self._finished: list[SampleBatch] = []
         self._has_tensor = False  # whether a tensor was stored in this micro-step
+        self._has_kept = False  # whether a tensor was kept in memory
+        self._kept: list[SampleBatch] = []  # the batches of tensors in memory
         self._sizes: set[int] = set()  # of dimension 0 of the tensors of modules
 
     @property
@@ -162,16 +169,20 @@ class Samples:
             raise ConfigError(Problem("probe.batch", message, fix=fix))
         self._batch = batch
 
-    def note_tensor(self, context: Context, shape: Sequence[int]) -> None:
+    def note_tensor(self, context: Context, shape: Sequence[int], *, is_kept: bool = False) -> None:
         """Note that a tensor was stored.
 
         Args:
             context: The context of its hook.
             shape: The shape of the complete tensor in the model.
+            is_kept: Whether it stays in memory.
         """
         kind = KINDS[context.kind]
         if kind.frequency == "micro_step":
-            self._has_tensor = True
+            if is_kept:
+                self._has_kept = True
+            else:
+                self._has_tensor = True
             if kind.family == "module" and shape:
                 self._sizes.add(shape[0])
 
@@ -186,13 +197,34 @@ class Samples:
         """
         batch, self._batch = self._batch, None
         has_tensor, self._has_tensor = self._has_tensor, False
+        has_kept, self._has_kept = self._has_kept, False
         sizes, self._sizes = self._sizes, set()
-        if batch is None or not (has_tensor or self.of_all_batches):
+        if batch is None or not (has_tensor or has_kept or self.of_all_batches):
             return
         if is_checked and batch.is_checked and sizes and len(batch) not in sizes:
             message = "the number of ids differs from the size of dimension 0 of the recorded tensors"
             raise ConfigError(Problem("ids", message, len(batch), ", ".join(map(str, sorted(sizes)))))
-        self._finished.append(batch)
+        if has_tensor or self.of_all_batches:
+            self._finished.append(batch)
+        else:
+            self._kept.append(batch)
+
+    def limit_kept(self, periods: Collection[tuple[int, str]]) -> None:
+        """Forget the batches whose tensors are not in memory any more.
+
+        Args:
+            periods: The steps and phases of the tensors in memory.
+        """
+        self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
+
+    def write_kept(self, periods: Collection[tuple[int, str]]) -> None:
+        """Write the rows of batches with the next step, because their tensors are written.
+
+        Args:
+            periods: The steps and phases of these tensors.
+        """
+        self._finished += [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
+        self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) not in periods]
 
     def take(self) -> list[SampleBatch]:
         """Return the batches of the step whose rows are to be written."""

@@ -22,6 +22,7 @@ class ScheduledHooks:
         on_change: Called after scheduled hooks have changed, with those that are not of checkpoints, and after the first
             compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
+        is_on: Returns whether a hook is turned on at a step: by the rules, and by changes of a running run.
 
     Attributes:
         names: The names of the scheduled hooks, without those of checkpoints.
@@ -35,6 +36,7 @@ class ScheduledHooks:
         on_change: Callable[[list[AttachedHook]], None],
         *,
         is_sampled: bool,
+        is_on: Callable[[str, int], bool],
     ) -> None:
         self.attached_hooks = attached_hooks
         self.specs = specs
@@ -44,6 +46,7 @@ class ScheduledHooks:
         self._is_scheduled: dict[str, bool] = {}  # by spec
         self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
         self._is_sampled = is_sampled
+        self._is_on = is_on
         self._has_compiled = has_compiled()
         self._interrupted_micro_step = 0  # of the step that an evaluation interrupts
 
@@ -63,7 +66,9 @@ class ScheduledHooks:
         self.clock.micro_step_index += 1
         changed = phase != previous_phase or has_compiled() != self._has_compiled
         self._has_compiled = has_compiled()
-        is_scheduled = {name: spec.schedule.includes(step, phase) for name, spec in self.specs.items()}
+        is_scheduled = {
+            name: spec.schedule.includes(step, phase) and self._is_on(name, step) for name, spec in self.specs.items()
+        }
         # Without a budget, hooks are only sampled if a state with one was loaded.
         is_sampled = self._is_sampled or any(attached.subsampling > 1 for attached in self.attached_hooks)
         if not (changed or update_all or is_sampled) and is_scheduled == self._is_scheduled:

@@ -13,6 +13,14 @@ Row = tuple[Any, ...]
 """One row, in the order of the columns of its table."""
 
 
+class EventWriter(Protocol):
+    """Writes an event: `Probe.event`."""
+
+    def __call__(
+        self, rule: str, message: str, *, severity: str = ..., layer: str | None = ..., step: int | None = ...
+    ) -> None: ...
+
+
 class Sink(Protocol):
     """Stores rows. `instrument.sinks.memory.MemorySink` is the reference implementation."""
 

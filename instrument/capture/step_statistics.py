@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
+from torch import Tensor
 
 from ..actions.base import StepContext
 from ..errors import ConfigError, Problem
@@ -38,7 +39,7 @@ _MOMENT_TYPES, _SITE_TYPES, _NUMBER_TYPES = (
     _TYPES[len(IDENTITY) : len(IDENTITY) + len(ALL)],
 )
 _IS_COUNT = tuple(statistic.unit == "count" for statistic in STATISTICS.values())
-_NOT_FINITE = slice(NATIVE.index("nan_count"), NATIVE.index("inf_count") + 1)
+_NATIVE_INDEX = {name: index for index, name in enumerate(NATIVE)}
 _NATIVE_BYTES = 8 * len(NATIVE)
 
 
@@ -84,6 +85,7 @@ class StepStatistics:
 
     Attributes:
         on_device: The rows whose numbers are still on a device.
+        conditional: The rows with a condition that a device decides, and its decision.
     """
 
     def __init__(self) -> None:
@@ -91,6 +93,7 @@ class StepStatistics:
         # `NATIVE`, or all), and, if the spec has any, the custom statistics.
         self._rows: list[Sequence[Any]] = []
         self.on_device: list[OnDevice] = []
+        self.conditional: list[tuple[list[Any], Tensor]] = []
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,7 +102,9 @@ class StepStatistics:
         """Add the result of `instrument.stats.single_pass.record_plain`."""
         self._rows.append((moment, site, shape, numbers))
 
-    def add_values(self, identity: Row, shape: Shape, names: tuple[str, ...], values: Values) -> None:
+    def add_values(
+        self, identity: Row, shape: Shape, names: tuple[str, ...], values: Values, holds: bool | Tensor | None = None
+    ) -> None:
         """Add a row of values.
 
         Args:
@@ -107,22 +112,27 @@ class StepStatistics:
             shape: The shape of the tensor; None if the row is merged from several tensors.
             names: The names of the statistics: built-in ones, then custom ones.
             values: Their values.
+            holds: Whether the condition of the hook holds. A row without it is left out.
         """
-        row = [StepContext(*identity[:_MOMENT]), identity[_MOMENT:], shape]
+        row: list[Any] = [StepContext(*identity[:_MOMENT]), identity[_MOMENT:], shape]
         if isinstance(values, DeviceNumbers):
             self.on_device.append(OnDevice(row, names, values))
         else:
             row += _number_cells(names, values)
+        if isinstance(holds, Tensor):
+            self.conditional.append((row, holds))
         self._rows.append(row)
 
     def fetch(self, fetched: Iterator[list[float]]) -> None:
         """Set the values of all rows on a device.
 
         Args:
-            fetched: The numbers of all tensors of `on_device`, in order.
+            fetched: The numbers of all tensors of `on_device`, and the decisions of `conditional`, in order.
         """
         for waiting in self.on_device:
             waiting.row.extend(_number_cells(waiting.names, waiting.values.values(fetched)))
+        if left_out := {id(row) for row, _ in self.conditional if not next(fetched)[0]}:
+            self._rows = [row for row in self._rows if id(row) not in left_out]
 
     def rows(self, cache: ColumnCache) -> StatisticsRows:
         """Return the collected rows. Every number has to be on the host.
@@ -215,12 +225,40 @@ class StatisticsRows(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
-    def not_finite(self) -> list[Row]:
-        """Return the rows with NaN or infinite elements."""
-        counts = self._numbers[:, _NOT_FINITE]
-        if not np.count_nonzero(counts):
-            return []
-        return [self[int(i)] for i in np.flatnonzero((counts > 0).any(axis=1))]
+    @property
+    def moments(self) -> Sequence[StepContext]:
+        """For each row, step, micro-step, epoch and phase."""
+        return self._moments
+
+    @property
+    def sites(self) -> Sequence[Row]:
+        """For each row, the other identity columns."""
+        return self._sites
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """The statistics of the kernel, the first ones of `ALL`: float64 [rows, NATIVE]; NaN for no value."""
+        return self._numbers
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any row has further statistics."""
+        return bool(self._others or self._custom)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
+        if name in _NATIVE_INDEX:
+            return self._numbers[:, _NATIVE_INDEX[name]]
+        values = np.full(len(self), math.nan)
+        if name in ALL:
+            others, index = self._others, ALL.index(name) - len(NATIVE)
+            if others:
+                values[[*others]] = [cells[index] for cells in others.values()]
+        else:
+            for row, custom in self._custom.items():
+                value = custom.get(name)
+                values[row] = math.nan if value is None else value
+        return values
 
     def to_message(self) -> pa.RecordBatch | Message:
         """Return the rows for a journal: a message with the numbers of these rows, if the cache has a similar one."""

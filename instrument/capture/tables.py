@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..kinds.reasons import NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES
+from ..kinds.reasons import NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES
 from ..spec.statistics import STATISTICS
 
 NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"  # a reason in the coverage table
@@ -250,6 +250,7 @@ TABLES: dict[str, Table] = {
                     "",
                     "factor by which the tensor was multiplied; null if it is not one number",
                 ),
+                Column("held", pa.bool_(), "", "whether the condition of `when` held; null without a condition"),
             ),
             is_sorted=True,
         ),
@@ -346,12 +347,21 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "rule that wrote the event: coverage, dropped, budget, non_finite, fallback, hidden_module, fast_path, replaced, "
-                    "optimizer, init_from, data, no_end_step, ranks, compiled, graph_break, device_statistics, recording, tracking, "
-                    "remote, resumed, error, interrupted",
+                    "name of the rule in the configuration that fired, such as non_finite; of other events: coverage, dropped, "
+                    "budget, fallback, hidden_module, fast_path, replaced, optimizer, init_from, data, no_end_step, ranks, compiled, "
+                    "graph_break, device_statistics, recording, tracking, remote, control, resumed, replay, "
+                    "counterfactual, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),
                 Column("severity", _LABEL, "", "info, warning or error"),
+                Column(
+                    "location",
+                    pa.string(),
+                    "",
+                    "tensor at which a rule fired, such as encoder.0 output (activations); otherwise null",
+                ),
+                Column("value", pa.float64(), "the rule's own", "value at which a rule fired; otherwise null"),
+                Column("threshold", pa.float64(), "the rule's own", "threshold that it exceeded; null if it has none"),
             ),
         ),
         Table(
@@ -481,8 +491,8 @@ def is_incomplete(row: Mapping[str, Any]) -> bool:
     """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
 
     A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
-    functions of a hook that other modules call.
+    functions of a hook that other modules call, and a hook that waits for a rule.
     """
     if row["expected"]:
         return bool(row["fired"] < row["expected"])
-    return row["cause"] not in ("", NO_INPUT_GRAPH, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)
+    return row["cause"] not in ("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)

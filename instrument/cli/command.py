@@ -3,6 +3,7 @@
 0    success
 1    failure during the run (in a hook, in custom code, or of the machine), or a failed verification
 2    error in the command line or configuration, found before the first step
+3    a rule stopped the run
 130  interrupted by Ctrl-C
 """
 
@@ -28,11 +29,12 @@ from .validation_callback import HydraCallback
 FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
 
 
-def command(job: Callable[[DictConfig], object]) -> None:
+def command(job: Callable[[DictConfig], object], config_name: str = "config") -> None:
     """Compose a configuration from the command line and run a job with it.
 
     Args:
         job: Function that is called with the composed configuration.
+        config_name: The root configuration. Default: `config`, the file in the folder `conf`.
 
     Raises:
         SystemExit: The command failed or was interrupted; see the exit codes above.
@@ -41,7 +43,7 @@ def command(job: Callable[[DictConfig], object]) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
     Plugins.instance().register(WorkingDirectoryConf)
-    app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(job)
+    app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)
     try:
         with hydra_raises_errors(), use_field_loader():
             app()

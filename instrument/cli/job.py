@@ -32,6 +32,9 @@ from .hydra_errors import composition_problem
 from .import_without_gc import importing
 from .validated_config import read_config, read_overrides, swept_overrides
 
+STOPPED = 3
+"""The exit code of a run that a rule stopped."""
+
 
 class JobFailedError(Exception):
     """A job failed and its error was printed. In a sweep, Hydra raises it after all jobs have ended.
@@ -61,9 +64,10 @@ def job(config: DictConfig) -> float | None:
         finite.
 
     Raises:
-        JobFailedError: The job of a sweep failed. The other jobs continue.
-        SystemExit: A single run failed, or the job was interrupted.
+        JobFailedError: The job of a sweep failed, or a rule stopped it. The other jobs continue.
+        SystemExit: A single run failed, a rule stopped it, or the job was interrupted.
     """
+    score = None
     with report_errors() as folders:
         if folders.is_sweep_job and config.get("resume") is not None and not _is_own(config.resume, folders):
             raise ConfigError(
@@ -75,6 +79,7 @@ def job(config: DictConfig) -> float | None:
             show_plan(parsed, None)
             return None
         with importing():
+            from ..sweeps.optuna_checks import is_search, worst_score
             from ..sweeps.score import score_job
             from ..training.runner import run
             from ..training.terminal import Terminal
@@ -85,8 +90,15 @@ def job(config: DictConfig) -> float | None:
         )
         terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
         result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides)
-        searched = HydraConfig.get().sweeper["_target_"] != BASIC_SWEEPER
-        return score_job(objective, folders.folder, result.metrics, searched=searched) if folders.is_sweep_job else None
+        hydra: Any = HydraConfig.get()
+        searched = folders.is_sweep_job and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        if result.is_pruned and is_search(hydra):
+            score = worst_score(hydra)
+        elif folders.is_sweep_job:
+            score = score_job(objective, folders.folder, result.metrics, searched=searched)
+    if result.stopped is None or searched:  # a search continues with the score
+        return score
+    raise JobFailedError(STOPPED, folders.folder) if folders.is_sweep_job else SystemExit(STOPPED)
 
 
 def _original_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:

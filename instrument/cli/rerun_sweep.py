@@ -24,7 +24,7 @@ from ..configuration.search_path import config_loader
 from ..errors import ConfigError, Problem
 from ..folders.run_record import CHECKPOINTS, PREVIOUS_ATTEMPTS, git_revision, read_record
 from ..sinks.lock import FolderLock
-from ..sweeps.jobs import BASIC_SWEEPER, DONE, RUNNING, Sweep, SweepJob, folder_override, overrides_of
+from ..sweeps.jobs import BASIC_SWEEPER, DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
 
 WHERE = "--rerun"
@@ -33,7 +33,7 @@ KEPT_ON_RESUME = ("quiet", "report")  # overrides that a resumed run accepts in 
 
 
 def rerun(sweep: Sweep) -> int:
-    """Run all jobs of a sweep that are neither done nor running.
+    """Run all jobs of a sweep that are neither done, stopped by a rule, nor running.
 
     A job with a checkpoint is resumed. Any other job starts again, and its old folder is moved to `.aside`.
 
@@ -49,7 +49,7 @@ def rerun(sweep: Sweep) -> int:
     """
     _check_rerunnable(sweep)
     with _locked(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
-        unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, RUNNING)]
+        unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, STOPPED, RUNNING)]
         config, loader = _compose(sweep)
         launcher = _launcher(config, loader)
         if unfinished and (changes := _changes(sweep, config, loader)):

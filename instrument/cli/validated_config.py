@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..errors import ConfigError, Problem
 from ..folders.run_record import read_record
+from ..rules.requirements import check_rules
 from ..spec.config import RunConfig
 from ..spec.parse import parse_config
 from .hydra_errors import PACKAGE_LINE
@@ -44,7 +45,9 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         raise ConfigError(Problem(str(getattr(error, "full_key", "") or ""), str(error).splitlines()[0])) from None
     if raw.get("resume") is not None:
         raw = _recorded_config(raw, read_overrides(config.get("hydra")))
-    return parse_config(raw), raw
+    parsed = parse_config(raw)
+    check_rules(parsed.rules, parsed.hooks)
+    return parsed, raw
 
 
 ALLOWED_WITH_RESUME = ("resume", "quiet", "plan", "report")

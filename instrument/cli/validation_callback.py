@@ -22,10 +22,10 @@ from ..folders.run_folder import create_free_folder
 from ..folders.unique_names import contains_time
 from ..sinks.lock import FolderLock
 from ..sinks.remote_folder import SWEEP_RECORD, check_is_local, check_remote
-from ..sweeps.jobs import BASIC_SWEEPER, Sweep
+from ..sweeps.jobs import BASIC_SWEEPER, DONE, STOPPED, Sweep
 from ..sweeps.objective import read_objective
 from ..sweeps.optuna_checks import check_search, is_search
-from ..sweeps.summary import outcome
+from ..sweeps.summary import job_lines, outcome
 from .folder_reservation import remove_uploaded_record, reserve_folder, set_sweep_folder, upload_record
 from .job import as_instrument_error, print_error, show_plan
 from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
@@ -168,10 +168,10 @@ class HydraCallback(Callback):
             return
         sweep = Sweep(HydraCallback.sweep_folder)
         jobs = sweep.jobs()
-        if config.hydra.sweeper["_target_"] != BASIC_SWEEPER and any(job.status != "done" for job in jobs):
+        if config.hydra.sweeper["_target_"] != BASIC_SWEEPER and any(job.status not in (DONE, STOPPED) for job in jobs):
             has_started = HydraCallback.snapshot is None or HydraCallback.snapshot.has_new_run()
             raise SystemExit(1 if has_started else ConfigError.exit_code)
-        print(f"\n{len(jobs)} jobs in {HydraCallback.sweep_folder}")
+        print("", *job_lines(sweep, jobs), sep="\n")
         for name, text in outcome(sweep, jobs).items():
             print(f"{name:<12}{text}")
         print(f"in Python   instrument.load({str(HydraCallback.sweep_folder)!r}).runs")

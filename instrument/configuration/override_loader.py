@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..errors import ConfigError, Problem
 from ..spec.known_keys import fields_below
 
-_SECTIONS = ("hooks", "apply")  # of specs by name
+_SECTIONS = ("hooks", "apply", "rules")  # of specs by name
 MOST_COMPOSED = 32  # merged configurations that are kept: 25 kilobytes each
 
 

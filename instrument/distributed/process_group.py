@@ -127,6 +127,18 @@ class Processes:
         dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def from_rank_zero(self, values: list[Any]) -> list[Any]:
+        """Return the picklable objects that rank 0 passes. All processes must call this.
+
+        An empty list costs one broadcast of a number.
+        """
+        count = torch.tensor(len(values))
+        dist.broadcast(count, src=0, group=self.control)
+        received: list[Any] = [*values] if self.is_rank_zero else [None] * int(count)
+        if received:
+            dist.broadcast_object_list(received, src=0, group=self.control)
+        return received
+
     def sum(self, number: int) -> int:
         """Return the sum of an integer over all processes."""
         return sum(self.exchange(number))

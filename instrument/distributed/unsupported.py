@@ -13,20 +13,23 @@ from ..spec.record import RecordSpec
 
 
 def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) -> list[Problem]:
-    """Report what cannot be combined with `reduce=global`: a recording budget, and custom statistics.
+    """Report what cannot be combined with `reduce=global`: a recording budget, conditions of record hooks, and custom statistics.
 
     Args:
         budget: Budget of the run; None for no budget.
         hooks: Hook specs by name.
 
     Returns:
-        The problems found; empty if neither `time` nor `bytes` is limited, and no hook records a custom statistic.
+        The problems found.
     """
     problems = []
     if budget is not None and (budget.time is not None or budget.bytes is not None):
         message = "each rank would pause hooks at different steps, but reduce=global requires the rows of all ranks"
         problems.append(Problem("budget", message, fix="set reduce=none"))
     for name, spec in hooks.items():
+        if isinstance(spec, RecordSpec) and spec.condition is not None:
+            message = "each rank decides about its own tensors, but reduce=global requires the rows of all ranks"
+            problems.append(Problem(f"hooks.{name}.when", message, str(spec.condition), fix="set reduce=none"))
         if isinstance(spec, RecordSpec) and spec.custom_statistics:
             message = "custom statistics of several processes cannot be merged into one row, as reduce=global requires"
             given = spec.custom_statistics[0].target

@@ -17,6 +17,8 @@ from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
@@ -104,12 +106,21 @@ def _result(
             rows[name] * due.times,
             round(sizes[name]),
             seconds.get(name, 0.0),
+            _memory(plan.specs[name], name, profile),
         )
         for name, due in firings.items()
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
     return Forecast(cost, without, without + fixed + added, sample_rows(experiment, tensor_bytes))
+
+
+def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
+    """Return the memory of the tensors that a spec keeps, in bytes: those of one step, times the number of steps."""
+    if not isinstance(spec, RecordSpec) or spec.keep is None:
+        return 0
+    kept = (step_profile.kept_bytes[name] for step_profile in profile.steps_with_rows)
+    return spec.keep * max(kept, default=0)
 
 
 def _checkpoints(experiment: Experiment) -> float:

@@ -72,6 +72,7 @@ class StepProfile:
         hook_seconds: The time spent in hooks, from the hook timer, in seconds.
         action_seconds: By spec, the part of `hook_seconds` that its actions took, in seconds.
         firings: By spec, the number of firings.
+        kept_bytes: By spec with `keep`, the memory of the tensors of the step.
     """
 
     step: int
@@ -82,6 +83,7 @@ class StepProfile:
     hook_seconds: float = 0.0
     action_seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     firings: Counter[str] = field(default_factory=Counter)
+    kept_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class _RecordingSink:
@@ -274,6 +276,10 @@ class _Profiler:
         for attached, count in self.timer.firings.items():
             profile.firings[attached.site.spec.name] += count
         self.probe.recorder.flush()
+        flight_recorder = self.probe.recorder.flight_recorder
+        profile.kept_bytes = flight_recorder.bytes
+        for hook in flight_recorder.steps:
+            flight_recorder.take(hook)
         return profile
 
     def measure_all(self) -> list[StepProfile]:

@@ -157,12 +157,15 @@ class RunFolder:
         return folder
 
     @contextmanager
-    def recording(self, has_started: Callable[[], bool]) -> Iterator[None]:
-        """Write to run.json how the block ended: `done`, `interrupted` or `failed`. Then release the lock.
+    def recording(
+        self, has_started: Callable[[], bool], stop_reason: Callable[[], str | None] = lambda: None
+    ) -> Iterator[None]:
+        """Write to run.json how the block ended: `done`, `stopped`, `interrupted` or `failed`. Then release the lock.
 
         Args:
             has_started: Returns whether training has begun. If a configuration error occurs earlier, the folder is
                 restored to its previous content.
+            stop_reason: Returns why the training was stopped; None if it is complete. Default: complete.
         """
         try:
             yield
@@ -179,25 +182,26 @@ class RunFolder:
         except BaseException as error:
             self.finish("failed", error)
             raise
-        self.finish("done")
+        reason = stop_reason()
+        self.finish("done" if reason is None else "stopped", reason)
 
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
         self.record |= record
         self._write()
 
-    def finish(self, status: Status, error: BaseException | None = None) -> None:
+    def finish(self, status: Status, error: BaseException | str | None = None) -> None:
         """Write the final status to run.json and release the lock.
 
         Args:
             status: The final status.
-            error: The exception that ended the run. It takes precedence over an error in writing run.json. Default:
-                None.
+            error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
+                writing run.json. Default: None.
         """
         try:
             self.update(**final_entries(status, error))
         except SinkError:
-            if error is None:
+            if not isinstance(error, BaseException):
                 raise
         finally:
             self._lock.release()
@@ -242,13 +246,18 @@ class WorkerRunFolder:
             )
 
     @contextmanager
-    def recording(self, has_started: Callable[[], bool]) -> Iterator[None]:  # noqa: ARG002
+    def recording(
+        self,
+        has_started: Callable[[], bool],  # noqa: ARG002
+        stop_reason: Callable[[], str | None] = lambda: None,  # noqa: ARG002
+    ) -> Iterator[None]:
         """Release the lock at the end of the block.
 
         If rank 0 died before it wrote a final status, this method writes the failure to run.json.
 
         Args:
             has_started: Ignored; see `RunFolder.recording`.
+            stop_reason: Ignored.
         """
         try:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, Problem
 
 CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
-Status = Literal["running", "done", "failed", "interrupted", "killed"]
+Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"]
 # Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
 PREVIOUS_ATTEMPTS = ".aside"
 PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", "hydra-core", "omegaconf", "pydantic")
@@ -41,6 +42,16 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
         raise ConfigError(Problem(where, "run.json was not written by this package", given=str(path)))
     return record
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the numbers of completed steps of a run's checkpoints, in ascending order.
+
+    Args:
+        folder: The folder of the run.
+    """
+    files = sorted((folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
+    return [int(file.stem.partition("-")[2]) for file in files]
 
 
 def mark_killed(folder: Path) -> None:
@@ -69,14 +80,14 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def final_entries(status: Status, error: BaseException | None) -> dict[str, Any]:
+def final_entries(status: Status, error: BaseException | str | None) -> dict[str, Any]:
     """Return the entries of run.json at the end of a run.
 
     Args:
         status: The final status.
-        error: The exception that ended the run; None without one.
+        error: The exception that ended the run, or the rule that stopped it; None without one.
     """
-    message = None if error is None else f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
     return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": message}
 
 
@@ -103,6 +114,7 @@ def git_revision() -> str | None:
     return answer.stdout.strip() or None
 
 
+@functools.cache
 def installed_version(package: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     try:

@@ -29,6 +29,7 @@ from ..folders.run_upload import RemoteCopy
 from ..kinds.distributed_scope import Parallel
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import make_plan
+from ..rules.requirements import check_rules
 from ..sinks.custom import CustomSink
 from ..sinks.memory import MemorySink
 from ..sinks.parquet import ParquetSink
@@ -37,7 +38,7 @@ from ..spec.budget import BudgetConfig
 from ..spec.config import SinkConfig
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget
-from ..spec.spec_file import Specs, read_specs
+from ..spec.spec_file import Specs, read_rules, read_specs
 from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
 from ..training.compiled_models import describe_graph_breaks, graph_breaks, prepare_compiled
@@ -59,6 +60,7 @@ def attach(
     budget: Mapping[str, Any] | None = None,
     reduce: Literal["none", "global"] = "none",
     ids: Literal["recorded", "all"] = "recorded",
+    rules: Mapping[str, Any] | Literal["default"] | None = "default",
 ) -> Iterator[AttachedProbe]:
     """Attach hooks to a model for the duration of a `with` block.
 
@@ -97,9 +99,12 @@ def attach(
             `global`: rank 0 writes one row for the shards and batch shards of all processes.
         ids: The batches whose samples are written to the table `samples`, if the loop names them with `probe.batch`:
             those in which a tensor is recorded (`recorded`, default), or `all`.
+        rules: Rules by name, in addition to the default rules and to those in the section `rules` of the file; an entry None
+            removes a rule. `default` (default): no further rules. None: no rules at all.
 
     Yields:
-        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step.
+        The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step. End the loop when
+        `probe.should_stop` is true: a rule with `then: stop` fired, or `python -m instrument.control` requested it.
 
     Warns:
         InstrumentWarning: At the start: `specs` contains no hook. At the end of the block, once per finding: a hook fired
@@ -122,17 +127,22 @@ def attach(
     hooks = read_specs(specs)
     if not hooks:
         warnings.warn("specs contains no hook: only metrics and events are recorded", InstrumentWarning, stacklevel=3)
+    judged = read_rules(specs, rules)
+    check_rules(judged, hooks)
     plan = make_plan(hooks, model)
     check_shapes(plan, {})
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
-    settings = {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in hooks.items()}
+    settings = {
+        section: {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in specs_by_name.items()}
+        for section, specs_by_name in (("hooks", hooks), ("rules", judged))
+    }
     probe = AttachedProbe(
         plan,
         _sink(out, sink),
         folder=None if out is None else Path(out),
-        info={"seed": seed, "device": _device(model), "config": {"hooks": settings}},
+        info={"seed": seed, "device": _device(model), "config": settings},
         optimizer=optimizer,
         scaler=scaler,
         seed=seed,
@@ -141,10 +151,13 @@ def attach(
         budget=limits,
         ranks=ranks,
         ids=ids,
+        rules=judged,
     )
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
+    if ranks is None:
+        probe.accept_changes()
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
@@ -173,7 +186,8 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterato
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
-    with run_folder.recording(has_started=lambda: probe.step > 0), dead_ranks if several else contextlib.nullcontext():
+    recording = run_folder.recording(has_started=lambda: probe.step > 0, stop_reason=lambda: probe.stop_reason)
+    with recording, dead_ranks if several else contextlib.nullcontext():
         yield
         run_folder.update(device_statistics=measured_by())
 
@@ -242,7 +256,7 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
 
 
 def _folder(
-    path: Path, settings: dict[str, dict[str, Any]], model: nn.Module, seed: int, remote: str | None
+    path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None
 ) -> RunFolder | WorkerRunFolder:
     """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
@@ -252,7 +266,7 @@ def _folder(
         where="out",
         name=path.name,
         seed=seed,
-        config={"hooks": settings},
+        config=settings,
         config_hash=config_hash(settings),
         overrides={},
         device=_device(model),

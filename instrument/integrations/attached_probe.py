@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
+from torch import Tensor
 
 from ..analysis.features import Features
 from ..analysis.load import Run, load
@@ -19,6 +20,8 @@ from ..capture.sink_interface import Sink
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
 from ..sinks.memory import MemorySink
+from ..spec.run_changes import Settings
+from ..training.control import Control
 
 if TYPE_CHECKING:
     import polars as pl
@@ -51,12 +54,28 @@ class AttachedProbe(Probe):
         self._status = "running"
         self._info = info
         self._folder = folder
+        self._control: Control | None = None
         self._files = MemoryFiles(sink, self._run_info) if isinstance(sink, MemorySink) else None
+
+    def accept_changes(self) -> None:
+        """From now on, make the changes that `python -m instrument.control` requests."""
+        if self._folder is not None:
+            self._control = Control(self._folder, Settings.of(self._info["config"]), self)
+
+    def end_step(
+        self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """End the current step, and make the changes that were requested; see `Probe.end_step`."""
+        row = super().end_step(loss=loss, samples=samples, **metrics)
+        if self._control is not None:
+            self._control.end_step()
+        return row
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._status = "done" if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+        ended = "done" if self.stop_reason is None else "stopped"
+        self._status = ended if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
         super().__exit__(exc_type, exc, tb)
 
     def _run_info(self) -> dict[str, Any]:
@@ -115,6 +134,11 @@ class AttachedProbe(Probe):
     def events(self) -> pd.DataFrame:
         """Warnings and errors. One row per event."""
         return self.run.events
+
+    @property
+    def findings(self) -> pd.DataFrame:
+        """The rules that fired, with what to do next, and other observations; see `Run.findings`."""
+        return self.run.findings
 
     @property
     def generated(self) -> pd.DataFrame:

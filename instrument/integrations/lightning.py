@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -11,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..folders.run_record import CHECKPOINTS
 from .trainer_callback import TrainerCallbackBase
 
 
@@ -32,6 +34,8 @@ class LightningCallback(TrainerCallbackBase, Callback):
         specs: The hooks, as for `instrument.attach`.
         out: Folder of the run. Default: rows are kept in memory.
         seed: Seed of interventions that draw random numbers.
+        rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint`
+            saves a checkpoint of the Trainer.
     """
 
     _steps_done = 0
@@ -77,6 +81,10 @@ class LightningCallback(TrainerCallbackBase, Callback):
             self._steps_done = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             self.probe.end_step(loss=loss if isinstance(loss, Tensor) else None)
+            trainer.should_stop |= self.probe.should_stop
+            if self.probe.should_checkpoint:
+                folder = Path(trainer.default_root_dir if self.out is None else self.out) / CHECKPOINTS
+                trainer.save_checkpoint(folder / f"step-{self.probe.step:08d}.ckpt")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Switch the phase to `eval`, or to `sanity` for the sanity check."""

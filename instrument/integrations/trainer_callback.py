@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -20,12 +21,21 @@ class TrainerCallbackBase:
         specs: The hooks, as for `instrument.attach`.
         out: Folder of the run. Default: rows are kept in memory.
         seed: Seed of interventions that draw random numbers.
+        rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training.
     """
 
-    def __init__(self, specs: Specs, *, out: str | Path | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        specs: Specs,
+        *,
+        out: str | Path | None = None,
+        seed: int = 0,
+        rules: Mapping[str, Any] | Literal["default"] | None = "default",
+    ) -> None:
         self.specs = specs
         self.out = out
         self.seed = seed
+        self.rules = rules
         self._stack = ExitStack()
         self._probe: AttachedProbe | None = None
 
@@ -42,5 +52,5 @@ class TrainerCallbackBase:
 
     def _attach(self, model: nn.Module, **more: Any) -> None:
         """Attach to the model until the exit stack is closed; other arguments are passed to `instrument.attach`."""
-        context = attach(model, self.specs, out=self.out, seed=self.seed, **more)
+        context = attach(model, self.specs, out=self.out, seed=self.seed, rules=self.rules, **more)
         self._probe = self._stack.enter_context(context)

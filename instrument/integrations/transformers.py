@@ -29,6 +29,8 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
         specs: The hooks, as for `instrument.attach`.
         out: Folder of the run. Default: rows are kept in memory.
         seed: Seed of interventions that draw random numbers.
+        rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint`
+            saves a checkpoint of the Trainer.
     """
 
     def __enter__(self) -> Self:
@@ -60,6 +62,8 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:
         """End the step. An evaluation may follow."""
         self.probe.end_step()
+        control.should_training_stop |= self.probe.should_stop
+        control.should_save |= self.probe.should_checkpoint
         self._expect_evaluation(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:

@@ -14,6 +14,7 @@ from torch.nn.parameter import Parameter
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Action, Context, KeptTensors
+from ..actions.condition import SiteCondition
 from ..actions.intervention import describe
 from ..actions.selection import Selector
 from ..actions.together import Together, path_of_call
@@ -45,6 +46,7 @@ class AttachedHook(HookCoverage):
         "_scheduled_step_and_phase",
         "action",
         "checked_paths",
+        "condition",
         "is_paused",
         "is_record_hook",
         "is_scheduled",
@@ -63,6 +65,7 @@ class AttachedHook(HookCoverage):
         self.action = action
         self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
+        self.condition = SiteCondition.of(site.spec)
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
         self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
@@ -96,6 +99,7 @@ class AttachedHook(HookCoverage):
             "was_ever_scheduled": self.was_ever_scheduled,
             "subsampling": self.subsampling,
             "scheduled_count": self.scheduled_count,
+            "condition": None if self.condition is None else self.condition.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -103,6 +107,8 @@ class AttachedHook(HookCoverage):
         super().load_state_dict(state)
         self.was_ever_scheduled = state["was_ever_scheduled"]
         self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
+        if self.condition is not None:
+            self.condition.load_state_dict(state["condition"])
 
     def matches_path(self, path: str) -> bool:
         """Return whether the spec selects the tensor at this path."""
@@ -233,6 +239,7 @@ class AttachedHook(HookCoverage):
             rank=self.clock.rank,
             ids=self.clock.ids,
             tensors=self._kept_tensors(firing),
+            holds=None if spec.follows is None else True,  # a rule turns the hook on
         )
 
     def _kept_tensors(self, firing: Firing) -> KeptTensors:
@@ -278,7 +285,11 @@ class AttachedHook(HookCoverage):
             if name is not None:
                 self._keep(name, tensor, context)
             return tensor  # recorded in the original pass
-        action = self.action if self.selector is None else partial(self.selector.apply, self.action)
+        action: Callable[[Tensor, Context], Tensor | None] = self.action
+        if self.condition is not None:
+            action = partial(self.condition.apply, action)
+        if self.selector is not None:
+            action = partial(self.selector.apply, action)
         new = call_action(action, tensor, context)
         result = tensor if new is None else new
         if name is not None:

@@ -86,6 +86,7 @@ class PlainRecord(PlainHook):
             and not (action.levels or action.bins or action.keeps_tensors)
             and spec.unit_dim is None
             and attached.selector is None
+            and attached.condition is None
             and spec.keep_as is None
             and (spec.functions or attached.matches_path(""))
             and clock.parallel is None

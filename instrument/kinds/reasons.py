@@ -24,6 +24,7 @@ PROJECTION = (
     "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
     "module or the parameters"
 )
+NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
 NO_GRAPH = "the tensor requires no gradient: it is data, is detached, or depends on frozen parameters only"
 NO_GRAD = "the module was called under torch.no_grad()"

@@ -53,6 +53,7 @@ class Cost:
         rows: Rows in total.
         bytes: Bytes on disk in total.
         seconds: The time that it adds to a scheduled step, in seconds; 0 for the phases eval and probe.
+        memory: Bytes in memory: of the tensors that a spec with `keep` keeps.
     """
 
     firings: int
@@ -60,6 +61,7 @@ class Cost:
     rows: int
     bytes: int
     seconds: float
+    memory: int = 0
 
 
 @dataclass(frozen=True)

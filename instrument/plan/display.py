@@ -62,6 +62,7 @@ def plan_view(
             f"{human_seconds(forecast.hooked_seconds)} with hooks ({forecast.slowdown:+.1%})",
             style="dim",
         ),
+        *_kept_tensors(plan, forecast),
         *_uncalled_functions(plan),
         Text(),
         *output_tables(plan, forecast, colours, folder),
@@ -76,6 +77,18 @@ def plan_view(
             *(Padding(Text(note), (0, 0, 0, 2)) for note in notes),
         ]
     return Group(*parts)
+
+
+def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:
+    """Yield a line for each hook with `keep` about its memory."""
+    for name, spec in plan.specs.items():
+        if isinstance(spec, RecordSpec) and spec.keep is not None:
+            memory = human_bytes(forecast.cost[name].memory)
+            rule = f"rule {spec.when}" if spec.when else "a rule non_finite"
+            steps = "the last step" if spec.keep == 1 else f"the last {spec.keep} recorded steps"
+            yield Text(
+                f"{name}: tensors of {steps} in memory, {memory}; written if {rule} fires or the run fails", style="dim"
+            )
 
 
 def _uncalled_functions(plan: HookPlan) -> Iterator[Text]:
@@ -120,7 +133,8 @@ class Costs:
 
     def _cells(self, name: str, spec: HookSpec, *, narrow: bool) -> list[str]:
         estimate = self.forecast.cost[name]
-        when = escape(str(spec.schedule)) if estimate.firings else f"[red]never[/]: {escape(str(spec.schedule))}"
+        schedule = escape(str(spec.schedule) + _condition(spec))
+        when = schedule if estimate.firings else f"[red]never[/]: {schedule}"
         action = escape(describe_action(spec))
         return [
             f"[{self.colours[name]}]{name}[/]",
@@ -145,6 +159,12 @@ class Costs:
             f"[bold]{human_bytes(sum(estimate.bytes for estimate in cost))}[/]",
             f"[bold]{self.forecast.slowdown:+.1%}[/]",
         ]
+
+
+def _condition(spec: HookSpec) -> str:
+    if spec.condition is not None:
+        return f", where {spec.condition}"
+    return "" if spec.follows is None else f", after rule {spec.follows}"
 
 
 def output_tables(

@@ -18,6 +18,7 @@ from .histogram_over_time import histogram_over_time
 from .layer_similarity import layer_similarity
 from .logit_lens import logit_lens
 from .patching import patching
+from .replay import replay
 
 __all__ = [
     "attention",
@@ -29,4 +30,5 @@ __all__ = [
     "layer_similarity",
     "logit_lens",
     "patching",
+    "replay",
 ]

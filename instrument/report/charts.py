@@ -16,13 +16,13 @@ from ..analysis.plot_data import (
     StepGroups,
     forward_order,
     groups_of,
-    location_name,
     matrices,
     row_locations,
     series_in,
     statistics_in,
 )
 from ..analysis.series_selection import evenly_spaced
+from ..rules.step_rows import location_name
 from .attention_pictures import attention, attention_layers
 from .numbers import rounded
 from .pictures import maps
@@ -83,7 +83,7 @@ def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], 
     tables = matrices(rows, statistics, order, most)
     axes = tables[statistics[0]]
     return {
-        **_about(series),
+        **about(series),
         **_steps(axes),
         "locations": axes.locations,
         "several": bool(rows.duplicated(["layer", "path", "step"]).any()),
@@ -92,7 +92,8 @@ def _heat_map(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], 
     }
 
 
-def _about(series: RecordedSeries) -> dict[str, Any]:
+def about(series: RecordedSeries) -> dict[str, Any]:
+    """Return the label and the properties of a series."""
     return {
         "label": series.label,
         "hook": series.hook,
@@ -117,7 +118,7 @@ def distributions(frame: pd.DataFrame) -> list[dict[str, Any]]:
         some = first.iloc[evenly_spaced(len(first), min(HISTOGRAM_STEPS, max(2, room // max(1, int(numbers)))))]
         found.append(
             {
-                **_about(RecordedSeries(hook, kind, role, phase)),
+                **about(RecordedSeries(hook, kind, role, phase)),
                 "location": location_name(layer, path, kind),
                 "of": len(first),
                 "several": bool(rows["step"].duplicated().any()),
@@ -169,16 +170,16 @@ def _steps(axis: StepGroups | Matrix) -> dict[str, Any]:
 
 
 def firing_ranges(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the steps at which each intervention fired, as ranges of consecutive steps."""
+    """Return the steps at which each intervention fired and its condition held, as ranges of consecutive steps."""
     found = []
-    for hook, rows in frame.groupby("hook", sort=False):
+    for hook, rows in frame[frame["held"].ne(False)].groupby("hook", sort=False):
         groups = groups_of(rows["step"], CURVE_POINTS)
         stretches = zip(groups.first.tolist(), groups.last.tolist(), strict=True)
-        found.append({"hook": hook, "steps": _merge_ranges(stretches), "count": len(groups.number)})
+        found.append({"hook": hook, "steps": merge_ranges(stretches), "count": len(groups.number)})
     return found
 
 
-def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
+def merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
     """Merge adjacent ranges."""
     whole: list[list[int]] = []
     for begin, end in stretches:
@@ -190,8 +191,9 @@ def _merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return warnings and errors that belong to a step."""
-    shown = events[events["severity"].isin(["warning", "error"]) & events["step"].notna()]
+    """Return warnings, errors and all events of rules that belong to a step."""
+    is_shown = events["severity"].isin(["warning", "error"]) | events["value"].notna()
+    shown = events[is_shown & events["step"].notna()]
     return [
         {"step": int(row["step"]), "rule": row["rule"], "message": row["message"], "severity": row["severity"]}
         for row in shown.to_dict("records")
@@ -210,4 +212,4 @@ def _effect(series: RecordedSeries, rows: pd.DataFrame, order: Sequence[str], mo
     tables = matrices(rows, EFFECTS, order, most)
     axes = tables["norm_before"]
     values = {name: rounded(table.values) for name, table in tables.items()}
-    return {**_about(series), "locations": axes.locations, **_steps(axes), **values}
+    return {**about(series), "locations": axes.locations, **_steps(axes), **values}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
@@ -20,7 +21,7 @@ from .numbers import as_json, packed
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
-SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "attention", "maps", "effects", "sweep", "main")
+SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "attention", "maps", "effects", "sweep")
 METRIC_UNITS = {
     "loss": "loss",
     "accuracy": "accuracy [fraction]",
@@ -78,19 +79,65 @@ def make(run: Run | str | Path) -> Report:
     opened = run if isinstance(run, Run) else load(run)
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)
-    template = _templates().get_template("sweep.html" if several else "run.html")
-    data = as_json({**numbers, **_vocabulary(numbers), "names": _names(numbers)})
-    return Report(
-        template.render(
+    return Report(render("sweep.html" if several else "run.html", words, numbers, opened.path))
+
+
+def render(
+    template: str,
+    words: Mapping[str, Any],
+    numbers: Mapping[str, Any],
+    path: Path | str,
+    *,
+    live: bool = False,
+    takes_changes: bool = False,
+    sweep: str | None = None,
+) -> str:
+    """Return a page.
+
+    Args:
+        template: The file of the template.
+        words: The values of the template.
+        numbers: The data of the charts.
+        path: The folder of the run or the sweep.
+        live: Whether the page is served and updated while the run is in progress. Default: False.
+        takes_changes: Whether the page has a form that changes the run. Default: False.
+        sweep: The address of the page of the sweep to which the run belongs. Default: no link.
+    """
+    scripts = (*SCRIPTS, "live", "main") if live else (*SCRIPTS, "main")
+    return str(
+        _templates()
+        .get_template(template)
+        .render(
             **words,
+            live=live,
+            takes_changes=takes_changes,
+            sweep=sweep,
             version=version("instrument"),
-            path=str(opened.path),
+            path=str(path),
             style=_markup((TEMPLATES / "style.css").read_text()),
-            script=_markup("\n".join((TEMPLATES / f"{name}.js").read_text() for name in SCRIPTS)),
+            script=_markup("\n".join((TEMPLATES / f"{name}.js").read_text() for name in scripts)),
             plotly=_plotly(),
-            data=packed(data),
+            data=packed(as_json(with_vocabulary(numbers))),
         )
     )
+
+
+def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Return parts of a served page as HTML, by name.
+
+    Args:
+        template: The file of the template.
+        words: The values of the template.
+        names: The names of the blocks of the template.
+    """
+    found = _templates().get_template(template)
+    context = found.new_context({**words, "live": True})
+    return {name: "".join(found.blocks[name](context)) for name in names}
+
+
+def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of the charts with the properties of statistics and the names of locations."""
+    return {**numbers, **_vocabulary(numbers), "names": _names(numbers)}
 
 
 def check_packages() -> None:
@@ -103,7 +150,7 @@ def check_packages() -> None:
     _plotly_script()
 
 
-def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
+def _names(numbers: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the axis labels of each location for wide and narrow pages."""
     locations = dict.fromkeys(
         location for part in ("series", "effects") for one in numbers.get(part, []) for location in one["locations"]
@@ -112,7 +159,7 @@ def _names(numbers: dict[str, Any]) -> dict[str, list[str]]:
     return {location: [wide[location], narrow[location]] for location in locations}
 
 
-def _vocabulary(numbers: dict[str, Any]) -> dict[str, Any]:
+def _vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the properties of statistics, metrics and colors that the charts need."""
     recorded = (name for one in numbers.get("series", []) for name in one["statistics"])
     statistics = {

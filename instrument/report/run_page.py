@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from ..analysis.findings import findings
+from ..analysis.findings import Finding, findings
 from ..analysis.load import Run
-from ..analysis.plot_data import location_name
 from ..plot.style import CATEGORIES
+from ..rules.step_rows import location_name
 from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
 from ..spec.schedule import STEP_PHASES
@@ -27,6 +28,7 @@ OUTCOMES = {
     "killed": "The run was killed: its last steps may be missing, and it has no coverage table.",
     "running": "The run is in progress: this page shows the data recorded so far.",
     "interrupted": "The run was interrupted.",
+    "deleted": "The folder of the run was deleted: this page shows the data that was read before.",
     "unknown": "run.json cannot be read: this page shows the tables only.",
 }
 PARTS = {
@@ -44,60 +46,118 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True)
+class PageTables:
+    """The tables that the page shows as text.
+
+    Attributes:
+        path: The folder of the run.
+        info: The content of run.json.
+        steps: The number of steps.
+        layers: The table `layers`.
+        events: The first events.
+        event_count: The number of all events.
+        coverage: The table `coverage`.
+        findings: The findings.
+        problems: Files that cannot be read.
+    """
+
+    path: Path
+    info: Mapping[str, Any]
+    steps: int
+    layers: pd.DataFrame
+    events: pd.DataFrame
+    event_count: int
+    coverage: pd.DataFrame
+    findings: Sequence[Finding]
+    problems: Sequence[str]
+
+
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
-    info = run.info
     numbers = charts(run)
+    add_settings(numbers, run.info)
+    steps = run.metrics[run.metrics["phase"].isin(STEP_PHASES)]["step"].nunique()
+    observed = findings(run)
+    tables = PageTables(
+        *(run.path, run.info, steps, run.layers, run.events, len(run.events)),
+        *(run.coverage, observed, run.problems),
+    )
+    return values(tables, numbers), numbers
+
+
+def add_settings(numbers: Mapping[str, Any], info: Mapping[str, Any]) -> None:
+    """Add the settings of each intervention to the data of its chart."""
     settings = _intervention_settings(info)
     for effect in numbers["effects"]:
         effect["settings"] = settings.get(effect["hook"], "")
-    events = run.events
-    words = {
-        "title": info.get("name") or run.path.name,
+
+
+def values(tables: PageTables, numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the template.
+
+    Args:
+        tables: The tables.
+        numbers: The data of the charts.
+    """
+    info = tables.info
+    return {
+        "title": info.get("name") or tables.path.name,
         "status": info["status"],
-        "facts": _facts(run, info),
-        "findings": findings(run),
+        "facts": _facts(tables),
+        "findings": tables.findings,
         "interventions": bool(numbers["acted"]),
         "has_alerts": bool(numbers["alerts"]),
-        "coverage": _coverage(run.coverage),
-        "events": _events(events),
-        "more_events": max(0, len(events) - MOST_EVENTS),
-        "tree": _tree(run.layers),
-        "colour_of": _colours(run.layers),
+        "coverage": _coverage(tables.coverage),
+        "events": _events(tables.events),
+        "more_events": max(0, tables.event_count - MOST_EVENTS),
+        "tree": _tree(tables.layers),
+        "colour_of": _colours(tables.layers),
         "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
         "parts": list(PARTS.items()),
+        "alerts": _alerts(tables),
     }
-    return {**words, "alerts": _alerts(run, info, events)}, numbers
 
 
 def _command(arguments: list[str]) -> str:
     """Return the command line that started the run, as far as `sys.argv` shows it."""
-    module = Path(arguments[0]).name == "__main__.py" if arguments else False
-    return shlex.join(["python", "-m", "instrument", *arguments[1:]] if module else arguments)
+    modules = {"__main__.py": "instrument", "replay.py": "instrument.replay"}
+    module = modules.get(Path(arguments[0]).name) if arguments else None
+    return shlex.join(arguments if module is None else ["python", "-m", module, *arguments[1:]])
 
 
-def _facts(run: Run, info: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _replay_text(info: Mapping[str, Any]) -> str | None:
+    """Return which run and steps a replay repeats; None for other runs."""
+    if not (replay := info.get("replay")):
+        return None
+    start, stop = replay["steps"]
+    what = "counterfactual" if replay["counterfactual"] else "replay"
+    return f"{what} of {replay['source']}, steps {start} to {stop - 1}"
+
+
+def _facts(tables: PageTables) -> list[tuple[str, str]]:
     """Return the facts of the header: model, data, device, duration and versions."""
+    info = tables.info
     data = info.get("data") or {}
     model = ((info.get("config") or {}).get("model") or {}).get("_target_")
-    steps = run.metrics[run.metrics["phase"].isin(STEP_PHASES)]["step"].nunique()
     forward = _forward_text(info)
     means = info.get("metrics") or {}
     facts = {
+        "origin": _replay_text(info),
         "model": model,
         "data": data.get("dataset"),
         "mode": forward,
         "samples": _samples_text(data, trains=forward is None),
         "device": info.get("device"),
-        "steps" if forward is None else "batches": f"{steps:,}",
+        "steps" if forward is None else "batches": f"{tables.steps:,}",
         **({} if forward is None else {f"mean {name}": _four_digits(means.get(name)) for name in ("loss", "accuracy")}),
         "weights": (info.get("init_from") or {}).get("path"),
         "seed": info.get("seed"),
         "started": _moment(info.get("started")),
         "duration": _duration(info),
         "overhead": None if info.get("overhead") is None else f"{info['overhead']:+.1%} per step",
-        "parameters": f"{int(run.layers['parameters'].sum()):,}" if len(run.layers) else None,
+        "parameters": f"{int(tables.layers['parameters'].sum()):,}" if len(tables.layers) else None,
         "torch": (info.get("versions") or {}).get("torch"),
         "revision": (info.get("git_revision") or "")[:12] or None,
     }
@@ -134,16 +194,20 @@ def _duration(info: Mapping[str, Any]) -> str | None:
     return str(took)
 
 
-def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dict[str, Any]]:
+def _alerts(tables: PageTables) -> list[dict[str, Any]]:
     """Return the problems shown at the top of the page, the most severe ones first."""
+    info = tables.info
     found: list[dict[str, Any]] = []
-    if info.get("error") and info["status"] != "interrupted":
+    if info["status"] == "stopped":
+        message = f"The run was stopped before its last step: {info.get('error')}"
+        found.append({"severity": "warning", "rule": "stopped", "message": message, "step": None})
+    elif info.get("error") and info["status"] != "interrupted":
         found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
     elif info["status"] in OUTCOMES:
         found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})
     if info.get("recording_stopped"):
         found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
-    shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
+    shown = [event for event in _rows(tables.events) if event["severity"] in ("error", "warning")]
     shown_messages = {alert["message"] for alert in found}
     found += [
         event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in shown_messages
@@ -157,7 +221,7 @@ def _alerts(run: Run, info: Mapping[str, Any], events: pd.DataFrame) -> list[dic
             "step": None,
         }
         found = [*found[:MOST_ALERTS], more]
-    damaged = [{"severity": "error", "rule": "files", "message": problem, "step": None} for problem in run.problems]
+    damaged = [{"severity": "error", "rule": "files", "message": problem, "step": None} for problem in tables.problems]
     return damaged + found
 
 

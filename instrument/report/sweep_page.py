@@ -11,7 +11,7 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
-from ..analysis.confidence_interval import half_width
+from ..analysis.confidence_interval import CONFIDENCE, adjusted, half_width, p_values
 from ..analysis.config_comparison import to_yaml
 from ..analysis.load import Run
 from ..analysis.runs_with_and_without import Pair, pairs
@@ -51,7 +51,8 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "overrides": shown,
         "metrics": metrics,
         "rows": _rows(run, run_data, shown, metrics),
-        "pairs": _effects(run, metrics),
+        "pairs": (effects := _effects(run, metrics)),
+        "intervals": sum(bool(row["interval"]) for row in effects),
         "parts": list(PARTS.items()),
     }
     return words, charts(run, run_data)
@@ -98,7 +99,10 @@ def _rows(run: Run, run_data: Sequence[RunData], shown: list[str], metrics: list
 
 
 def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
-    """Return the effect of each intervention on each metric: mean paired difference, interval, and all differences."""
+    """Return the effect of each intervention on each metric: mean paired difference, interval, and all differences.
+
+    An effect survives if its p-value, adjusted for the number of intervals, is below 5%.
+    """
     groups: dict[tuple[str, str], list[Pair]] = {}
     for pair in pairs(run):
         groups.setdefault((pair.hook, pair.settings), []).append(pair)
@@ -113,21 +117,24 @@ def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
             if known:
                 row = {"hook": hook, "settings": settings, "metric": metric, "count": len(known)}
                 rows.append({**row, **_paired(pd.DataFrame(known, columns=["seed", "without", "treated"]))})
-    return rows
+    limits = adjusted(np.array([row["p_value"] for row in rows], float)) < 1 - CONFIDENCE
+    return [{**row, "survives": bool(survives)} for row, survives in zip(rows, limits, strict=True)]
 
 
-def _paired(pairs: pd.DataFrame) -> dict[str, str]:
+def _paired(pairs: pd.DataFrame) -> dict[str, Any]:
     """Return the means without and with an intervention, and of the difference, with its interval over the seeds."""
     pairs = pairs.assign(difference=pairs["treated"] - pairs["without"])
     seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in pairs.groupby("seed")])  # keeps NaN of a diverged run
     means = seeds.mean(skipna=False)
     squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
-    width = float(half_width(np.array(squares), np.array(len(seeds))))
+    numbers = (np.array(squares), np.array(len(seeds)))
+    width = float(half_width(*numbers))
     ends = [format_number(means["difference"] + side * width, sign=True) for side in (-1, 1)]
     return {
         "without": format_number(means["without"]),
         "treated": format_number(means["treated"]),
         "difference": format_number(means["difference"], sign=True),
         "interval": "" if math.isnan(width) else f"{ends[0]} to {ends[1]}",
+        "p_value": float(p_values(np.array(means["difference"]), *numbers)),
         "each": "  ".join(format_number(difference, sign=True) for difference in pairs["difference"]),
     }

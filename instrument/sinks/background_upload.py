@@ -9,6 +9,7 @@ No step waits for the upload, and no rows are kept in memory for it.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -166,8 +167,8 @@ class Upload:
                 self.sent.files, self.sent.bytes = self.sent.files + 1, self.sent.bytes + file.stat().st_size
         if self.sent.files == before:
             return
-        if self.rank == 0:
-            self._put_record()  # its modification time shows that the run is active
+        if self.rank == 0 and json.loads((self.folder / RECORD).read_text())["status"] == "running":
+            self._put_record()  # its modification time shows that the run is active; the final one is sent last
         if not self.keep_local:
             remove_sent(self.folder, self.remote, self.rank)
 

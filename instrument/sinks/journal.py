@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -174,6 +174,10 @@ class JournalReader:
             self.end += self._source.tell() - began
             self.rows += batch.num_rows
             yield batch
+
+    def without_content(self) -> JournalReader:
+        """Return this reading without the content that was read, as the start of the next one."""
+        return replace(self, _source=None, _stream=None)
 
     def _set_problem(self, error: Exception) -> None:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -235,7 +235,7 @@ class ParquetSink:
         step = 0 if self._step is None else self._step + 1
         problem = error.strerror or str(error)
         self.failure = f"cannot write to {self.folder}: {problem}; {self._describe_saved()}"
-        event = (step, own_rank(), None, "recording", self.failure, "error")
+        event = (step, own_rank(), None, "recording", self.failure, "error", None, None, None)
         with suppress(OSError):
             self._reserve.unlink()
         with suppress(OSError):

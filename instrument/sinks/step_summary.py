@@ -52,7 +52,7 @@ class SummaryCollector:
                 self._steps[step].scalars[tag, fold].append(value)
             if table == "distributions" and (histogram := Histogram.of(row)) is not None:
                 self._steps[row[0]].histograms[f"{tag_prefix(row)}/histogram"].append(histogram)
-        for step, _, layer, rule, message, severity in rows if table == "events" else ():
+        for step, _, layer, rule, message, severity, *_ in rows if table == "events" else ():
             location = f" {layer}" if layer else ""
             self._steps[step or 0].texts[f"events/{severity}"].append(f"{rule}{location}: {message}")
 

@@ -100,4 +100,4 @@ class TeeSink:
         failed = str(error) if isinstance(error, SinkError) else f"{name} failed: {type(error).__name__}: {error}"
         message = f"{failed}; {name} receives no more data, the run continues, and Parquet has every row"
         self.report(message)
-        self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning")])
+        self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning", None, None, None)])

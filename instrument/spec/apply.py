@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, WithJsonSchema, field_validator, model_validator
 
-from .base import UnknownNameError
 from .field_types import Count, Number, Selection, Target
+from .messages import UnknownNameError
 
 _KAIMING = ("a", "mode", "nonlinearity")
 INIT_FUNCTIONS: dict[str, tuple[str, ...]] = {

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from .condition import Condition, When
 from .field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
 from .kinds import KINDS, Kind
 from .schedule import Phase, Schedule
+from .statistics import STATISTICS
 
 if TYPE_CHECKING:
     KindName = str
@@ -83,6 +85,11 @@ class HookBase(Selection):
     steps: tuple[Index, ...] | None = Field(
         None, min_length=1, description="These steps only. Cannot be combined with every, start or stop."
     )
+    when: When | None = Field(
+        None,
+        description="Act only where a condition on the tensor holds, {stat: l2, above: 10, times: median}, or in the step after the rule "
+        "of this name fired.",
+    )
     keep_as: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*$",
@@ -130,6 +137,16 @@ class HookBase(Selection):
         return KINDS[self.kind]
 
     @property
+    def condition(self) -> Condition | None:
+        """The condition on the tensor; None if the hook has none, or follows a rule."""
+        return self.when if isinstance(self.when, Condition) else None
+
+    @property
+    def follows(self) -> str | None:
+        """The rule that turns the hook on for one step; None if the hook does not wait for a rule."""
+        return self.when if isinstance(self.when, str) else None
+
+    @property
     def tensor_role(self) -> str:
         """The role, or the default role of the kind."""
         return self.role or self.definition.roles[0]
@@ -151,7 +168,8 @@ class HookBase(Selection):
             for name in ("samples", "positions"):
                 if name in self.selection:
                     raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
-        if self.unit_dim is not None and self.units is None and not self._uses_units:
+        is_of_units = self.condition is not None and self.condition.stat == "dead_fraction"
+        if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
             raise ValueError("'unit_dim' requires 'units', dead_fraction in 'stats', or a function of units")
         return self
 
@@ -159,6 +177,15 @@ class HookBase(Selection):
     def _uses_units(self) -> bool:
         """Whether a statistic or a function uses the units."""
         return False
+
+    @model_validator(mode="after")
+    def _validate_condition(self) -> HookBase:
+        condition = self.condition
+        if condition is not None and not condition.fits(self.kind, self.tensor_role):
+            where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[condition.stat].only)
+            given = f"this hook has kind {self.kind}, role {self.tensor_role}"
+            raise ValueError(f"stat {condition.stat} of 'when' requires {where}; {given}")
+        return self
 
     @model_validator(mode="after")
     def _validate_schedule(self) -> HookBase:
@@ -223,11 +250,3 @@ class InterventionSpec(HookBase):
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
             raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
         return self
-
-
-class UnknownNameError(ValueError):
-    """A name that is not in a fixed set. It carries the set, so that the message can suggest similar names."""
-
-    def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:
-        self.what, self.name, self.allowed = what, name, allowed
-        super().__init__(f"unknown {what} {name!r}")

@@ -32,7 +32,7 @@ class ClipSpec(InterventionSpec):
     scope: Literal["tensor", "sample", "all"] | None = Field(
         None,
         description="The tensors of one norm: each tensor, each sample of it (dimension 0), or all tensors that the spec "
-        "matches. Default: all for parameter_grad, as in clip_grad_norm_; tensor for other kinds.",
+        "matches. Default: all for parameter_grad, as in clip_grad_norm_; tensor for other kinds, and with a condition in 'when'.",
     )
 
     @model_validator(mode="after")
@@ -50,6 +50,10 @@ class ClipSpec(InterventionSpec):
             raise ValueError("'ord' and 'scope' require 'norm'")
         if self.scope == "all" and self.kind != "parameter_grad":
             raise ValueError("'scope: all' requires kind parameter_grad, the only kind with all tensors at once")
+        if self.scope == "all" and self.condition is not None:
+            raise ValueError(
+                "'scope: all' has one norm of all tensors, but the condition of 'when' is about each tensor"
+            )
         if self.scope == "sample" and self.definition.family != "module":
             raise ValueError(f"'scope: sample' requires a batch dimension, which kind {self.kind} does not have")
         if self.ratio is not None and self.definition.family != "parameter":
@@ -59,7 +63,7 @@ class ClipSpec(InterventionSpec):
     @property
     def norm_scope(self) -> Literal["tensor", "sample", "all"]:
         """The scope, or its default for the kind."""
-        return self.scope or ("all" if self.kind == "parameter_grad" else "tensor")
+        return self.scope or ("all" if self.kind == "parameter_grad" and self.condition is None else "tensor")
 
 
 def _factor(value: object) -> float | tuple[float, ...] | dict[int, float]:

@@ -22,6 +22,7 @@ from .base import parse_slice
 from .budget import BudgetConfig
 from .field_types import Count, Index, Seed, Spec, Target, number_to_text
 from .hooks import HookSpec
+from .rules import RuleSpec
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
 
@@ -117,7 +118,12 @@ class CheckpointConfig(Spec):
 
     every: Index = Field(
         0,
-        description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints. Only the latest one is kept.",
+        description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints.",
+    )
+    keep: Count | None = Field(
+        1,
+        description="The number of checkpoints that are kept, the latest ones; null: all, so that instrument.replay begins close to "
+        "any step.",
     )
 
 
@@ -341,6 +347,10 @@ class RunConfig(Spec):
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
     hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="The hooks, by name.")
+    rules: SkipValidation[dict[str, RuleSpec]] = Field(
+        default_factory=dict,
+        description="The rules, by name: conditions on the recorded rows, and what happens when one of them holds.",
+    )
     budget: Annotated[BudgetConfig, BeforeValidator(_empty_if_none)] = Field(
         default_factory=BudgetConfig,
         description="Limits for the cost of record hooks. Hooks over budget are sampled less often.",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -12,6 +13,7 @@ from .base import HookBase
 from .config import RunConfig
 from .field_types import Target
 from .modify import FUNCTIONS, FunctionSpec
+from .rules import RULES, CustomRule, WatchRule
 
 
 def fields_of(model: type[BaseModel]) -> list[str]:
@@ -31,7 +33,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
     Returns:
         The names; for a spec, those of every action. Empty if the key is no section or allows any argument.
     """
-    if len(path) == 2 and path[0] in ("hooks", "apply"):
+    if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])
     in_spec = len(path) > 2 and path[0] == "hooks"
     model = model_at(HookBase, path[2:]) if in_spec else model_at(RunConfig, path)
@@ -40,7 +42,9 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
 
 @cache
 def fields_of_specs(name: str) -> tuple[str, ...]:
-    """Return the fields of all specs of `hooks` or `apply`, for all actions."""
+    """Return the fields of all specs of `hooks`, `apply` or `rules`, for all actions."""
+    if name == "rules":
+        return _unique_fields([*RULES.values(), WatchRule, CustomRule], [])
     if name == "apply":
         arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
         return _unique_fields(apply.ACTIONS.values(), arguments)
@@ -55,9 +59,17 @@ def model_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | N
     """Return the model of a nested section, starting from another model; None if it does not exist."""
     for part in path:
         field = model.model_fields.get(part)
-        kinds = () if field is None else (field.annotation, *getattr(field.annotation, "__args__", ()))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        inner = None if field is None else next(_models_in(field.annotation), None)
         if inner is None:
             return None
         model = inner
     return model
+
+
+def _models_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the models in the type of a field, without those of a mapping's values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) is not dict:
+        for part in get_args(annotation):
+            yield from _models_in(part)

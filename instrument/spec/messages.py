@@ -31,3 +31,11 @@ def message_of(item: Mapping[str, Any]) -> str:
     """
     text: str = _MESSAGES.get(item["type"], item["msg"])
     return re.sub(r"^(?:Input|String) should ", "must ", text.removeprefix("Value error, "))
+
+
+class UnknownNameError(ValueError):
+    """A name that is not in a fixed set. It carries the set, so that the message can suggest similar names."""
+
+    def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:
+        self.what, self.name, self.allowed = what, name, allowed
+        super().__init__(f"unknown {what} {name!r}")

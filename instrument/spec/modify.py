@@ -288,6 +288,8 @@ class FunctionSpec(ModifySpec):
 
     @model_validator(mode="after")
     def _validate_together(self) -> FunctionSpec:
+        if self.together and self.condition is not None:
+            raise ValueError("'together' passes several tensors, but the condition of 'when' is about each tensor")
         kinds = ("forward_pre", "forward", "full_backward_pre", "full_backward", "function", "function_grad")
         if self.together and self.kind not in kinds:
             hint = f"requires one of the kinds {', '.join(kinds)}"

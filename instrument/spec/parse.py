@@ -14,16 +14,16 @@ from ..errors import ConfigError, Problem, similar_names
 from . import apply as apply_specs
 from . import hooks as hook_specs
 from .apply import ApplySpec
-from .base import UnknownNameError
 from .budget import BudgetConfig
 from .config import RunConfig
 from .field_types import Target, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
-from .messages import TARGET, message_of
+from .messages import TARGET, UnknownNameError, message_of
 from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
 from .record import CustomStatistic, StatisticsSpec
+from .rules import RESERVED, RULES, CustomRule, RuleSpec, WatchRule
 from .schedule import Phase
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -45,7 +45,11 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
-    for section, parse in (("hooks", partial(parse_hooks, phase=phase)), ("apply", parse_apply)):
+    for section, parse in (
+        ("hooks", partial(parse_hooks, phase=phase)),
+        ("apply", parse_apply),
+        ("rules", parse_rules),
+    ):
         try:
             parsed[section] = parse(raw.get(section))
         except ConfigError as error:
@@ -69,7 +73,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     for section in ("optimizer", "scheduler"):
         problems += _not_finite(raw.get(section), section)
     missing = {problem.where for problem in problems}
-    rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply")}
+    rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply", "rules")}
     try:
         config = RunConfig.model_validate({**rest, **parsed})
     except ValidationError as error:
@@ -150,6 +154,29 @@ def parse_apply(raw: Any) -> dict[str, ApplySpec]:
         ConfigError: A spec is invalid. The error contains every problem.
     """
     return _parse_section("apply", raw, _apply_class, {})
+
+
+def parse_rules(raw: Any) -> dict[str, RuleSpec]:
+    """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
+
+    An optional rule of the catalogue, such as a default rule, is left out if another entry has the same rule.
+
+    Returns:
+        The rules by name.
+
+    Raises:
+        ConfigError: A rule is invalid. The error contains every problem.
+    """
+    rules: dict[str, RuleSpec] = _parse_section("rules", raw, _rule_class, {})
+    problems = [
+        Problem("rules", "other events have this name", given=name, fix="choose another name for the rule")
+        for name in rules
+        if name in RESERVED
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    given = {getattr(rule, "rule", None) for rule in rules.values() if not rule.optional}
+    return {name: rule for name, rule in rules.items() if not rule.optional or getattr(rule, "rule", None) not in given}
 
 
 def _parse_section(
@@ -256,6 +283,14 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
 
 def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     return apply_specs.ACTIONS[_choice(value, "action", apply_specs.ACTIONS, where)]
+
+
+def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
+    if value.get("_target_") is not None:
+        return CustomRule
+    if "watch" in value:
+        return WatchRule
+    return RULES[_choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")]
 
 
 def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: str, hint: str = "") -> str:

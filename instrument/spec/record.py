@@ -18,9 +18,9 @@ from pydantic import (
     model_validator,
 )
 
-from .base import ObservationSpec, UnknownNameError
+from .base import ObservationSpec
 from .field_types import Count, IndexList, Target
-from .messages import message_of
+from .messages import UnknownNameError, message_of
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
 
 
@@ -79,6 +79,7 @@ Statistics = Annotated[
 ]
 DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 DEFAULT_BINS, MAX_BINS = 64, 4096
+MAX_KEPT_STEPS = 10_000
 
 
 def _levels(value: Any) -> Any:
@@ -203,6 +204,11 @@ class RecordSpec(StatisticsSpec):
         description="A number N: limit the recorded tensors, and a 'slice', to the first N samples (dimension 0). A list: record "
         "only the samples at these indices.",
     )
+    keep: Annotated[int, Field(ge=1, le=MAX_KEPT_STEPS)] | None = Field(
+        None,
+        description="Keep the tensors of the last N recorded steps in memory. They are written when the rule of 'when' fires (default: "
+        "each rule non_finite), or when the run fails.",
+    )
     max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
     dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
         None, description="Convert the values to this dtype; complex tensors keep theirs."
@@ -214,12 +220,21 @@ class RecordSpec(StatisticsSpec):
             raise ValueError(
                 "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are requested"
             )
-        tensor_options = {"samples", "max_elements", "dtype"} - {*self.selection} & self.model_fields_set
+        tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
         if tensor_options and not self.tensors:
             raise ValueError(
                 f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
             )
+        if self.keep is not None and self.condition is not None:
+            raise ValueError(
+                "'keep' requires the name of a rule in 'when'; the rule {watch: HOOK, stat: ..., above: ...} has the same condition"
+            )
         return self
+
+    @property
+    def follows(self) -> str | None:
+        """The rule that turns the hook on for one step. A hook that keeps its tensors is always on."""
+        return None if self.keep is not None else super().follows
 
     @property
     def distribution(self) -> bool:

@@ -29,7 +29,7 @@ def experiment_schema() -> dict[str, Any]:
     schema.pop("required", None)
     for section in ("DataConfig", "TrainConfig", "SliceSpec", "SinkConfig", "Target"):
         schema["$defs"][section].pop("required", None)
-    for section in ("hooks", "apply"):
+    for section in ("hooks", "apply", "rules"):
         entry = schema["properties"][section]["additionalProperties"]
         schema["properties"][section] = {
             "description": schema["properties"][section]["description"],

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from ..errors import ConfigError, Problem
 from .base import HookBase
 from .hooks import HookSpec
-from .parse import parse_hooks
+from .parse import parse_hooks, parse_rules
+from .rules import RuleSpec, default_rules
 
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
@@ -37,6 +38,33 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
     if isinstance(given, Sequence) and not isinstance(given, str):
         return parse_hooks([_plain(spec) for spec in given])
     return parse_hooks(given)
+
+
+def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | None = "default") -> dict[str, RuleSpec]:
+    """Parse the rules of a custom training loop.
+
+    Args:
+        specs: The argument of `read_specs`. The file or mapping can have a section `rules` next to `hooks`.
+        rules: Rules by name, which replace those of the file and the default rules with the same name; None for an entry
+            removes it. `default`: no further rules. None: no rules at all.
+
+    Returns:
+        The rules by name: those of the catalogue, of the file, and of the argument.
+
+    Raises:
+        ConfigError: A rule is invalid.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping) and rules != "default":
+        raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules))
+    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    in_file = (
+        given.get("rules") if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else None
+    )
+    if in_file is not None and not isinstance(in_file, Mapping):
+        raise ConfigError(Problem("rules", "must be a mapping from names to rules", given=in_file))
+    return parse_rules({**default_rules(), **(in_file or {}), **({} if rules == "default" else rules)})
 
 
 def _read_file(path: Path) -> Any:

@@ -87,6 +87,21 @@ STATISTICS: dict[str, Statistic] = {
 ALL: tuple[str, ...] = tuple(STATISTICS)
 
 
+NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio")
+"""The statistics of values that are never negative."""
+
+
+def unreachable_bound(name: str, above: float | None, below: float | None) -> str | None:
+    """Return why a built-in statistic can never be above or below a number; None if it can."""
+    unit = STATISTICS[name].unit
+    is_fraction = unit in ("fraction", "units")
+    if is_fraction and above is not None and above >= 1:
+        return f"above ({above:g}) cannot be reached: {name} is at most 1"
+    if (is_fraction or unit == "count" or name in NONNEGATIVE) and below is not None and below <= 0:
+        return f"below ({below:g}) cannot be reached: {name} is at least 0"
+    return None
+
+
 def statistic_of(name: str) -> Statistic:
     """Return the definition of a built-in or custom statistic."""
     return STATISTICS.get(name) or Statistic(name, "a custom statistic", "custom", "float64", default=False)

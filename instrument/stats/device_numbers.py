@@ -39,8 +39,9 @@ class DeviceNumbers:
         return values
 
     def on_device(self) -> Tensor:
-        """Return the values as float64 [values] on the device, with NaN for no value."""
-        numbers = torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.numbers])
+        """Return the values [values] on the device in its widest dtype, with NaN for no value."""
+        dtype = widest(self.numbers[0].device)
+        numbers = torch.cat([tensor.reshape(-1).to(dtype) for tensor in self.numbers])
         nan = torch.full_like(numbers[0], torch.nan)
         return torch.stack([nan if value is None else value for value in self.convert(numbers.unbind())])
 

@@ -29,7 +29,7 @@ from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 JOB_NUMBER = "${hydra.job.num}"
-DONE, RUNNING, MISSING, UNKNOWN = "done", "running", "missing", "unknown"
+DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,18 @@ def is_search(hydra: DictConfig) -> bool:
     return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
 
 
+def worst_score(hydra: DictConfig) -> float:
+    """Return the objective value of a pruned trial: infinity, with the sign that is the worst one.
+
+    The sweeper can report a trial as complete or failed only, and a failed trial teaches Optuna nothing. With the worst value,
+    the trial is never the best one, and Optuna avoids its settings.
+
+    Args:
+        hydra: Section `hydra` of the configuration of the job.
+    """
+    return math.inf if _directions(hydra.sweeper.direction) == ["minimize"] else -math.inf
+
+
 def check_search(hydra: DictConfig) -> None:
     """Check that a search can start, and that it can continue an existing study of the same name.
 
@@ -62,13 +74,15 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
 
     Returns:
         Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
-        Empty if the folder has no readable results file.
+        Empty if the folder has no readable results file, or if every trial was pruned.
     """
     file = folder / RESULTS
     try:
         results = yaml.safe_load(file.read_text())
         best, value = results["best_params"], float(results["best_value"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return {}
+    if not math.isfinite(value):  # every trial was pruned
         return {}
     chosen = [f"{name}={setting}" for name, setting in best.items()]
     name, source = OBJECTIVE_KEY, "from an earlier sweep of the study"

@@ -9,7 +9,7 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from ..folders.folder_snapshot import SUBMITTED
-from .jobs import DONE, Sweep, SweepJob, count_by_status
+from .jobs import DONE, STOPPED, Sweep, SweepJob, count_by_status
 from .optuna_checks import best_trial
 
 MAX_LISTED = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
@@ -23,21 +23,30 @@ def print_summary(folder: Path) -> None:
     if not jobs:
         print(f"no job was started in {folder}", file=sys.stderr)
         return
-    unfinished = [job for job in jobs if job.status != DONE]
-    print(f"\n{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", file=sys.stderr)
-    for job in unfinished if len(unfinished) <= MAX_LISTED else ():
-        parts = (str(job.folder), job.status, sweep.label(job), job.error)
-        print("  ".join(part for part in parts if part), file=sys.stderr)
-    for line in grouped_lines(unfinished):
-        print(line, file=sys.stderr)
+    print("", *job_lines(sweep, jobs), sep="\n", file=sys.stderr)
     for name, text in outcome(sweep, jobs).items():
         print(f"{name:<13}{text}", file=sys.stderr)
     if (terminals := folder / SUBMITTED).exists():
         print(f"job output   {terminals}", file=sys.stderr)
     command = f"python -m instrument.sweep {shlex.quote(str(folder))}"
     print(f"all jobs     {command}", file=sys.stderr)
-    if unfinished and sweep.has_known_jobs:
+    if any(job.status not in (DONE, STOPPED) for job in jobs) and sweep.has_known_jobs:
         print(f"rerun        {command} --rerun", file=sys.stderr)
+
+
+def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
+    """Return the number of jobs, and one line for each job or group of jobs that is not done.
+
+    Args:
+        sweep: Sweep that is finished.
+        jobs: All jobs of the sweep.
+    """
+    unfinished = [job for job in jobs if job.status != DONE]
+    if not unfinished:
+        return [f"{len(jobs)} jobs in {sweep.folder}"]
+    parts = [(str(job.folder), job.status, sweep.label(job), job.error) for job in unfinished[:MAX_LISTED]]
+    single = ["  ".join(part for part in cells if part) for cells in parts]
+    return [f"{len(jobs)} jobs in {sweep.folder}: {count_by_status(jobs)}", *(grouped_lines(unfinished) or single)]
 
 
 def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:

@@ -5,7 +5,7 @@
 
 A checkpoint is written at the end of a step. First, all rows are written to Parquet parts, and the checkpoint stores
 the number of parts. Parts with a higher number belong to steps that are repeated after a resume. The checkpoint is
-written to a temporary file and renamed. Then the previous checkpoint is removed. A checkpoint contains only tensors,
+written to a temporary file and renamed. Then old checkpoints are removed. A checkpoint contains only tensors,
 numbers, strings, lists and dictionaries, so that `torch.load(weights_only=True)` can read it. In `mode: forward`, it
 contains the position in the data, the random states and the counts of the hooks, but no weights.
 
@@ -33,14 +33,14 @@ from ..capture.probe import Probe
 from ..distributed.torchrun import synced_errors
 from ..dtensor import full_tensor, mesh_of, pack_shards, unpack_shards
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.run_record import CHECKPOINTS
+from ..folders.run_record import CHECKPOINTS, checkpoint_steps
 from ..sinks.parquet import ParquetSink
 from .experiment import Experiment
 
 if TYPE_CHECKING:
     from ..distributed.process_group import Processes
 
-VERSION = 4
+VERSION = 5
 TEMPORARY_SUFFIX = ".tmp"
 
 
@@ -53,12 +53,19 @@ class Checkpoints:
             which disables checkpoints.
         processes: The processes that train together; all of them save and load at the same time. Default: None, a
             single process.
+        keep: The number of checkpoints that are kept, the latest ones; None keeps all. Default: 1.
     """
 
-    def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None) -> None:
+    def __init__(self, folder: Path, every: int = 0, processes: Processes | None = None, keep: int | None = 1) -> None:
         self.folder = folder
         self.every = every
         self.processes = processes
+        self.keep = keep
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of completed steps of the saved checkpoints, in ascending order."""
+        return checkpoint_steps(self.folder)
 
     def is_scheduled(self, step: int, steps: int) -> bool:
         """Return whether a checkpoint is scheduled.
@@ -110,17 +117,18 @@ class Checkpoints:
                 self.processes.wait()
             if not own_rank():
                 _replace_final(path)
-                self._remove_others(probe.step)
+                self._remove_old(probe.step)
         except BaseException:
             with suppress(OSError):
                 path.with_suffix(TEMPORARY_SUFFIX).unlink()
             raise
 
-    def load(self, rank: int = 0) -> dict[str, Any]:
-        """Load the latest checkpoint.
+    def load(self, rank: int = 0, step: int | None = None) -> dict[str, Any]:
+        """Load a checkpoint.
 
         Args:
             rank: The rank of this process. Default: 0.
+            step: The number of completed steps, one of `steps`. Default: None, the latest checkpoint.
 
         Returns:
             The state for this process, with all tensors on the CPU.
@@ -128,8 +136,9 @@ class Checkpoints:
         Raises:
             ConfigError: The run has no checkpoint, or the file has another version.
         """
-        files = sorted((self.folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
-        if not files:
+        where = "resume" if step is None else "RUN"
+        steps = self.steps if step is None else [step]
+        if not steps:
             raise ConfigError(
                 Problem(
                     "resume",
@@ -137,28 +146,32 @@ class Checkpoints:
                     given=str(self.folder),
                 )
             )
-        step = int(files[-1].stem.partition("-")[2])
         state: dict[str, Any] = {}
         for saved_rank in (rank,) if rank == 0 else (rank, 0):
             if "model" not in state:  # If the model is replicated, at most the file of rank 0 contains it.
-                path = self._file(step, saved_rank)
+                path = self._file(steps[-1], saved_rank)
                 try:
                     state = _read(path) | state
                 except InstrumentError as error:
-                    raise ConfigError(Problem("resume", str(error), given=str(path))) from None
+                    raise ConfigError(Problem(where, str(error), given=str(path))) from None
         return state
 
     def _file(self, step: int, rank: int) -> Path:
         """Return the path of a checkpoint file."""
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
-    def _remove_others(self, step: int) -> None:
-        """Remove the files of all other steps.
+    def _remove_old(self, step: int) -> None:
+        """Remove the files of all steps except the latest ones that are kept.
 
         For each step, the file of rank 0 is removed first, because the other files are ignored without it.
+
+        Args:
+            step: The step of the checkpoint that was just saved. It is the latest one.
         """
+        saved = [earlier for earlier in self.steps if earlier <= step]
+        kept = tuple(f"step-{each:08d}" for each in (saved if self.keep is None else saved[-self.keep :]))
         for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
-            if not file.name.startswith(f"step-{step:08d}"):
+            if not file.name.startswith(kept):
                 with suppress(OSError):
                     file.unlink()
 
@@ -252,13 +265,15 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None:
+def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resumes: bool = True) -> None:
     """Load a checkpoint into an experiment and its probe, except for the random states (see `restore_random`).
 
     Args:
         state: The checkpoint, from `Checkpoints.load`.
         experiment: The experiment, built from the same configuration.
-        probe: The probe, built from the same configuration.
+        probe: The probe. To resume, it is built from the same configuration.
+        resumes: Whether the probe continues the recording of the run. A replay begins a recording of its own, which may
+            have other hooks. Default: True.
 
     Raises:
         ConfigError: The checkpoint does not match the experiment.
@@ -273,7 +288,10 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe) -> None
         for name, part in parts.items():
             part.load_state_dict(state[name] if mesh is None else unpack_shards(state[name], mesh))
         experiment.batches.load_state_dict(state["batches"])
-        probe.load_state_dict(state["probe"])
+        if resumes:
+            probe.load_state_dict(state["probe"])
+        else:
+            probe.begin_at(state["step"], state["probe"]["epoch"])
     except (KeyError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(Problem("resume", "the checkpoint does not match this experiment", given=reason)) from None

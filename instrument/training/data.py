@@ -270,6 +270,7 @@ class Batches:
             last for all steps, and in `mode: forward` up to the end of the slice.
         micro_batches_per_epoch: The number of micro-batches per epoch.
         steps: The number of steps of the run.
+        stop: The step at which the iteration ends. Default: `steps`. A replay ends earlier.
 
     Raises:
         ConfigError: The length of the run does not follow from that of a stream, or the sampler gives invalid indices.
@@ -300,6 +301,7 @@ class Batches:
         per_epoch = -(-self.micro_batches_per_epoch // config.accumulate)
         epochs = config.epochs if passes is None else passes
         self.steps = config.steps if config.steps is not None and passes is None else per_epoch * (epochs or 1)
+        self.stop = self.steps
         if sampler is not None:
             self._order_of_epoch()
             self._generator.set_state(self._before_epoch)
@@ -323,12 +325,12 @@ class Batches:
 
         The last step of an epoch may have fewer micro-batches.
         """
-        while self._done < self.steps and (self.passes is None or self._epoch < self.passes):
+        while self._done < self.stop and (self.passes is None or self._epoch < self.passes):
             for group in self._groups_of_epoch():
                 self._taken += len(group)
                 self._done += 1
                 yield self._epoch, group
-                if self._done == self.steps:
+                if self._done == self.stop:
                     return
             if not self._taken:
                 raise InstrumentError(f"the dataset has no samples for step {self._done}, in epoch {self._epoch}")

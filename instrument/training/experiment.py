@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,15 @@ from ..distributed.strategies import Strategy
 from ..distributed.unused_parameters import has_unused_parameters
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import structure, to_device
-from ..plan.cost import Length
+from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
+from ..rules.requirements import check_rules
 from ..spec.config import RunConfig
 from ..spec.field_types import Target
+from ..spec.record import RecordSpec
 from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
@@ -39,6 +41,7 @@ from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
 from .initial_weights import InitialWeights, LoadedWeights
 from .input_gradients import with_input_gradients
+from .learning_rate_scale import LearningRateScale
 from .loader import LoadedBatch, Loader
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
@@ -58,6 +61,7 @@ class Experiment:
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
         optimizer: The optimizer; None in `mode: forward`.
+        uses_closure: Whether the step of the optimizer requires a closure that computes the gradients, as in LBFGS.
         scheduler: The learning-rate scheduler; None without one.
         scaler: The gradient scaler. It is disabled unless the precision is fp16.
         strategy: How one or several processes train the model.
@@ -69,6 +73,7 @@ class Experiment:
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
         generating_phases: The phases without gradients in which the task generates tokens.
+        lr_scale: The factor of the learning rates, which can change during the training.
     """
 
     config: RunConfig
@@ -80,6 +85,7 @@ class Experiment:
     task: Task
     model: nn.Module
     optimizer: Optimizer | None
+    uses_closure: bool
     scheduler: LRScheduler | None
     scaler: GradScaler
     strategy: Strategy
@@ -90,6 +96,7 @@ class Experiment:
     archive: RunArchive
     weights: LoadedWeights | None
     generating_phases: frozenset[str]
+    lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context of forward passes."""
@@ -182,11 +189,16 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         eval_loader=eval_loader,
         length=length,
     )
+    _check_conditions(plan, length)
+    _check_rules(config, plan, length)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
     plan = replace(plan, shapes_checked=True)
     optimizer = _build_optimizer(config.optimizer, model) if trains else None
+    uses_closure = optimizer is not None and requires_closure(optimizer)
+    if uses_closure:
+        _check_closure(config, optimizer, strategy)
     check_optimizers(plan, () if optimizer is None else flatten_optimizer(optimizer))
     scheduler = None
     if optimizer is not None and config.scheduler is not None:
@@ -205,6 +217,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         task=task,
         model=model,
         optimizer=optimizer,
+        uses_closure=uses_closure,
         scheduler=scheduler,
         scaler=GradScaler(device.type, enabled=trains and config.train.precision == "fp16"),
         strategy=strategy,
@@ -215,6 +228,46 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         archive=archive,
         weights=weights,
         generating_phases=generating_phases,
+    )
+
+
+def _check_conditions(plan: HookPlan, length: Length) -> None:
+    """Check that the run is long enough for the conditions of hooks.
+
+    Raises:
+        ConfigError: A condition requires more earlier values than the run has.
+    """
+    problems = [
+        Problem(
+            f"hooks.{name}.when.after",
+            f"cannot be reached: the hook fires {times:,} times at each parameter",
+            spec.condition.after,
+            fix="reduce 'after'",
+        )
+        for name, spec in plan.specs.items()
+        # A module can be called several times in a step. The default also allows short trials of a configuration.
+        if spec.definition.family == "parameter"
+        if spec.condition is not None and "after" in spec.condition.model_fields_set
+        if (times := firings_of(spec, length).times) <= spec.condition.after
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
+    """Check that the hooks record what the rules read, and that the run is long enough for the rules.
+
+    Raises:
+        ConfigError: See `instrument.rules.requirements.check_rules`.
+    """
+    records_tensors = any(isinstance(spec, RecordSpec) and spec.tensors for spec in plan.specs.values())
+    evaluations = len(length.evaluations.regular) + (length.steps not in length.evaluations.regular)
+    check_rules(
+        config.rules,
+        plan.specs,
+        has_targets=config.data.ids == "all" or records_tensors,
+        evaluations=evaluations if config.mode == "train" else 0,
+        steps=length.steps,
     )
 
 
@@ -494,8 +547,7 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
     called with the model.
 
     Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return an optimizer; or the step of the
-            optimizer requires a closure, as in LBFGS.
+        ConfigError: The target does not exist, raises an exception, or does not return an optimizer.
     """
     bypass_compiler_in_methods()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -509,12 +561,23 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
             )
         )
     for each in flatten_optimizer(optimizer):
-        if requires_closure(each):
-            message = f"the step of {type(each).__name__} requires a closure, and the training loop of this package passes none"
-            fix = "choose another optimizer, or attach the hooks in your own loop with instrument.attach"
-            raise ConfigError(Problem("optimizer", message, given=target.target, fix=fix))
         bypass_compiler_in_step(each)
     return optimizer
+
+
+def _check_closure(config: RunConfig, optimizer: Optimizer | None, strategy: Strategy) -> None:
+    """Check that the training supports an optimizer whose step requires a closure.
+
+    Raises:
+        ConfigError: It uses a gradient scaler, or several processes.
+    """
+    what = f"the step of {type(optimizer).__name__} requires a closure"
+    if config.train.precision == "fp16":
+        message = f"{what}, which the gradient scaler of PyTorch does not support"
+        raise ConfigError(Problem("train.precision", message, "fp16", fix="set train.precision=bf16 or fp32"))
+    if strategy.processes is not None:
+        message = f"{what}, which works in a single process only"
+        raise ConfigError(Problem("optimizer", message, config.optimizer.target, fix="choose another optimizer"))
 
 
 def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -50,7 +50,9 @@ def run_forward(
             on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
             if on_step_end is not None:
                 on_step_end(sums)
-    if probe.step < experiment.steps:
+            if probe.should_stop:
+                return sums.means()
+    if probe.step < experiment.batches.stop:
         probe.event("data", f"the dataset ended after {probe.step} of at most {experiment.steps} batches")
     return sums.means()
 

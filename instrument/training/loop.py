@@ -85,6 +85,8 @@ def train(
             report(last, "eval")
         if on_step_end is not None:
             on_step_end(last)
+        if probe.should_stop:
+            return last
     if has_probe_pass(experiment, probe.step):
         run_probe_batch(experiment, probe)
     return last
@@ -125,6 +127,9 @@ def train_step(
 ) -> Mapping[str, float | None]:
     """Make one optimizer step, with gradient accumulation over its micro-batches.
 
+    An optimizer that requires a closure, such as LBFGS, computes the gradients several times. The loss, accuracy and gradient
+    norm of the step are those of the first time, before the parameters change.
+
     Args:
         experiment: The experiment.
         observer: The observer, such as a `Probe`.
@@ -134,11 +139,59 @@ def train_step(
         The metrics of the step, as the observer returned them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
-    strategy, train_module = experiment.strategy, experiment.train_module
     assert optimizer is not None, "mode: forward has no optimizer"
-    outcomes: list[Outcome] = []
     weights, total = batch_weights(experiment, micro_batches)
-    optimizer.zero_grad()
+    if experiment.uses_closure:
+        results: list[tuple[list[Outcome], Tensor | None]] = []
+
+        def closure() -> Tensor:
+            outcomes, losses = _compute_gradients(experiment, observer, micro_batches, weights, total)
+            if not results:
+                results.append((outcomes, gradient_norm(experiment.model)))
+            return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+        with experiment.lr_scale.applied(optimizer):
+            lr = optimizer.param_groups[0]["lr"]
+            optimizer.step(closure)  # type: ignore[arg-type]
+        outcomes, norm = results[0]
+    else:
+        outcomes, _ = _compute_gradients(experiment, observer, micro_batches, weights, total)
+        scaler.unscale_(optimizer)
+        norm = gradient_norm(experiment.model)
+        with experiment.lr_scale.applied(optimizer):
+            lr = optimizer.param_groups[0]["lr"]
+            scaler.step(optimizer)
+        scaler.update()
+    if scheduler is not None:
+        scheduler.step()
+    mean, mean_accuracy = means_over_processes(experiment, outcomes, weights)
+    return observer.end_step(loss=mean, accuracy=mean_accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+
+
+def _compute_gradients(
+    experiment: Experiment,
+    observer: StepObserver,
+    micro_batches: StepBatches,
+    weights: Sequence[int],
+    total: int,
+) -> tuple[list[Outcome], list[Tensor]]:
+    """Compute the gradients of the mean loss over all samples, or all terms, of a step.
+
+    Args:
+        experiment: The experiment.
+        observer: The observer.
+        micro_batches: The micro-batches of the step.
+        weights: The weight of each micro-batch in the mean.
+        total: The sum of the weights over all processes.
+
+    Returns:
+        The outcome of each micro-batch, and its part of the mean loss: a scalar without a graph.
+    """
+    strategy, train_module = experiment.strategy, experiment.train_module
+    outcomes: list[Outcome] = []
+    losses: list[Tensor] = []
+    assert experiment.optimizer is not None, "mode: forward has no optimizer"
+    experiment.optimizer.zero_grad()
     of_samples = zip(micro_batches, micro_batches.indices, weights, strict=True)
     for number, (batch, indices, weight) in enumerate(of_samples, 1):
         observer.begin_micro_step(indices, experiment.batch_with_targets(batch))
@@ -148,19 +201,12 @@ def train_step(
                 raise InstrumentError(
                     f"task {type(experiment.task).__qualname__} returned no loss for a training batch"
                 )
-            # With these weights, the gradients are those of the mean over all samples, or all terms, of the step.
-            scaler.scale(loss * (weight / max(1, total))).backward()
+            part = loss * (weight / max(1, total))
+            experiment.scaler.scale(part).backward()
         outcomes.append(outcome)
+        losses.append(part.detach())
         observer.end_micro_step()
-    scaler.unscale_(optimizer)
-    norm = gradient_norm(experiment.model)
-    lr = optimizer.param_groups[0]["lr"]
-    scaler.step(optimizer)
-    scaler.update()
-    if scheduler is not None:
-        scheduler.step()
-    mean, mean_accuracy = means_over_processes(experiment, outcomes, weights)
-    return observer.end_step(loss=mean, accuracy=mean_accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+    return outcomes, losses
 
 
 @torch.no_grad()

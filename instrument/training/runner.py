@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import report
 from ..analysis.replay import replay
 from ..analysis.run_files import RunFiles
@@ -26,15 +28,20 @@ from ..sinks.parts import remove_rows_after_checkpoint
 from ..sinks.tee import TeeSink
 from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
+from ..spec.run_changes import Settings
 from ..stats.device_choice import measured_by
 from ..stats.single_pass import KERNEL
 from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks
+from .control import Control
+from .dataset_hash import dataset_hashes
 from .device_and_seed import process_state
+from .environment import code_hashes, hardware
 from .experiment import Experiment, prepare
 from .forward import run_forward
 from .loop import train
+from .replay_source import ReplaySource
 from .terminal import Terminal
 
 
@@ -45,16 +52,26 @@ class Result:
     Attributes:
         folder: The folder of the run.
         metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
+        stopped: Why the run was stopped; None if the run is complete.
+        is_pruned: Whether a rule with `then: prune` stopped it.
     """
 
     folder: Path
     metrics: Mapping[str, float | None]
+    stopped: str | None = None
+    is_pruned: bool = False
 
 
 def run(
-    config: RunConfig, folder: Path, terminal: Terminal, *, raw: Mapping[str, Any], overrides: Mapping[str, Any]
+    config: RunConfig,
+    folder: Path,
+    terminal: Terminal,
+    *,
+    raw: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    source: ReplaySource | None = None,
 ) -> Result:
-    """Run an experiment, or resume a stopped run if `config.resume` is set.
+    """Run an experiment, resume a stopped run if `config.resume` is set, or replay a run.
 
     Args:
         config: The validated configuration.
@@ -62,6 +79,7 @@ def run(
         terminal: The output for progress and results.
         raw: The composed configuration, for run.json.
         overrides: The overrides by key, for run.json.
+        source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
 
     Returns:
         The folder and the metrics of the last evaluation.
@@ -82,7 +100,7 @@ def run(
         if config.report:
             _check_report_packages()
         own_folder = (
-            _open_folder(config, folder, raw, overrides, processes)
+            _open_folder(config, folder, raw, overrides, processes, source)
             if processes is None or processes.is_rank_zero
             else None
         )
@@ -90,17 +108,24 @@ def run(
     training: _Training | None = None
     with copy:
         with (
-            run_folder.recording(has_started=lambda: training is not None and training.has_started),
+            run_folder.recording(
+                has_started=lambda: training is not None and training.has_started,
+                stop_reason=lambda: None if training is None else training.probe.stop_reason,
+            ),
             stop_together(processes, folder, lambda rank: run_folder.update(failed_rank=rank)),
             process_state(seed=config.seed, deterministic=config.deterministic),
         ):
+            if source is not None and source.threads is not None:
+                torch.set_num_threads(source.threads)
             with synced_errors(processes):
                 experiment = prepare(config, strategy)
                 _check_same_weights(experiment, run_folder)
-                run_folder.update(device=str(experiment.device), data=experiment.data.source, remote=copy.address)
-                if experiment.weights is not None:
-                    run_folder.update(init_from=asdict(experiment.weights))
-                training = _Training(experiment, folder, terminal, raw, copy)
+                if own_folder is not None:
+                    _record_environment(own_folder, experiment, raw, copy.address)
+                    if source is not None:
+                        source.check(own_folder.record)
+                        own_folder.update(replay=source.entry())
+                training = _Training(experiment, folder, terminal, raw, copy, source)
                 training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()
@@ -118,14 +143,14 @@ def run(
         if processes is not None:
             processes.close()
             if not processes.is_rank_zero:
-                return Result(folder, metrics)
+                return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
         if failure is None:
             readable = copy.readable_folder()
             page = report.make(readable).save(folder / report.FILE) if config.report else None
-            terminal.end(experiment, readable, metrics, page)
+            terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
-    return Result(folder, metrics)
+    return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
 
 
 def _open_folder(
@@ -134,6 +159,7 @@ def _open_folder(
     raw: Mapping[str, Any],
     overrides: Mapping[str, Any],
     processes: Processes | None,
+    source: ReplaySource | None,
 ) -> RunFolder:
     """Create the folder of a new run, or open the folder of the run to resume."""
     if config.resume is not None:
@@ -149,8 +175,24 @@ def _open_folder(
         data=None,
         statistics=KERNEL,
         ranks=1 if processes is None else processes.size,
+        replay=None if source is None else source.entry(),
         on_error=config.sink.on_error,
     )
+
+
+def _record_environment(
+    run_folder: RunFolder, experiment: Experiment, raw: Mapping[str, Any], remote: str | None
+) -> None:
+    """Write to run.json on which device, hardware, data, weights and custom code the run depends."""
+    run_folder.update(
+        device=str(experiment.device),
+        hardware=hardware(experiment.device),
+        data={**experiment.data.source, "hashes": dataset_hashes(experiment.data)},
+        code=code_hashes(raw),
+        remote=remote,
+    )
+    if experiment.weights is not None:
+        run_folder.update(init_from=asdict(experiment.weights))
 
 
 def _check_report_packages() -> None:
@@ -177,7 +219,9 @@ def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRu
 
 
 class _Training:
-    """One run with its hooks, rows and checkpoints. It starts at the last checkpoint if the run is resumed.
+    """One run with its hooks, rows and checkpoints.
+
+    A resumed run starts at its last checkpoint, and a replay at a checkpoint of its source.
 
     Args:
         experiment: The experiment.
@@ -185,10 +229,17 @@ class _Training:
         terminal: The output for progress.
         raw: The composed configuration, for the trackers.
         copy: The remote copy of the run.
+        source: The run to replay; None without one.
     """
 
     def __init__(
-        self, experiment: Experiment, folder: Path, terminal: Terminal, raw: Mapping[str, Any], copy: RemoteCopy
+        self,
+        experiment: Experiment,
+        folder: Path,
+        terminal: Terminal,
+        raw: Mapping[str, Any],
+        copy: RemoteCopy,
+        source: ReplaySource | None,
     ) -> None:
         config = experiment.config
         self.experiment = experiment
@@ -196,10 +247,16 @@ class _Training:
         self.terminal = terminal
         self.raw = raw
         self.copy = copy
+        self.source = source
         self.has_started = False
-        self.checkpoints = Checkpoints(folder, config.train.checkpoint.every, experiment.strategy.processes)
-        self.state = None if config.resume is None else self.checkpoints.load(own_rank())
-        self.parts = None if self.state is None else self.state["parts"][own_rank()]
+        kept = config.train.checkpoint
+        self.checkpoints = Checkpoints(folder, kept.every, experiment.strategy.processes, kept.keep)
+        self.state = self.parts = None
+        if config.resume is not None:
+            self.state = self.checkpoints.load(own_rank())
+            self.parts = self.state["parts"][own_rank()]
+        elif source is not None and source.begin:
+            self.state = Checkpoints(source.folder).load(own_rank(), source.begin)
         self.sink = ParquetSink(
             folder,
             **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local", "custom"}),
@@ -219,9 +276,20 @@ class _Training:
             ranks=experiment.strategy.ranks,
             ids=config.data.ids,
             print_line=terminal.print_line,
+            rules=config.rules,
         )
         if self.state is not None:
-            restore(self.state, experiment, self.probe)
+            restore(self.state, experiment, self.probe, resumes=self.parts is not None)
+        if source is not None:
+            experiment.batches.stop = source.window.stop
+        self.control = Control(
+            folder,
+            Settings.of(raw) if source is None else source.changes.settings,
+            self.probe,
+            lr_scale=experiment.lr_scale,
+            processes=experiment.strategy.processes,
+            repeated=None if source is None else source.changes.repeated,
+        )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
         """Run to the last step.
@@ -234,10 +302,16 @@ class _Training:
         with probe, self.terminal.progress(experiment.steps) as show:
             breaks = graph_breaks()
             last = None
+            if self.source is not None:
+                rule = "counterfactual" if self.source.counterfactual else "replay"
+                probe.event(rule, self.source.message, severity="info")
             if self.state is not None:
-                work = "training" if experiment.config.mode == "train" else "the run"
-                probe.event("resumed", f"{work} continues after {probe.step} steps", severity="info")
-                last = self.state["metrics"]
+                trains = experiment.config.mode == "train"
+                if self.parts is not None:
+                    work = "training" if trains else "the run"
+                    probe.event("resumed", f"{work} continues after {probe.step} steps", severity="info")
+                if self.parts is not None or not trains:
+                    last = self.state["metrics"]
                 restore_random(self.state, experiment.device)
             elif experiment.data.fallback:
                 probe.event("fallback", experiment.data.fallback)
@@ -257,7 +331,7 @@ class _Training:
         If the run is resumed, first remove the rows of the steps that are repeated. Then send the remaining rows of the
         first repeated step to the trackers. They are rows of the evaluation before this step.
         """
-        since = None if self.state is None else self.state["step"]
+        since = None if self.state is None or self.parts is None else self.state["step"]
         with ExitStack() as opened:
             trackers = {}
             for name in self.experiment.config.sink.trackers if not own_rank() else ():
@@ -288,8 +362,11 @@ class _Training:
         return {sink.name: sink}
 
     def _end_step(self, metrics: Mapping[str, float | None]) -> None:
-        """Record upload messages, and save a checkpoint if it is scheduled."""
+        """Record upload messages, make requested changes, and save a checkpoint if it is scheduled or requested."""
         for message in self.copy.messages():
             self.probe.event("remote", message)
-        if self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps):
+        saves = self.control.end_step() or self.probe.should_checkpoint
+        is_last = self.probe.should_stop and self.checkpoints.every > 0
+        is_scheduled = self.checkpoints.is_scheduled(self.probe.step, self.experiment.steps)
+        if is_scheduled or is_last or saves:
             self.checkpoints.save(self.experiment, self.probe, self.sink, metrics)

@@ -6,7 +6,7 @@ import logging
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.findings import findings
+from ..analysis.findings import Finding, findings
 from ..analysis.load import Run, load
 from ..analysis.run_files import size_on_disk
 from ..analysis.summary import recorded
@@ -179,7 +179,12 @@ class Terminal:
         return True
 
     def end(
-        self, experiment: Experiment, folder: Path, metrics: Mapping[str, float | None], report: Path | None = None
+        self,
+        experiment: Experiment,
+        folder: Path,
+        metrics: Mapping[str, float | None],
+        report: Path | None = None,
+        stop_reason: str | None = None,
     ) -> None:
         """Show the summary: recorded data, findings, warnings, files and next commands.
 
@@ -188,11 +193,12 @@ class Terminal:
             folder: The folder of the run.
             metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
             report: The file of the report. Default: None; the command that creates it is shown instead.
+            stop_reason: Why the run was stopped. Default: None, the run is complete.
         """
         run = load(folder)
         evaluation = "  ".join(metric_texts(metrics).values())
         shown_rules = {"hidden_module"} | (
-            set() if self.quiet or self.brief else {"non_finite", "coverage"}
+            set() if self.quiet or self.brief else {*experiment.config.rules, "coverage"}
         )  # Already shown.
         events = [
             event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in shown_rules
@@ -210,12 +216,20 @@ class Terminal:
             )
         elif not self.quiet:
             self.console.print()
-            for table in (_recorded(experiment, run), _findings(run)):
+            found = findings(run)
+            for table in (_recorded(experiment, run), _findings_table(found)):
                 if table.row_count:
                     self.console.print(table)
                     self.console.print()
+            advice = {finding.advice: finding.what for finding in found if finding.advice}
+            for text, what in advice.items():
+                self.console.print(f"[bold]{escape(what)}[/]: {escape(text)}", soft_wrap=True)
+            if advice:
+                self.console.print()
         for message in new_messages:
             self._warn_at_once(message)
+        if stop_reason is not None:
+            self.console.print(f"[bold yellow]stopped[/]     {escape(stop_reason)}", soft_wrap=True)
         if not (self.quiet or self.brief):
             size = human_bytes(size_on_disk(folder))
             if evaluation:  # A task without a loss has no metrics.
@@ -273,10 +287,10 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
     return table
 
 
-def _findings(run: Run) -> Table:
+def _findings_table(found: Sequence[Finding]) -> Table:
     """Return the table of findings."""
     table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
-    for finding in findings(run):
+    for finding in found:
         step = "" if finding.when is None else f"{finding.when:,}"
         cells = (finding.what, finding.where, step, finding.value)
         table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])

@@ -68,7 +68,7 @@ def trace(
     """
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
-        experiment = prepare(config.model_copy(update={"hooks": dict(hooks)}))
+        experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}))
         sink = MemorySink()
         probe = _OutputProbe(experiment, sink)
 

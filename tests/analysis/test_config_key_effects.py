@@ -21,6 +21,7 @@ from run_folders import CLIP, write_run
 from tiers import tiered
 
 import instrument
+from instrument.analysis.confidence_interval import bootstrapped
 
 NUMBER = st.floats(-1e6, 1e6)
 
@@ -67,8 +68,47 @@ def check_interval(folder: Path, pairs: npt.NDArray[np.float64], confidence: flo
     if len(set((after - before).tolist())) == 1:  # SciPy divides by zero
         assert found["ci_low"] == found["difference"] == found["ci_high"]
     else:
-        interval = scipy.stats.ttest_rel(after, before).confidence_interval(confidence)
+        test = scipy.stats.ttest_rel(after, before)
+        interval = test.confidence_interval(confidence)
         assert [found["ci_low"], found["ci_high"]] == pytest.approx([interval.low, interval.high], **near)
+        assert found["p_value"] == found["p_adjusted"] == pytest.approx(test.pvalue, **near)
+    assert found["survives"] == (found["p_value"] < 1 - confidence)
+
+
+def test_p_values_are_adjusted_for_the_number_of_intervals(tmp_path: Path) -> None:
+    """The loss has an effect only if it is the only interval."""
+    loss, accuracy = [0.3, 1.6, 0.4, 1.9, 1.2, -0.1], [0.3, -0.3, 0.3, -0.3, 0.3, -0.1]
+    for seed, after in enumerate(zip(loss, accuracy, strict=True)):
+        for norm, (one, two) in ((0.1, (0.0, 0.0)), (1.0, after)):
+            rows = {"metrics": [{"loss": one, "accuracy": two}]}
+            write_run(tmp_path / f"{norm}-{seed}", config=clip_config(norm), seed=seed, rows=rows)
+    run = instrument.load(tmp_path)
+    frame = run.effects_of("hooks.tame.norm").set_index("statistic")
+    assert frame["p_adjusted"].tolist() == pytest.approx(scipy.stats.false_discovery_control(frame["p_value"]).tolist())
+    assert frame.attrs["intervals"] == 2
+    assert frame["p_value"]["loss"] < 0.05 < frame["p_adjusted"]["loss"]
+    assert frame["survives"].tolist() == [False, False]
+    resampled = run.effects_of("hooks.tame.norm", interval="bootstrap").set_index("statistic")
+    low, high, p = bootstrapped(np.array([loss, accuracy]).T)
+    assert resampled.loc[["loss", "accuracy"], ["ci_low", "ci_high", "p_value"]].to_numpy() == pytest.approx(
+        np.stack([low, high, p], 1)
+    )
+
+
+def test_bootstrap_of_few_seeds_has_no_interval(tmp_path: Path) -> None:
+    run = losses(tmp_path, {0.1: [1.0, 2.0, 3.0], 1.0: [2.0, 2.5, 4.0]})
+    frame = run.effects_of("hooks.tame.norm", interval="bootstrap")
+    found = only(frame)
+    assert math.isnan(found["ci_low"])
+    assert math.isnan(found["p_adjusted"])
+    assert not found["survives"]
+    assert frame.attrs["intervals"] == 0
+
+
+def test_unknown_interval_is_refused(tmp_path: Path) -> None:
+    run = losses(tmp_path, {0.1: [1.0], 1.0: [2.0]})
+    with pytest.raises(instrument.InstrumentError, match="interval: is unknown"):
+        run.effects_of("hooks.tame.norm", interval="percentile")  # type: ignore[arg-type]
 
 
 def test_interval_is_accurate_far_from_zero(tmp_path: Path) -> None:
@@ -151,7 +191,7 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
     assert list(found.columns) == [
         "value", "baseline", "table", "phase", "hook", "layer", "kind", "role", "path",
         *(["scope"] if "scope" in found else []), "statistic", "n", "mean_baseline", "mean_value", "difference", "ci_low",
-        "ci_high", "confidence", "pairs", "not_finite", "one_sided",
+        "ci_high", "confidence", "p_value", "p_adjusted", "survives", "pairs", "not_finite", "one_sided",
     ]  # fmt: skip
     assert (len(found), set(found["value"])) == (2 * (2 * 2 + 1 + 2), {1.0, 10.0})
     assert (set(found["n"]), set(found["pairs"])) == ({3}, {6})

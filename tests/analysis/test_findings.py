@@ -136,14 +136,15 @@ def test_loss_finding_has_first_last_and_lowest_value(made: Make) -> None:
     rows = [{"step": step, "loss": loss} for step, loss in enumerate((2.5, 0.125, 0.5))]
     run = made(metrics=[*rows, {"step": 3, "phase": "eval", "loss": math.nan}])
     assert only(run, "loss").value == "2.5 -> 0.5, lowest 0.125 at step 1"
-    assert "loss not finite" not in names_of(run)
+    assert only(run, "loss not finite").when == 3  # of the evaluation
 
 
 @pytest.mark.parametrize("non_finite", [math.nan, math.inf])
 def test_non_finite_loss_is_an_error_with_its_step(made: Make, non_finite: float) -> None:
     run = made(metrics=[{"step": step, "loss": loss} for step, loss in enumerate((2.5, 1.5, non_finite, non_finite))])
     found = only(run, "loss not finite")
-    assert (found.when, found.value, found.severity) == (2, f"{non_finite}, 1.5 before", "error")
+    assert (found.where, found.when, found.severity) == ("training", 2, "error")
+    assert found.value == f"{non_finite}, 1.5 before"
 
 
 # ------------------------------------------------------------------------------------------------- non-finite values
@@ -154,7 +155,8 @@ def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
     found = only(made(stats=rows), "first recorded non-finite value")
     assert (found.where, found.when) == ("first output (seen)", 3)
-    assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100", "warning")
+    assert (found.value, found.severity) == ("2 NaN, 1 infinite of 100 (3 more)", "warning")
+    assert found.advice.startswith("Look at the first location")
 
 
 def test_evaluation_precedes_the_step_of_its_number(made: Make) -> None:
@@ -172,16 +174,46 @@ def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
 # ------------------------------------------------------------------------------------------------ units and updates
 
 
-@pytest.mark.parametrize(("fraction", "severity"), [(0.5, "warning"), (0.25, "info")])
-def test_most_dead_units_finding(made: Make, fraction: float, severity: str) -> None:
+@pytest.mark.parametrize("fraction", [0.5, 0.25])
+def test_most_dead_units_finding(made: Make, fraction: float) -> None:
     rows = [
         {"layer": "a", "step": 1, "dead_fraction": 0.125},
         {"layer": "b", "step": 2, "dead_fraction": fraction, "module_type": "ReLU", "zero_fraction": 0.9},
         {**GRADIENT, "dead_fraction": 1.0},
     ]
     found = only(made(stats=rows), "most dead units")
-    assert (found.where, found.when, found.severity, found.number) == ("b output (seen)", 2, severity, fraction)
+    assert (found.where, found.when, found.severity, found.number) == ("b output (seen)", 2, "info", fraction)
     assert found.value == f"{fraction:.1%} of its units are zero for a whole batch"
+
+
+def test_rule_replaces_the_observation_of_the_same_kind(made: Make) -> None:
+    rows = [{"layer": layer, "step": step, "dead_fraction": 0.75} for step in range(6) for layer in "ab"]
+    run = made(stats=rows)
+    found = only(run, "dead units")
+    assert (found.where, found.when, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
+    assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.5 5 times")
+    assert found.value.endswith("(1 more)")
+    assert "most dead units" not in names_of(run)
+    assert [finding.severity for finding in findings(run) if finding.advice] == ["warning"]
+
+
+def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
+    """A run with rules is not judged again, and other events are no findings."""
+    message = "negative loss: at step 3 in a output (seen): mean -2"
+    mine = {"step": 3, "layer": "a", "rule": "mine", "message": message, "severity": "warning", "value": -2.0}
+    events = [
+        {**mine, "location": "a output (seen)", "threshold": 0.0},
+        {**mine, "value": None},
+        {**mine, "rule": "budget"},
+    ]
+    run = made(config={"rules": {"mine": {"_target_": "m.Mine"}}}, events=events, stats=[{"nan_count": 1}])
+    assert findings(run) == [Finding("negative loss", "a output (seen)", 3, "mean -2", "warning", -2.0)]
+    (row,) = run.findings.to_dict("records")
+    assert (row["what"], row["when"], row["number"], row["advice"]) == ("negative loss", 3, -2.0, "")
+
+
+def test_run_without_rules_has_no_findings_of_rules(made: Make) -> None:
+    assert findings(made(config={"rules": None}, stats=[{"nan_count": 1}])) == []
 
 
 def test_zeros_after_relu_replace_missing_dead_units(made: Make) -> None:
@@ -200,8 +232,8 @@ def test_healthy_units_give_no_findings(made: Make) -> None:
     assert findings(made(stats=[{"dead_fraction": 0.0, "saturated_fraction": 0.0, "zero_fraction": 0.5}])) == []
 
 
-@pytest.mark.parametrize(("fraction", "severity"), [(0.75, "warning"), (0.25, "info")])
-def test_most_saturated_finding(made: Make, fraction: float, severity: str) -> None:
+@pytest.mark.parametrize("fraction", [0.75, 0.25])
+def test_most_saturated_finding(made: Make, fraction: float) -> None:
     rows = [{"layer": str(i), "step": i, "saturated_fraction": value} for i, value in enumerate((0.1, fraction, 0.2))]
     found = only(made(stats=rows), "most saturated")
     assert (found.where, found.when, found.value) == (
@@ -209,22 +241,16 @@ def test_most_saturated_finding(made: Make, fraction: float, severity: str) -> N
         1,
         f"{fraction:.1%} of its output is saturated",
     )
-    assert found.severity == severity
+    assert found.severity == "info"
 
 
-def test_update_ratios_outside_the_usual_range(made: Make) -> None:
-    about = {"kind": "step_post", "role": "update", "hook": "updates"}
-    ratios = {"high": [0.02, 0.04, 9.0], "higher": [0.05, 0.05, 0.05], "low": [1e-5] * 3, "usual": [1e-3] * 3}
-    rows = [
-        {**about, "layer": layer, "path": "weight", "step": step, "update_ratio": ratio}
-        for step in range(3)
-        for layer, ratio in ((layer, ratios[layer][step]) for layer in ratios)
-    ]
-    run = made(stats=rows)
-    above, below = only(run, "updates above 0.01"), only(run, "updates below 0.0001")
-    assert (above.where, above.value) == ("higher.weight", "0.05 in the median; 2 of 4 parameters")
-    assert (below.where, below.value) == ("low.weight", "1e-05 in the median; 1 of 4 parameters")
-    assert below.number == 1e-5
+@pytest.mark.parametrize(
+    ("ratio", "values"), [(0.04, []), (0.4, ["update_ratio 0.4, above 0.1 10 times in succession"])]
+)
+def test_usual_update_ratios_give_no_finding(made: Make, ratio: float, values: list[str]) -> None:
+    about = {"kind": "step_post", "role": "update", "hook": "updates", "path": "weight"}
+    run = made(stats=[{**about, "step": step, "update_ratio": ratio} for step in range(40)])
+    assert [finding.value for finding in findings(run)] == values
 
 
 # ------------------------------------------------------------------------------------------------ hooks
@@ -262,11 +288,13 @@ def test_each_intervention_has_its_changed_fraction(made: Make, killed: bool) ->
         {**tame, "layer": "b", "changed": 0, "norm_before": 2.0, "norm_after": 2.0},
         {**tame, "layer": "a", "changed": 50, "norm_before": None, "norm_after": None},
         {"hook": "drill", "numel": 10_000, "changed": 3},
+        *({"hook": "rare", "numel": 10, "changed": 5 * held, "held": held} for held in (True, False, False)),
     ]
     found = [finding for finding in findings(made(effects=rows, killed=killed)) if finding.what == "changed"]
     assert [(finding.where, finding.value) for finding in found] == [
         ("2 locations, 3 firings (tame)", "50.0% changed, mean norm 3 -> 1.5"),
         ("1 location, 1 firing (drill)", "3 of 10,000 changed"),
+        ("1 location, 3 firings, condition held in 1 (rare)", "16.7% changed"),
     ]
     assert found[0].number == 0.5
 
@@ -286,7 +314,7 @@ def test_intervention_is_described_by_its_config(made: Make, config: Any, descri
 
 
 def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = made(stats=[{"l2": 1.0, **GRADIENT}], tensors=[], effects=[{"changed": 1}])
+    run = made(config={"rules": {}}, stats=[{"l2": 1.0, **GRADIENT}], tensors=[], effects=[{"changed": 1}])
     scanned: list[tuple[str, int]] = []
     scan = type(run).scan
 
@@ -297,5 +325,5 @@ def test_only_needed_columns_are_read(made: Make, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(run), "scan", counted)
     monkeypatch.setattr(type(run), "_frame", None)
     assert names_of(run) == ["largest gradient norm", "changed"]
-    assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects"}
+    assert {table for table, _ in scanned} == {"stats", "metrics", "coverage", "effects", "events"}
     assert max(count for _, count in scanned) <= 11

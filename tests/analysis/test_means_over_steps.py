@@ -108,11 +108,22 @@ def test_steps_are_half_open_and_the_last_evaluation_counts(
 
 
 def test_every_numeric_column_is_averaged(tmp_path: Path) -> None:
-    cells = {name: 1 if name in ("numel", "changed") else 0.5 for name in NUMERIC_COLUMNS["effects"]}
+    cells = {
+        name: 1 if name in ("numel", "changed") else True if name == "held" else 0.5
+        for name in NUMERIC_COLUMNS["effects"]
+    }
     run = instrument.load(write_run(tmp_path / "run", rows={"effects": [cells, cells]}))
     means = means_of(run, "effects")
     assert means.values.tolist() == [[cells[name] for name in NUMERIC_COLUMNS["effects"]]]
-    assert NUMERIC_COLUMNS["effects"] == ("numel", "changed", "changed_fraction", "norm_before", "norm_after", "factor")
+    assert NUMERIC_COLUMNS["effects"] == (
+        "numel",
+        "changed",
+        "changed_fraction",
+        "norm_before",
+        "norm_after",
+        "factor",
+        "held",
+    )
     assert {"loss", "accuracy", "grad_norm", "lr", "skipped"} <= set(NUMERIC_COLUMNS["metrics"])
     numbers = run.effects[list(NUMERIC_COLUMNS["effects"])]
     assert np.array_equal(means.values[0], numbers.mean().to_numpy())

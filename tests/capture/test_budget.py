@@ -74,7 +74,7 @@ def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch,
     at_first = budget * draw.uniform(1.2, 8.0)  # overhead without a budget
     weights = [draw.expovariate(1.0) for _ in range(layers)]
     simulated.costs = {i + 2: at_first * step_seconds * weight / sum(weights) for i, weight in enumerate(weights)}
-    with instrument.attach(model_of(layers), {"h": RECORD}, budget={"time": budget}) as probe:
+    with instrument.attach(model_of(layers), {"h": RECORD}, budget={"time": budget}, rules=None) as probe:
         train(simulated, probe, 4000, step_seconds)
         ends = train(simulated, probe, 64 * 8, step_seconds)
     assert ends <= budget + 0.01
@@ -93,7 +93,7 @@ def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch,
 def test_hooks_within_the_budget_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.0005, 3: 0.0004}
-    with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": "10%"}) as probe:
+    with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": "10%"}, rules=None) as probe:
         train(simulated, probe, 500, 0.01)
     assert len(probe.sink.rows["stats"]) == pytest.approx(1000 - 2 * PAUSED_STEPS, abs=2 * BLOCK)
     first, done = [row["message"] for row in probe.sink.records("events") if row["rule"] == "budget"]
@@ -106,7 +106,7 @@ def test_hidden_cost_is_measured_by_pausing_hooks(monkeypatch: pytest.MonkeyPatc
     """Hooks evict caches: here the rest of a step slows down by as much as the hooks take."""
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
-    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}) as probe:
+    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}, rules=None) as probe:
         model = probe.plan.layers.model
         for _ in range(1000):
             before = simulated.spent
@@ -123,7 +123,7 @@ def test_cost_of_subsampled_hooks_is_measured_again(monkeypatch: pytest.MonkeyPa
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.003}
     longer = steps = 0
-    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "5%"}) as probe:
+    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "5%"}, rules=None) as probe:
         model, was_due = probe.plan.layers.model, True
         for step in range(6000):
             due, before = probe.attached_hooks[0].is_scheduled, simulated.now
@@ -141,7 +141,7 @@ def test_slower_machine_does_not_count_as_overhead(monkeypatch: pytest.MonkeyPat
     """All steps record; the steps without records are early ones, when a step took half the time."""
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
-    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}) as probe:
+    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}, rules=None) as probe:
         train(simulated, probe, 200, 0.01)
         train(simulated, probe, 2000, 0.02)
     assert probe.overhead == pytest.approx(0.05, rel=0.05)
@@ -150,7 +150,7 @@ def test_slower_machine_does_not_count_as_overhead(monkeypatch: pytest.MonkeyPat
 def test_evaluation_is_not_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
-    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "50%"}) as probe:
+    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "50%"}, rules=None) as probe:
         for _ in range(400):
             train(simulated, probe, 1, 0.01)
             with probe.evaluating():
@@ -225,7 +225,7 @@ def test_overhead_factor_uses_its_default_without_data() -> None:
 
 
 def test_byte_budget_never_pauses_hooks() -> None:
-    with instrument.attach(model_of(2), {"h": RECORD}, budget={"bytes": "1GB"}) as probe:
+    with instrument.attach(model_of(2), {"h": RECORD}, budget={"bytes": "1GB"}, rules=None) as probe:
         for _ in range(100):
             probe.plan.layers.model(torch.ones(1, 1))
             probe.end_step()
@@ -235,7 +235,7 @@ def test_byte_budget_never_pauses_hooks() -> None:
 def test_most_expensive_site_is_subsampled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.0001, 3: 0.002}
-    with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": 0.15}) as probe:
+    with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": 0.15}, rules=None) as probe:
         train(simulated, probe, 1000, 0.01)
     rows = {row["layer"]: row for row in probe.sink.records("coverage")}
     assert rows["0"]["fired"] == rows["0"]["expected"] == pytest.approx(1000 - PAUSED_STEPS, abs=BLOCK)
@@ -275,7 +275,7 @@ def test_budget_restores_sampling_after_a_burst(monkeypatch: pytest.MonkeyPatch)
     """Hooks are slow for a while; afterwards the budget is used again, and not exceeded."""
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.02}
-    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "20%"}) as probe:
+    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "20%"}, rules=None) as probe:
         train(simulated, probe, 400, 0.01)
         subsampling = probe.attached_hooks[0].subsampling
         simulated.costs = {2: 0.001}

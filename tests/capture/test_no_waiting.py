@@ -100,6 +100,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "units": {"action": "modify", "fn": "sign", "units": [0, 1, 3]},
     "heads": {"action": "record", "heads": {"of": 2, "take": [1]}},
     "slice": {"action": "clip", "norm": 0.1, "slice": "1:"},
+    "when": {"action": "clip", "norm": 0.1, "when": {"stat": "l2", "above": 1, "times": "median", "after": 1}},
+    "when_std": {"action": "scale", "factor": 0.5, "when": {"stat": "rms", "below": 1, "times": "std", "after": 1}},
+    "record_when": {"action": "record", "histogram": True, "when": {"stat": "l2", "above": 0}},
 }
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor", "parameter_grad", *FUNCTION_KINDS)
 
@@ -110,7 +113,9 @@ def spec_of(change: str, kind: str) -> dict[str, Any]:
 
 
 def tables_of(change: str) -> tuple[str, ...]:
-    return {"record": ("stats", "distributions"), "heads": ("stats",), "print": ()}.get(change, ("effects",))
+    return {"record": ("stats", "distributions"), "heads": ("stats",), "print": (), "record_when": ("stats",)}.get(
+        change, ("effects",)
+    )
 
 
 def possible(change: str, kind: str) -> bool:

@@ -77,7 +77,7 @@ def test_empty_table_has_its_schema(name: str) -> None:
 
 def test_row_of_wrong_length_or_type_is_refused() -> None:
     table = TABLES["events"]
-    right = (1, 0, "a", "rule", "message", "info")
+    right = (1, 0, "a", "rule", "message", "info", None, 0.5, None)
     assert as_batch(table, [right]).num_rows == 1
     with pytest.raises(ValueError, match="uple size"):
         as_batch(table, [right[:-1]])
@@ -99,6 +99,7 @@ def test_tables_and_identity_columns_are_as_documented() -> None:
         "norm_before",
         "norm_after",
         "factor",
+        "held",
     ]
 
 

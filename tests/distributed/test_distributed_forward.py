@@ -39,7 +39,7 @@ PROBED = [
     '+hooks.flow={layers: "**", kind: full_backward, action: record, phase: probe}',
     '+hooks.sums={layers: "**", kind: post_accumulate_grad, action: record, phase: probe}',
 ]
-PARALLEL = tiered(["ddp", "fsdp2"], ["ddp", "fsdp2"])
+PARALLEL = tiered(["ddp", "fsdp2"], ["fsdp2"])
 
 
 @pytest.fixture(scope="module")

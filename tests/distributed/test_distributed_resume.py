@@ -17,18 +17,18 @@ from instrument import compact
 from instrument.training.checkpoint import Checkpoints
 
 CLOCK = ["seconds", "samples_per_second"]
-EVERY, AFTER = 5, 27
 
 
 def arguments(
-    name: str, parallel: str, reduce: str, failing_rank: int, device: str = "cpu", steps: int = 20
+    name: str, parallel: str, reduce: str, failing_rank: int, device: str = "cpu", *, steps: int = 20, every: int = 5
 ) -> list[str]:
+    """Return arguments of a run with checkpoints every few steps. It is killed after two, in the middle of a step."""
     return [
         f"device={device}",
         "data=digits",
-        f"model={{_target_: failing_model.FailingModel, rank: {failing_rank}, how: kill, after: {AFTER}}}",
+        f"model={{_target_: failing_model.FailingModel, rank: {failing_rank}, how: kill, after: {11 * every // 2}}}",
         "optimizer=adam",
-        f"train={{steps: {steps}, batch_size: 30, accumulate: 2, eval_every: 10, checkpoint: {{every: {EVERY}}}}}",
+        f"train={{steps: {steps}, batch_size: 30, accumulate: 2, eval_every: {2 * every}, checkpoint: {{every: {every}}}}}",
         "+hooks.seen={layers: '**', kind: forward, action: record}",
         "+hooks.moved={layers: '**', kind: step_post, role: update, action: record}",
         "+hooks.kept={layers: '5', kind: forward, action: record, stats: none, tensors: true, every: 7}",
@@ -50,25 +50,31 @@ STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((*STRATEGIES[0], "cpu", 20), id="ddp-global"),
-        pytest.param((*STRATEGIES[1], "cpu", 20), id="fsdp2-none", marks=pytest.mark.slow),
-        pytest.param((*STRATEGIES[1], "cpu", 30), id="fsdp2-none-killed-twice", marks=pytest.mark.slow),
+        pytest.param((*STRATEGIES[0], "cpu", 1, 2), id="ddp-global", marks=pytest.mark.slow),
+        pytest.param((*STRATEGIES[1], "cpu", 1, 2), id="fsdp2-none"),
+        pytest.param((*STRATEGIES[0], "cpu", 1, 5), id="ddp-global-long", marks=pytest.mark.slow),
+        pytest.param((*STRATEGIES[1], "cpu", 2, 5), id="fsdp2-none-killed-twice", marks=pytest.mark.slow),
         *(
-            pytest.param((*strategy, "cuda", 20), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
+            pytest.param((*strategy, "cuda", 1, 5), id="-".join((*strategy, "cuda")), marks=pytest.mark.gpu)
             for strategy in STRATEGIES
         ),
     ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
     """Folders of an uninterrupted run and of a run with a rank killed once or twice, and the output of the latter."""
-    parallel, reduce, device, steps = request.param
+    parallel, reduce, device, kills, every = request.param
+    steps = 2 * every * (kills + 1)
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer GPUs than processes")
     folder = tmp_path_factory.mktemp("resumed")
-    uninterrupted = run_processes(folder, *arguments("whole", parallel, reduce, -1, device, steps), processes=2)
+    uninterrupted = run_processes(
+        folder, *arguments("whole", parallel, reduce, -1, device, steps=steps, every=every), processes=2
+    )
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     kept: list[int] = []  # the steps of the checkpoints
-    done = run_processes(folder, *arguments("killed", parallel, reduce, 1, device, steps), processes=2)
+    done = run_processes(
+        folder, *arguments("killed", parallel, reduce, 1, device, steps=steps, every=every), processes=2
+    )
     while done.returncode:
         assert len(kept) < 4, done.stderr
         assert instrument.load(folder / "killed").info["failed_rank"] == 1
@@ -76,7 +82,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if len(kept) == 1:
             assert compact.main([str(folder / "killed")]) == 0  # compaction keeps rows of steps to be repeated apart
         done = run_processes(folder, "resume=killed", processes=2)
-    assert kept == [10, 20][: steps // 10 - 1]
+    assert kept == [2 * every * number for number in range(1, kills + 1)]
     return folder / "whole", folder / "killed", done.stdout.splitlines()
 
 
@@ -89,13 +95,14 @@ def test_resumed_rows_equal_an_uninterrupted_run(runs: tuple[Path, Path, list[st
         assert len(one)
         pd.testing.assert_frame_equal(one, other, check_exact=True)
     pd.testing.assert_frame_equal(uninterrupted.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
-    steps = uninterrupted.info["config"]["train"]["steps"]
-    assert len(uninterrupted.metrics) == steps + steps // 10
+    train = uninterrupted.info["config"]["train"]
+    steps, between = train["steps"], train["eval_every"]
+    assert len(uninterrupted.metrics) == steps + steps // between
     one, other = (run.tensors().sort_values(["rank", "step", "layer", "micro_step"]) for run in (uninterrupted, killed))
     assert set(one["rank"]) == {0, 1}
     assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
     assert list(killed.events.query("rule == 'resumed' and rank == 0").message) == [
-        f"training continues after {after} steps" for after in range(10, steps, 10)
+        f"training continues after {after} steps" for after in range(between, steps, between)
     ]
     assert any(f"step {steps}/{steps}" in line for line in runs[2])
 
@@ -104,7 +111,7 @@ def test_resumed_checkpoints_equal_an_uninterrupted_run(runs: tuple[Path, Path, 
     uninterrupted, killed = runs[:2]
     steps = instrument.load(uninterrupted).info["config"]["train"]["steps"]
     names = sorted(file.name for file in (killed / "checkpoints").iterdir())
-    assert names == [f"step-000000{steps}-0001.pt", f"step-000000{steps}.pt"]
+    assert names == [f"step-{steps:08}-0001.pt", f"step-{steps:08}.pt"]
     for rank in (0, 1):
         one, other = (Checkpoints(folder).load(rank) for folder in (uninterrupted, killed))
         for name in ("model", "optimizer", "random", "batches"):

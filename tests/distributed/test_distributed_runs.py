@@ -51,7 +51,8 @@ hooks:
   quiet:    {layers: "layers.1", kind: full_backward, action: scale, factor: 0.5}
   called:   {layers: "layers.**", types: Linear, kind: function, functions: linear, action: record, stats: [default, l1]}
   arriving: {layers: "layers.**", types: Linear, kind: function_grad, functions: linear, action: record, stats: [default, l1]}
-  damped:   {layers: "layers.1.0", kind: function, functions: linear, action: scale, factor: 0.9}
+  damped:   {layers: "layers.1.0", kind: function, functions: linear, action: scale, factor: 0.9, when: {stat: l2, above: 0}}
+  rare:     {layers: "layers.1.0", kind: forward, action: scale, factor: 0.9, when: {stat: l2, above: 1.0e+6}}
   halved:   {layers: "layers.2", kind: function_grad, functions: linear, action: scale, factor: 0.5}
   noisy:    {layers: "layers.0.0", kind: step_post, role: param, action: modify, fn: noise, std: 0.001}
 """
@@ -150,10 +151,13 @@ def test_counts_and_extremes_are_exact(runs: Runs, variant: str) -> None:
 @pytest.mark.parametrize("variant", MERGED)
 def test_effects_and_metrics_equal_a_single_process(runs: Runs, variant: str) -> None:
     effects = side_by_side(runs, variant, "effects", KEYS)
-    assert {"tame", "each", "quiet", "noisy", "damped", "halved"} == set(effects["hook"])
+    assert {"tame", "each", "quiet", "noisy", "damped", "halved", "rare"} == set(effects["hook"])
     assert (effects["numel"] == effects["numel_there"]).all()
     for name in ("norm_before", "norm_after", "factor"):
         assert_close(effects, name)
+    for held in (effects["held"], effects["held_there"]):
+        assert set(effects["hook"][held.eq(True)]) == {"damped"}
+        assert set(effects["hook"][held.eq(False)]) == {"rare"}
     metrics = side_by_side(runs, variant, "metrics", ["step", "phase"])
     for name in ("loss", "accuracy", "grad_norm", "lr"):
         assert_close(metrics, name)

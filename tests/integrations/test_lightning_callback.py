@@ -118,3 +118,13 @@ def test_several_optimizers_are_recorded_at_their_own_steps() -> None:
     assert [row["step"] for row in callback.probe.sink.records("metrics")] == list(range(8))
     stats = callback.probe.sink.frame("stats").query("hook == 'update'")
     assert (stats.l2 > 0).all()
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
+    rule = {"watch": "raw", "stat": "l2", "above": 0.0, "for": 2, "then": ["checkpoint", "stop"]}
+    callback = callback_of(rules={"ever": rule}, out=tmp_path / "run")
+    fit(module_of(), callback)
+    assert callback.probe.step == 2
+    assert instrument.load(tmp_path / "run").info["status"] == "stopped"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002.ckpt").is_file()

@@ -121,3 +121,13 @@ def test_batch_encoding_is_counted_and_moved() -> None:
     moved = to_device(batch, torch.device("meta"))
     assert isinstance(moved, BatchEncoding)
     assert moved["labels"].device.type == "meta"
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
+    rule = {"watch": "sums", "stat": "l2", "above": 0.0, "for": 2, "then": ["checkpoint", "stop"]}
+    callback = callback_of(rules={"ever": rule}, out=tmp_path / "run")
+    train(model_of(), tmp_path, callback)
+    assert callback.probe.step == 2
+    assert instrument.load(tmp_path / "run").info["status"] == "stopped"
+    assert (tmp_path / "trainer" / "checkpoint-2").is_dir()

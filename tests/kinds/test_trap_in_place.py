@@ -30,7 +30,6 @@ HOOKS = record_hooks(GRADIENT_LOCATIONS)
 STEPS = 2
 ARCHITECTURES = {str(each): each for each in (*map(of_torchvision, TORCHVISION), *map(of_timm, TIMM))}
 QUICK = (
-    "torchvision googlenet",  # auxiliary outputs
     "torchvision resnet18",  # sums in place
     "torchvision shufflenet_v2_x0_5",  # chunks
     "timm test_efficientnet",  # activations in place

@@ -80,7 +80,7 @@ def test_hooks_fire_from_the_first_gradient_after_unfreezing(at: int) -> None:
     gradients = []
     with warnings.catch_warnings():
         warnings.simplefilter("error", InstrumentWarning)
-        with instrument.attach(model, HOOKS, optimizer=optimizer) as probe:
+        with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:
             for number in range(4):
                 if number == at:
                     unfreeze(model, optimizer)

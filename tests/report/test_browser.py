@@ -215,6 +215,7 @@ def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_
     assert full_report.page.locator("#maps-charts .chart").count() == 6
 
 
+@pytest.mark.slow
 def test_killed_run_is_drawn_and_non_finite_values_are_marked(open_page: Open, tmp_path: Path) -> None:
     copy = copy_unfinished(tmp_path / "r", tmp_path / "killed")
 

@@ -27,7 +27,6 @@ from torch import nn
 import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
-from instrument.analysis.plot_data import location_name
 from instrument.analysis.tensor_images import maps_in
 from instrument.pip_extras import pip_command
 from instrument.report import Report, make
@@ -35,6 +34,7 @@ from instrument.report.__main__ import main
 from instrument.report.charts import STATISTICS_ROOM
 from instrument.report.numbers import rounded
 from instrument.report.sweep_page import content
+from instrument.rules.step_rows import location_name
 
 TOLERANCE = 1e-5  # the page has six digits
 
@@ -359,7 +359,9 @@ def test_effect_of_an_intervention_is_averaged_per_seed(tmp_path: Path) -> None:
             config = {"hooks": hooks, "other": other}
             metrics = {"loss": loss, "accuracy": math.nan if hooks and seed == 1 else 0.5}
             write_run(tmp_path / f"{seed}-{other}-{name}", config=config, seed=seed, metrics=metrics)
-    loss, accuracy = content(instrument.load(tmp_path))[0]["pairs"]
+    words = content(instrument.load(tmp_path))[0]
+    loss, accuracy = words["pairs"]
+    assert (words["intervals"], loss["survives"], accuracy["survives"]) == (1, False, False)
     interval = scipy.stats.ttest_rel([1.5, 1.5], [2.0, 3.0]).confidence_interval()
     assert loss["count"] == 4
     assert (loss["without"], loss["treated"], loss["difference"]) == ("2.5", "1.5", "-1")

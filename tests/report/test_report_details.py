@@ -198,6 +198,7 @@ def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
     opened.close()
 
 
+@pytest.mark.slow
 def test_very_large_charts_are_drawn(page: Any) -> None:
     assert page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 

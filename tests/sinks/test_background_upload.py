@@ -88,6 +88,10 @@ def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     both = {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
     wait_until(lambda: set(remote.sizes()) == both)  # pending uploads have another name
     record(folder, status="done")
+    add_part(folder, Part(0, 2))
+    add_part(folder, Part(0, 3))
+    wait_until(lambda: "stats/part-0000-000003.parquet" in remote.sizes())
+    assert json.loads(remote.read("run.json") or b"")["status"] == "running"  # the final one is sent last
     (folder / ".lock").touch()
     (folder / ".lock-1").touch()
     (folder / "journal").mkdir(exist_ok=True)

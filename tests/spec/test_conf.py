@@ -55,7 +55,7 @@ def config_with_option(group: str, option: str) -> RunConfig:
 
 
 def test_conf_groups_are_all_tested() -> None:
-    tested = {"exp", "model", "data", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"}
+    tested = {"exp", "model", "data", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply", "rules"}
     assert {folder.name for folder in CONF.iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))} == tested
 
 
@@ -85,7 +85,7 @@ def test_experiment_file_starts_with_its_command(file: Path) -> None:
     assert any(command.match(line) for line in file.read_text().splitlines()[:2])
 
 
-GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply"]
+GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "hooks", "apply", "rules"]
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
@@ -185,8 +185,14 @@ def test_every_optimizer_takes_a_step(name: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(3, 1, bias=False) for name in ("generator", "critic")})
     before = copy.deepcopy(model)
     optimizer = _build_optimizer(config_with_option("optimizer", name).optimizer, model)
-    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
-    optimizer.step()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([parameter.sum() for parameter in model.parameters()]).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)  # type: ignore[arg-type]
     assert all((now < was).all() for now, was in zip(model.parameters(), before.parameters(), strict=True))
 
 

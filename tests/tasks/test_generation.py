@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 import instrument
 from instrument import MemorySink, Probe
@@ -36,7 +35,9 @@ class Letters:
         return "".join(chr(ord("a") + token - 1) for token in tokens)
 
 
-def gpt2(eos: int | None = None) -> GPT2LMHeadModel:
+def gpt2(eos: int | None = None) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config = GPT2Config(**GPT2, bos_token_id=0, eos_token_id=eos, tie_word_embeddings=False, initializer_range=1.0)
     return GPT2LMHeadModel(config).eval()
@@ -107,6 +108,8 @@ def test_other_language_models_generate_token_by_token(sample: bool) -> None:
 
 
 def test_encoder_and_decoder_generate() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, eos_token_id=None)).eval()

@@ -10,7 +10,6 @@ import torch
 from state_comparison import identical
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 from instrument.tasks import ForwardOnly, HuggingFace, LossDict, Outcome, accuracy, call_task, check_outcome, mean_loss
 
@@ -34,17 +33,23 @@ class TableForCausalLM(Logits):
     """A language model without a loss, whose name says that labels are shifted."""
 
 
-def tiny_gpt() -> GPT2LMHeadModel:
+def tiny_gpt() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
     return GPT2LMHeadModel(config).eval()
 
 
-@pytest.mark.parametrize("batch_type", [dict, BatchEncoding])
-def test_loss_of_the_model_is_used(batch_type: Any) -> None:
+@pytest.mark.parametrize("batch_type", ["dict", "BatchEncoding"])
+def test_loss_of_the_model_is_used(batch_type: str) -> None:
+    from transformers import BatchEncoding
+
     model, labels = tiny_gpt(), TOKENS.clone()
     labels[0, 2:] = -100
-    batch = batch_type({"input_ids": TOKENS, "labels": labels})
+    batch: Any = {"input_ids": TOKENS, "labels": labels}
+    if batch_type == "BatchEncoding":
+        batch = BatchEncoding(batch)
     task = HuggingFace()
     outcome = task(model, batch)
     logits = model(input_ids=TOKENS).logits[:, :-1]

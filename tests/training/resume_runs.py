@@ -64,6 +64,16 @@ HOOKS = {
     "seen": {"layers": "**", "kind": "forward", "action": "record"},
     "kept": {"layers": "layers.*", "kind": "tensor", "action": "record", "tensors": True, "every": 7},
     "noisy": {"layers": "layers.1", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.01},
+    "damp": {
+        **{"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.9},
+        "when": {
+            "stat": "l2",
+            "above": 1,
+            "times": "median",
+            "window": 7,
+            "after": 3,
+        },  # holds in about half of the steps
+    },
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0},
     "moments": {"layers": "layers.5", "kind": "step_post", "role": "update", "action": "record"},
     "tests": {"layers": "layers.5", "kind": "forward", "action": "record", "phase": "eval"},

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from instrument import MemorySink
+from instrument import ConfigError, MemorySink
 from instrument.capture.probe import Probe
+from instrument.distributed.strategies import Strategy
 from instrument.spec.parse import parse_config
 from instrument.spec.schedule import Evaluations
 from instrument.tasks import Outcome
@@ -72,6 +73,68 @@ def test_loop_is_bit_identical_to_a_plain_pytorch_loop() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(experiment), weights(plain), strict=True))
     frame = sink.frame("metrics")
     assert list(frame[frame.phase == "train"].loss) == losses
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_closure_of_lbfgs_is_bit_identical_to_a_plain_pytorch_loop(accumulate: int) -> None:
+    record = {"layers": "1", "action": "record"}
+    config: dict[str, Any] = {
+        "model": {"_target_": f"{__name__}.Dropping"},
+        "optimizer": {"_target_": "torch.optim.LBFGS", "max_iter": 4, "line_search_fn": "strong_wolfe"},
+        "train": {"steps": 3, "batch_size": 16, "accumulate": accumulate},
+        "hooks": {"outputs": {**record, "kind": "forward"}, "gradients": {**record, "kind": "parameter_grad"}},
+    }
+    recorded, bare, plain = prepare_experiment(**config), *(prepare_experiment(**{**config, "hooks": {}}) for _ in "ab")
+    random_states = []
+    losses: list[list[float]] = []
+    for experiment in (recorded, bare):
+        torch.manual_seed(1)
+        sink, _, _ = trained(experiment)
+        random_states.append(torch.get_rng_state())
+        losses.append(sink.frame("metrics").query("phase == 'train'")["loss"].tolist())
+        if experiment is recorded:
+            stats = sink.frame("stats")
+    torch.manual_seed(1)
+    model, optimizer = plain.model, plain.optimizer
+    assert optimizer is not None
+    model.train()
+    values: list[list[float]] = []
+    for _, batches in plain.batches:
+        values.append([])
+
+        def closure(batches: Any = batches) -> torch.Tensor:
+            optimizer.zero_grad()
+            parts = []
+            for images, classes in batches:
+                parts.append(nn.functional.cross_entropy(model(images), classes) / len(batches))
+                parts[-1].backward()
+            values[-1].append(torch.stack(parts).sum().item())
+            return torch.stack(parts).sum()
+
+        optimizer.step(closure)
+    assert torch.equal(*random_states)
+    assert torch.equal(random_states[0], torch.get_rng_state())
+    for a, b, c in zip(weights(recorded), weights(bare), weights(plain), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(b, c)
+    assert losses[0] == losses[1] == pytest.approx([each[0] for each in values], rel=1e-6)
+    assert accumulate > 1 or losses[0] == [each[0] for each in values]
+    # Each evaluation has a number: `micro_step` in the forward pass, `call` at the boundary of the optimizer.
+    for step, evaluations in enumerate(values):
+        assert len(evaluations) > 2
+        of_step = stats[(stats["step"] == step)]
+        numbers = of_step[of_step["hook"] == "outputs"]["micro_step"].tolist()
+        assert numbers == list(range(len(evaluations) * accumulate))
+        calls = of_step[(of_step["hook"] == "gradients") & (of_step["path"] == "weight")]["call"].tolist()
+        assert calls == list(range(len(evaluations)))
+
+
+def test_closure_is_refused_with_several_processes() -> None:
+    strategy = Strategy()
+    strategy.processes = object()  # type: ignore[assignment]
+    config = parse_config({**CONFIG, "optimizer": {"_target_": "torch.optim.LBFGS"}})
+    with pytest.raises(ConfigError, match="the step of LBFGS requires a closure, which works in a single process only"):
+        prepare(config, strategy)
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(16, 3), (20, 3), (7, 7)])

@@ -346,7 +346,7 @@ def test_non_finite_values_are_reported_immediately_and_at_the_end(cli: Cli) -> 
     alarm = [line for line in lines if line.startswith("warning first recorded non-finite value: at step 6 in layers")]
     assert len(alarm) == 1
     assert lines.index(alarm[0]) < next(i for i, line in enumerate(lines) if line.startswith("step  8/40"))
-    assert answer.out.count("the loss is nan at step 5") == 1
+    assert answer.out.count("loss not finite: at step 5: nan") == 1
     findings = answer.out.split("Findings", 1)[1]
     assert re.search(r"loss not finite +training +5 +nan, \d", findings)
     assert re.search(r"first recorded non-finite value +layers(\.0)? output \(activations\) +6 ", findings)
@@ -373,7 +373,7 @@ def test_quiet_run_prints_each_warning_once(cli: Cli) -> None:
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
     assert [line.split(":")[0] for line in lines] == [
-        "warning the loss is nan at step 5",
+        "warning loss not finite",
         "warning first recorded non-finite value",
     ]
 
@@ -390,7 +390,7 @@ def test_job_of_a_sweep_prints_a_line_and_its_warnings(cli: Cli) -> None:
     ]
     assert [line.split()[3] == "nan" for line in jobs] == [True, False, True]
     assert "Findings" not in answer.out
-    assert answer.out.count("the loss is nan at step 5") == answer.out.count("the loss is nan") == 2
+    assert answer.out.count("loss not finite: at step 5: nan") == answer.out.count("loss not finite") == 2
 
 
 def test_evaluation_of_training_samples_is_reported_once(cli: Cli, workdir: Path) -> None:

@@ -44,6 +44,7 @@ function layout(more = {}) {
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
     margin: { l: 10, r: 10, t: 12, b: 10 },
     dragmode: isNarrow() ? false : "zoom",
+    uirevision: typeof follow === "function" ? [...document.querySelectorAll("select")].map((select) => select.value).join() : undefined,
     ...rest,
     xaxis: { ...axis, ...xaxis },
     yaxis: { ...axis, ...yaxis },
@@ -178,7 +179,8 @@ function fillSelect(id, entries, chosen) {
   const select = document.getElementById(id);
   const before = chosen ?? select.value;
   const pairs = entries.map((entry) => (Array.isArray(entry) ? entry : [entry, entry]));
-  select.replaceChildren(...pairs.map(([value, text]) => new Option(text, value)));
+  const same = pairs.length === select.options.length && pairs.every(([value, text], i) => select.options[i].value === String(value) && select.options[i].text === text);
+  if (!same) select.replaceChildren(...pairs.map(([value, text]) => new Option(text, value))); // an open list stays open
   if (pairs.some(([value]) => String(value) === String(before))) select.value = before;
   select.closest("label").hidden = pairs.length < 2;
   return select.value;
@@ -193,7 +195,8 @@ function setText(id, text) {
 }
 
 function hide(id) {
-  document.getElementById(id).hidden = true;
+  const part = document.getElementById(id);
+  if (part) part.hidden = true;
   document.querySelector(`nav a[href="#${id}"]`)?.closest("li").remove();
 }
 

@@ -1,4 +1,4 @@
-// Decompresses the data in this page and draws all charts. The page makes no network requests.
+// Decompresses the data in this page and draws all charts.
 
 async function unpacked(id) {
   const text = document.getElementById(id).textContent.trim();
@@ -15,6 +15,12 @@ async function start() {
   const report = JSON.parse(data);
   const { colours } = report;
   Object.defineProperty(report, "colours", { get: () => (DARK.matches ? colours.map((shade) => LIGHTER[shade] ?? shade) : colours) });
+  drawAll(report);
+  document.documentElement.dataset.drawn = "yes";
+  if (typeof follow === "function") follow(report);
+}
+
+function drawAll(report) {
   NAMES = report.names;
   for (const draw of report.runs ? SWEEP : RUN) {
     try {
@@ -23,7 +29,6 @@ async function start() {
       showError(`A chart cannot be drawn: ${error}.`, error); // continue with the other charts
     }
   }
-  document.documentElement.dataset.drawn = "yes";
 }
 
 function showError(words, error) {
@@ -35,8 +40,8 @@ function showError(words, error) {
 }
 
 // In the frame of a notebook, a link to a section of the page would load the notebook.
-document.querySelector("nav").addEventListener("click", (event) => {
-  const part = document.querySelector(event.target.closest("a")?.getAttribute("href") ?? "nothing");
+document.addEventListener("click", (event) => {
+  const part = document.querySelector(event.target.closest("nav a")?.getAttribute("href") ?? "nothing");
   if (!part) return;
   event.preventDefault();
   part.scrollIntoView();

@@ -1,0 +1,130 @@
+"""The rules of a finished run: they read its tables in the order of the steps, and decide as they did live."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+
+from ..rules.rule import LocatedRule
+from ..rules.rule_set import RuleEvent, RuleSet
+from ..rules.step_rows import FloatArray, Site, StepRows, time_order
+from ..spec.rules import METRIC_NAMES, RuleBase
+from ..spec.statistics import ALL
+from .run_tables import RunTables
+
+Moment = tuple[int, str]
+_Rows = tuple[list[Site], dict[str, FloatArray]]
+_COUNTS = ("numel", "nan_count", "inf_count")
+_METRICS = (*METRIC_NAMES, "skipped")
+
+
+def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent]:
+    """Return the events that rules write for the rows of a run in any state. The state of the rules is not kept.
+
+    Each process of a distributed run has its own rows, and so its own rules. The run is read in batches.
+
+    Args:
+        run: One run.
+        rules: The rules by name.
+    """
+    events: list[RuleEvent] = []
+    frozen_layers = _frozen_layers(run)
+    for rank in _ranks(run):
+        rule_set = RuleSet(rules, events.append, frozen_layers)
+        rule_set.update(_steps(run, rule_set, ds.field("rank") == rank))
+    return sorted(events, key=lambda event: event.step)
+
+
+def _frozen_layers(run: RunTables) -> frozenset[str]:
+    """Return the names of the layers whose parameters are all frozen."""
+    rows = (row for batch in run.scan("layers", ["layer", "parameters", "trainable"]) for row in batch.to_pylist())
+    return frozenset(row["layer"] for row in rows if row["parameters"] and row["trainable"] == 0)
+
+
+def _ranks(run: RunTables) -> list[int]:
+    batches = itertools.chain(run.scan("stats", ["rank"]), run.scan("metrics", ["rank"]))
+    return sorted({rank for batch in batches for rank in batch["rank"].unique().to_pylist()})
+
+
+def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[StepRows]:
+    """Yield the rows of each step and phase, in order."""
+    metrics = {
+        (row["step"], row["phase"]): row
+        for batch in run.scan("metrics", ["step", "phase", *_METRICS], condition)
+        for row in batch.to_pylist()
+    }
+    targets = _targets(run, condition) if any(spec.source == "samples" for spec in rules.specs.values()) else {}
+    left = sorted({*metrics, *targets}, key=time_order)
+    no_rows: _Rows = ([], {})
+
+    def rows_of(moment: Moment, stats: _Rows) -> StepRows:
+        sites, columns = stats
+        layout = rules.layout(sites, moment[1], lambda site: site)
+        missing = np.full(len(sites), np.nan)
+        return StepRows(
+            *moment, layout, lambda name: columns.get(name, missing), metrics.get(moment), targets.get(moment)
+        )
+
+    position = 0
+    for moment, stats in _statistics(run, rules, condition):
+        while position < len(left) and time_order(left[position]) < time_order(moment):
+            yield rows_of(left[position], no_rows)
+            position += 1
+        position += position < len(left) and left[position] == moment
+        yield rows_of(moment, stats)
+    for moment in left[position:]:
+        yield rows_of(moment, no_rows)
+
+
+def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
+    """Yield the identities of the rows of each step and phase, and the statistics that the rules read.
+
+    A step can be split over several batches, with rows of all its phases in each of them.
+    """
+    read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
+    columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
+    pending: dict[Moment, list[pa.RecordBatch]] = {}
+    for batch in run.scan("stats", ["step", "phase", "position", *Site._fields, *columns], condition):
+        steps, phases = batch["step"].to_numpy(), np.array(batch["phase"].to_pylist(), np.str_)
+        changes = np.flatnonzero((steps[1:] != steps[:-1]) | (phases[1:] != phases[:-1])) + 1
+        for begin, end in itertools.pairwise([0, *changes.tolist(), len(steps)]):
+            if begin == end:
+                continue
+            moment = (int(steps[begin]), str(phases[begin]))
+            if pending and moment[0] != next(iter(pending))[0]:
+                yield from _rows_of(pending, columns)
+                pending = {}
+            pending.setdefault(moment, []).append(batch.slice(begin, end - begin))
+    yield from _rows_of(pending, columns)
+
+
+def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]) -> Iterator[tuple[Moment, _Rows]]:
+    """Yield the rows of each phase of a step, in the order in which they were recorded."""
+    for moment in sorted(step, key=time_order):
+        rows = pa.Table.from_batches(step[moment])
+        if len(step[moment]) > 1:
+            rows = rows.take(pc.sort_indices(rows["position"]))
+        sites = [Site(*cells) for cells in zip(*(rows[name].to_pylist() for name in Site._fields), strict=True)]
+        yield moment, (sites, {name: _floats(rows[name]) for name in columns})
+
+
+def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArray]:
+    """Return the targets of the samples of each step and phase that has any."""
+    found: dict[Moment, list[Any]] = {}
+    for batch in run.scan("samples", ["step", "phase", "target"], condition & ds.field("target_dtype").is_valid()):
+        cells = zip(batch["step"].to_pylist(), batch["phase"].to_pylist(), _floats(batch["target"]), strict=True)
+        for step, phase, target in cells:
+            found.setdefault((step, phase), []).append(target)
+    return {moment: np.array(values) for moment, values in found.items()}
+
+
+def _floats(column: pa.Array | pa.ChunkedArray) -> FloatArray:
+    """Return a column as float64, with NaN for null."""
+    values: FloatArray = np.asarray(column.cast(pa.float64()))
+    return values

@@ -1,0 +1,1 @@
+"""Conversion of the configuration files of other tools."""

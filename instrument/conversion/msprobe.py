@@ -1,0 +1,280 @@
+"""Conversion of configurations of msprobe, the precision debugger of Ascend.
+
+Formats: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md,
+and `monitor_config.json` of TrainerMon, in `msprobe_monitor`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError, Problem
+from .experiment import Experiment
+from .msprobe_monitor import convert_monitor, is_monitor
+from .selection import EVERYTHING, layers_with_text
+from .source import Fields, read_ranges, reading
+
+TASKS = (
+    *("statistics", "tensor", "overflow_check", "grad_probe"),
+    *("run_ut", "acc_check", "free_benchmark", "structure", "exception_dump", "nan_analyze"),
+)
+STATISTICS = {
+    "max": "max",
+    "min": "min",
+    "mean": "mean",
+    "l2norm": "l2",
+    "nan count": "nan_count",
+    "zero count": "zero_fraction",
+}
+DEFAULT_STATISTICS = ["max", "min", "mean", "l2"]
+# msprobe names tensors by their direction. What enters a backward pass is the gradient of the output.
+INPUT, OUTPUT = ("forward", "input"), ("forward", "output")
+GRAD_OUTPUT, GRAD_INPUT = ("backward", "input"), ("backward", "output")
+MODULE_TENSORS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    INPUT: ("inputs", {"kind": "forward_pre"}),
+    OUTPUT: ("outputs", {"kind": "forward"}),
+    GRAD_OUTPUT: ("output_gradients", {"kind": "full_backward_pre"}),
+    GRAD_INPUT: ("input_gradients", {"kind": "full_backward"}),
+}
+PARAMETERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    INPUT: ("parameters", {"kind": "step_pre", "role": "param"}),
+    GRAD_INPUT: ("parameter_gradients", {"kind": "parameter_grad"}),
+}
+FUNCTION_TENSORS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    INPUT: ("function_arguments", {"kind": "function", "role": "input"}),
+    OUTPUT: ("function_results", {"kind": "function"}),
+    GRAD_OUTPUT: ("function_gradients", {"kind": "function_grad"}),
+}
+FULL_FUNCTION = re.compile(
+    r"(Tensor|Torch|Functional|VF|Aten|NPU|Mint|MintFunctional)\.(\w+)\.(\d+)(?:\.(forward|backward))?"
+)
+FULL_MODULE = re.compile(r"(?:Module|Cell)\.(?:module\.)*(.+?)\.\w+\.(?:forward|backward)(?:\.\d+)?")
+ELSEWHERE = {
+    "dump_path": "pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach",
+    "rank": "each process is recorded; select rows by the column 'rank'",
+    "enable_dataloader": "set train.steps to end the run after the last recorded step",
+    "async_dump": "no setting: values on a device are always copied asynchronously",
+    "precision": "no setting: statistics are always accurate to 1e-5",
+    "extra_info": "no counterpart for call stacks; the table 'layers' has the structure of the model",
+    "risk_level": "no counterpart: all functions are recorded; select them with 'functions'",
+    "dump_enable": "no counterpart for a switch during the run; set 'start' and 'stop' of the hooks",
+}
+OF_TASKS = {
+    "file_format": "no setting: tensors are written to Parquet",
+    "device": "no setting: statistics are computed on the device of the tensor",
+    "bench_path": "no counterpart: tensors are not compared with another run during training",
+    "diff_nums": "no counterpart: tensors are not compared with another run during training",
+    "overflow_nums": "no counterpart: the first non-finite value is reported, all are recorded, and training continues",
+}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one task records.
+
+    Attributes:
+        modes: The selected tensors, by direction.
+        schedule: The fields of a schedule.
+        action: The fields of the action.
+        prefix: A prefix of the names of the hooks.
+    """
+
+    modes: Sequence[tuple[str, str]]
+    schedule: Mapping[str, Any]
+    action: Mapping[str, Any]
+    prefix: str = ""
+
+
+def convert_msprobe(source: Any) -> Experiment:
+    """Convert the content of `config.json` or `monitor_config.json`.
+
+    Args:
+        source: The mapping in the file.
+
+    Raises:
+        ConfigError: It does not have this form, or a value is invalid.
+    """
+    experiment = Experiment("msprobe")
+    if is_monitor(source):
+        convert_monitor(source, experiment)
+        return experiment
+    if not isinstance(source, Mapping) or not {"task", "dump_path", "level", *TASKS} & {*source}:
+        message = "is not a configuration of msprobe: it has neither 'task' nor 'targets'"
+        raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
+    with reading(source, "", experiment) as fields:
+        task = str(fields.take("task", "statistics"))
+        if task not in TASKS:
+            raise ConfigError(Problem("task", "unknown task", given=task, allowed=TASKS))
+        schedule = _schedule(fields)
+        level = str(fields.take("level", "L1"))
+        _note_fields(fields, ELSEWHERE, experiment)
+        if (seed := fields.number("seed")) is not None:
+            experiment.settings["seed"] = seed
+        if fields.flag("is_deterministic"):
+            experiment.settings["deterministic"] = True
+        with reading(fields.take(task), task, experiment) as options:
+            _convert_task(task, level, options, schedule, experiment)
+        for other in TASKS:
+            if fields.take(other) is not None:
+                experiment.note(other, f"not used by task {task}")
+    return experiment
+
+
+def _note_fields(fields: Fields, messages: Mapping[str, str], experiment: Experiment) -> None:
+    for name, message in messages.items():
+        if fields.take(name) not in (None, False, "", []):
+            experiment.note(fields.key(name), message)
+
+
+def _schedule(fields: Fields) -> dict[str, Any]:
+    """Return the fields of the steps: numbers, and ranges such as "4-6"."""
+    ranges = read_ranges(fields.take("step", []), "step")
+    if len(ranges) == 1 and len(ranges[0]) > 1:
+        return {"start": ranges[0].start, "stop": ranges[0].stop}
+    steps = sorted({step for each in ranges for step in each})
+    return {"steps": steps} if steps else {}
+
+
+def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str, Any], experiment: Experiment) -> None:
+    if task == "grad_probe":
+        _convert_grad_probe(options, schedule, experiment)
+        return
+    if task not in ("statistics", "tensor", "overflow_check"):
+        options.left.clear()
+        experiment.note("task", f"no counterpart for {task!r}")
+        return
+    _note_fields(options, OF_TASKS, experiment)
+    if level not in ("L0", "L1", "mix"):
+        options.left.clear()
+        experiment.note(
+            "level", f"no counterpart for {level!r}: modules (L0) and functions (L1) can be recorded, kernels cannot"
+        )
+        return
+    modes = _modes(options)
+    statistics = ["nan_count", "inf_count"] if task == "overflow_check" else _statistics(options, experiment)
+    action: dict[str, Any] = {"stats": statistics, **({"tensors": True} if task == "tensor" else {})}
+    scope, names, full = options.texts("scope"), options.texts("list"), options.texts("tensor_list")
+    if len(scope) > 1:
+        experiment.note(
+            options.key("scope"), "no counterpart for the calls between two names; the hooks are not restricted"
+        )
+    _add_hooks(
+        level, [*(scope if len(scope) == 1 else []), *names], _Plan(modes, schedule, action), options, experiment
+    )
+    if full:
+        plan = _Plan(modes, schedule, {"stats": "none", "tensors": True}, "tensors_")
+        _add_hooks(level, full, plan, options, experiment)
+
+
+def _modes(options: Fields) -> list[tuple[str, str]]:
+    """Return the tensors that `data_mode` selects. A direction or a side that is not named is not restricted."""
+    given = options.texts("data_mode")
+    if unknown := [mode for mode in given if mode not in ("all", "forward", "backward", "input", "output")]:
+        allowed = "all, forward, backward, input, output"
+        raise ConfigError(Problem(options.key("data_mode"), "unknown mode", given=unknown[0], allowed=allowed))
+    directions = [each for each in ("forward", "backward") if each in given] or ["forward", "backward"]
+    sides = [each for each in ("input", "output") if each in given] or ["input", "output"]
+    return [(direction, side) for direction in directions for side in sides]
+
+
+def _statistics(options: Fields, experiment: Experiment) -> list[str]:
+    given = options.take("summary_mode", "statistics")
+    if isinstance(given, list):
+        found = experiment.statistics([str(each) for each in given], STATISTICS, options.key("summary_mode"))
+        return found or DEFAULT_STATISTICS
+    if given != "statistics":
+        message = f"no counterpart for checksums ({given}); statistics are recorded instead"
+        experiment.note(options.key("summary_mode"), message)
+    return list(DEFAULT_STATISTICS)
+
+
+def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields, experiment: Experiment) -> None:
+    """Add the hooks of a level.
+
+    Args:
+        level: `L0`, `L1` or `mix`.
+        names: Names of modules or functions, complete or a part of them; empty for all.
+        plan: What is recorded.
+        options: The options of the task, for notes.
+        experiment: The experiment.
+    """
+    modules = [match[1] for name in names if (match := FULL_MODULE.fullmatch(name))]
+    functions = [match for name in names if (match := FULL_FUNCTION.fullmatch(name))]
+    texts = [name for name in names if not FULL_MODULE.fullmatch(name) and not FULL_FUNCTION.fullmatch(name)]
+    layers: list[str] = [*modules, *([layers_with_text(texts)] if texts and level != "L1" else [])]
+    if level != "L1" and (layers or not names):
+        _add(MODULE_TENSORS, {"layers": _one(layers) if layers else EVERYTHING}, plan, experiment)
+        if not layers:
+            _add(PARAMETERS, {"layers": EVERYTHING}, plan, experiment)
+        else:
+            message = "without the parameters of these modules and their gradients: add hooks of kind step_pre and parameter_grad"
+            experiment.note(options.where, message)
+    if level != "L0" and not names:
+        _add_functions({"layers": ".", "functions": "*"}, plan, experiment)
+    elif level == "mix" and layers:
+        _add_functions({"layers": _one(layers), "functions": "*"}, plan, experiment)
+    elif level == "L1" and texts:
+        _add_functions({"layers": ".", "functions": _one([f"*{text}*" for text in texts])}, plan, experiment)
+    for match in functions if level != "L0" else ():
+        directions = [mode for mode in plan.modes if match[4] in (None, mode[0])]
+        chosen = {"layers": ".", "functions": match[2], "path": f"{match[2]}.{match[3]}.**"}
+        _add_functions(
+            chosen, _Plan(directions, plan.schedule, plan.action, f"{plan.prefix}{match[2]}_{match[3]}_"), experiment
+        )
+    wrong = [match[0] for match in functions] if level == "L0" else modules if level == "L1" else []
+    for name in wrong:
+        experiment.note(options.key("list"), f"{name!r} does not belong to level {level}")
+
+
+def _one(values: list[str]) -> str | list[str]:
+    return values[0] if len(values) == 1 else values
+
+
+def _add_functions(chosen: Mapping[str, Any], plan: _Plan, experiment: Experiment) -> None:
+    if GRAD_INPUT in plan.modes:
+        experiment.note("data_mode", "no counterpart for the gradients of the arguments of functions (backward output)")
+    _add(FUNCTION_TENSORS, chosen, plan, experiment)
+    if chosen["layers"] == ".":
+        experiment.note("level", "functions outside of the model, such as the loss function, are not recorded")
+
+
+def _add(
+    tensors: Mapping[tuple[str, str], tuple[str, dict[str, Any]]],
+    chosen: Mapping[str, Any],
+    plan: _Plan,
+    experiment: Experiment,
+) -> None:
+    for mode, (name, fields) in tensors.items():
+        if mode in plan.modes:
+            hook = {**chosen, **fields, "action": "record", **plan.schedule, **plan.action}
+            experiment.add_hook(f"{plan.prefix}{name}", hook)
+
+
+def _convert_grad_probe(options: Fields, schedule: Mapping[str, Any], experiment: Experiment) -> None:
+    level = str(options.take("grad_level", "L1"))
+    bounds = options.take("bounds")
+    action: dict[str, Any] = {"stats": ["max", "min", "l2"]}
+    if level == "L2":
+        action = {"stats": ["max", "min", "l2", "zero_fraction"], "histogram": True}
+        if bounds:
+            experiment.note(
+                options.key("bounds"), "no counterpart: the histogram has equal bins from minimum to maximum"
+            )
+    if level == "L0":
+        experiment.note(options.key("grad_level"), "no counterpart for checksums")
+    else:
+        message = "no counterpart for the signs of the gradients; record the values with 'tensors: true'"
+        experiment.note(options.key("grad_level"), message)
+    by_parameter: dict[str, list[str]] = {}
+    for name in options.texts("param_list"):
+        layer, _, parameter = name.removeprefix("module.").rpartition(".")
+        by_parameter.setdefault(parameter, []).append(layer or ".")
+    for parameter, layers in by_parameter.items():
+        chosen = {"layers": _one(layers), "params": parameter, "kind": "parameter_grad", "action": "record"}
+        experiment.add_hook(f"gradients_{parameter}", {**chosen, **schedule, **action})
+    if not by_parameter:
+        every = {"layers": EVERYTHING, "kind": "parameter_grad", "action": "record"}
+        experiment.add_hook("gradients", {**every, **schedule, **action})

@@ -1,0 +1,277 @@
+"""Conversion of configurations of nvidia-dlfw-inspect, with the features of Transformer Engine.
+
+Formats: https://github.com/NVIDIA/nvidia-dlfw-inspect/blob/main/docs/config_file.md and
+https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from ..errors import ConfigError, Problem
+from .experiment import Experiment
+from .selection import EVERYTHING, layers_containing, layers_with_text, multiples
+from .source import MOST_NUMBERS, Fields, read_ranges, reading
+
+LINEAR = "*Linear"
+"""Classes of the layers that Transformer Engine inspects."""
+STATISTICS = {
+    "min": "min",
+    "max": "max",
+    "mean": "mean",
+    "std": "std",
+    "l1_norm": "l1",
+    "l2_norm": "l2",
+    "cur_amax": "abs_max",
+}
+# The tensors of a layer. In the namespace base, your code names the tensor that it passes, by custom its output.
+_WEIGHT = {"params": "weight"}
+TENSORS: dict[str, dict[str, Any]] = {
+    "activation": {"kind": "forward_pre"},
+    "weight": {**_WEIGHT, "kind": "step_pre", "role": "param"},
+    "gradient": {"kind": "full_backward_pre"},
+    "output": {"kind": "forward"},
+    "wgrad": {**_WEIGHT, "kind": "parameter_grad"},
+    "dgrad": {"kind": "full_backward"},
+}
+BASE_TENSORS = {**TENSORS, "activation": {"kind": "forward"}}
+SHARED_BY = {"activation": ("fprop", "wgrad"), "gradient": ("dgrad", "wgrad"), "weight": ("fprop", "dgrad")}
+"""The GEMMs that read a tensor."""
+QUANTIZED = {
+    "FP8E4M3": "float8_e4m3fn",
+    "E4M3": "float8_e4m3fn",
+    "FP8E5M2": "float8_e5m2",
+    "E5M2": "float8_e5m2",
+}
+PRECISION = "no counterpart: Transformer Engine selects the precision of a GEMM"
+FEATURES_OF_PRECISION = (
+    *("DisableFp8Gemm", "DisableFP8GEMM", "DisableFp8Layer", "DisableFP8Layer", "DisableQuantizationGEMM"),
+    *("DisableQuantizationLayer", "PerTensorScaling", "AutoswitchGemm"),
+)
+FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
+
+
+def convert_nvdlfw(source: Any) -> Experiment:
+    """Convert the content of a configuration file.
+
+    Args:
+        source: A mapping from names to sections.
+
+    Raises:
+        ConfigError: It does not have this form, or a value is invalid.
+    """
+    if not isinstance(source, Mapping) or not all(_is_section(value) for value in source.values()) or not source:
+        message = "is not a configuration of nvidia-dlfw-inspect: its sections have the fields 'enabled' and 'layers'"
+        raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
+    experiment = Experiment("nvidia-dlfw-inspect")
+    for name, section in source.items():
+        with reading(section, str(name), experiment) as fields:
+            if fields.flag("enabled", True):
+                _convert_section(fields, experiment)
+            else:
+                fields.left.clear()
+                experiment.note(str(name), "disabled in the source")
+    if any(spec["action"] == "record" for spec in experiment.hooks.values()):
+        experiment.settings["reduce"] = "global"  # The tool also computes statistics over all processes.
+    return experiment
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool({"enabled", "layers", "layer_name_regex_pattern"} & {*value})
+
+
+def _convert_section(section: Fields, experiment: Experiment) -> None:
+    given = section.take("layers")
+    # An example of the documentation has the pattern in the section itself.
+    layers = section if given is None else Fields(given, section.key("layers"))
+    pattern = _layers(layers, experiment)
+    features = [
+        (name, value, False) for name, value in section.left.items() if name not in ("transformer_engine", "base")
+    ]
+    for namespace in ("base", "transformer_engine"):
+        inner = Fields(section.take(namespace), section.key(namespace))
+        features += [(f"{namespace}.{name}", value, namespace != "base") for name, value in inner.left.items()]
+    section.left.clear()
+    for key, value, of_engine in features:
+        name = key.rpartition(".")[2]
+        where = section.key(key)
+        if not isinstance(value, Mapping):
+            experiment.note(where, "unknown field")
+            continue
+        with reading(value, where, experiment) as fields:
+            if not fields.flag("enabled", True):
+                fields.left.clear()
+                experiment.note(where, "disabled in the source")
+            elif name in ("LogTensorStats", "DumpTensors"):
+                _convert_records(fields, experiment, pattern, section.where, of_engine)
+            elif name in ("FakeQuant", "FakeQuantFp8") and of_engine:
+                _convert_fake_quantization(fields, experiment, pattern, section.where)
+            else:
+                fields.left.clear()
+                experiment.note(where, _reason(name))
+
+
+def _reason(feature: str) -> str:
+    if feature in FEATURES_OF_PRECISION:
+        return PRECISION
+    if feature in FEATURES_OF_QUANTIZED:
+        return "no counterpart: there are no statistics of quantized tensors, such as underflows%"
+    return "no counterpart: a custom feature; see the guide on custom functions"
+
+
+def _layers(fields: Fields, experiment: Experiment) -> str | list[str]:
+    """Return the pattern of a section."""
+    exact, regex = fields.texts("exact_layer_names"), fields.take("layer_name_regex_pattern")
+    # An example of the documentation has layer_type.
+    texts = [text for key in ("layer_types", "layer_type") for text in fields.texts(key)]
+    numbers = fields.take("layer_numbers")
+    if exact:  # the same order of precedence as in the tool
+        found: str | list[str] = exact
+    elif regex is not None:
+        found = layers_containing(str(regex), fields.key("layer_name_regex_pattern"))
+    elif numbers not in (None, "all") and "all" not in _as_list(numbers):
+        found = _numbered(_as_list(numbers), fields.key("layer_numbers"), [] if "all" in texts else texts)
+    elif texts and "all" not in texts:
+        found = layers_with_text(texts)
+    elif texts or numbers is not None:
+        found = EVERYTHING
+    else:
+        allowed = "layer_name_regex_pattern, layer_types, layer_numbers or exact_layer_names"
+        raise ConfigError(Problem(fields.where, "selects no layers", allowed=allowed))
+    ignored = [("layer_types", texts), ("layer_numbers", numbers)] if exact or regex is not None else []
+    for name, value in [*ignored, *((name, regex) for name in ("layer_name_regex_pattern",) if exact)]:
+        if value:
+            experiment.note(fields.key(name), "ignored, because another field selects the layers")
+    return found
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _numbered(numbers: list[Any], where: str, texts: list[str]) -> str:
+    """Return the pattern of the layers whose names contain one of several numbers, and one of several texts if there are any.
+
+    Args:
+        numbers: Numbers and ranges such as "3-5", both ends included.
+        where: Their key in the source.
+        texts: The texts.
+    """
+    found = [number for each in read_ranges(numbers, where) for number in islice(each, MOST_NUMBERS)]
+    # The number of a layer does not belong to the names fc1 and fc2.
+    number = rf"(?:.*[^\d])?(?<!fc)({'|'.join(map(str, found))})(?:[^\d].*)?"
+    return f"re:(?={layers_with_text(texts)[3:]}){number}" if texts else f"re:{number}"
+
+
+def _tensors(feature: Fields) -> Iterator[Fields]:
+    """Yield the fields of each tensor of a feature, among them `tensor`, its name."""
+    items = feature.mappings("tensors_struct")
+    names = feature.texts("tensors")
+    shared = dict(feature.left)
+    feature.left.clear()
+    for item in items or [{"tensor": name} for name in names]:
+        merged = {**shared, **item}
+        yield Fields(merged, f"{feature.where}[{merged.get('tensor', '')}]")
+    if not items and not names:
+        raise ConfigError(Problem(feature.where, "names no tensors", allowed="tensors, or tensors_struct"))
+
+
+def _convert_records(
+    feature: Fields, experiment: Experiment, layers: str | list[str], section: str, of_engine: bool
+) -> None:
+    known = TENSORS if of_engine else BASE_TENSORS
+    is_dump = feature.where.endswith("DumpTensors")
+    for tensor in _tensors(feature):
+        with reading(tensor.left, tensor.where, experiment) as fields:
+            name = str(fields.take("tensor", ""))
+            action = _dump(fields, experiment) if is_dump else _statistics(fields, experiment)
+            schedules = _schedules(fields, experiment, of_engine)
+            if name not in known:
+                fields.left.clear()
+                message = f"no counterpart for the tensor {name!r}, which your code passes to the tool by this name"
+                experiment.note(
+                    fields.where, message if not of_engine else f"unknown tensor; known: {', '.join(known)}"
+                )
+                continue
+            if action is None:
+                continue
+            if name == "activation" and not of_engine:
+                message = "converted to the output of the layer; set kind: forward_pre if your code passes the input"
+                experiment.note("activation", message)
+            chosen = {"layers": layers, **({"types": LINEAR} if of_engine else {}), **known[name], "action": "record"}
+            for schedule in schedules:
+                experiment.add_hook(f"{section}_{name}", {**chosen, **schedule, **action})
+
+
+def _statistics(fields: Fields, experiment: Experiment) -> dict[str, Any] | None:
+    given = fields.take("stats") or fields.take("type", [])  # An example of the documentation has type.
+    names = [next(iter(item)) if isinstance(item, Mapping) and item else str(item) for item in _as_list(given)]
+    statistics = experiment.statistics([name.lower() for name in names], STATISTICS, fields.key("stats"))
+    if "std" in statistics:
+        experiment.note("std", "divided by n here, by n - 1 in the source")
+    return {"stats": statistics} if statistics else None
+
+
+def _dump(fields: Fields, experiment: Experiment) -> dict[str, Any] | None:
+    if fields.flag("quantized_tensor"):
+        experiment.note(fields.key("quantized_tensor"), "no counterpart: only tensors before quantization are recorded")
+    return {"stats": "none", "tensors": True} if fields.flag("high_precision_tensor") else None
+
+
+def _schedules(fields: Fields, experiment: Experiment, of_engine: bool) -> list[dict[str, int]]:
+    """Return the schedule of each interval of steps."""
+    every = fields.number("freq", 1) or 0
+    intervals = fields.take("start_end_list")
+    start, end = fields.number("start_step", 0), fields.number("end_step", -1)
+    inclusive = of_engine or intervals is None  # an interval of the namespace base does not include its end
+    if intervals is None:
+        pairs: list[tuple[int | None, int | None]] = [(start, end)]
+    elif isinstance(intervals, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in intervals):
+        pairs = [(_whole(first), _whole(last)) for first, last in intervals]
+    else:
+        raise ConfigError(Problem(fields.key("start_end_list"), "must be a list of pairs", given=intervals))
+    found = []
+    for first, last in pairs:
+        stop = None if last is None or last < 0 else last + inclusive
+        schedule = multiples(every, first or 0, stop, fields.key("freq"))
+        if schedule is None:
+            experiment.note(fields.where, f"no step from {first} to {last} is a multiple of freq {every}")
+        else:
+            found.append(schedule)
+    return found
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int):
+        raise ConfigError(Problem("start_end_list", "must contain whole numbers", given=value))
+    return value
+
+
+def _convert_fake_quantization(feature: Fields, experiment: Experiment, layers: str | list[str], section: str) -> None:
+    gemms = feature.mappings("gemms_struct") or [{"gemm": name} for name in feature.texts("gemms")]
+    shared = dict(feature.left)
+    feature.left.clear()
+    formats: dict[str, dict[str, str]] = {}  # by tensor and GEMM
+    for gemm in gemms:
+        merged = Fields({**shared, **gemm}, feature.where)
+        gemm_name = str(merged.take("gemm", ""))
+        for tensor in _tensors(merged):
+            with reading(tensor.left, f"{feature.where}.{gemm_name}", experiment) as fields:
+                name, to = str(fields.take("tensor", "")), str(fields.take("quant_format", ""))
+                if name not in TENSORS or to not in QUANTIZED:
+                    experiment.note(fields.where, f"no counterpart for the tensor {name!r} with quant_format {to!r}")
+                elif name == "weight":
+                    experiment.note(fields.where, "no counterpart: a hook does not change the weight of one GEMM only")
+                else:
+                    formats.setdefault(name, {})[gemm_name] = to
+    for name, by_gemm in formats.items():
+        readers = SHARED_BY.get(name, ())
+        if others := [each for each in readers if each not in by_gemm]:
+            message = f"the tensor is quantized for {', '.join(others)} too"
+            experiment.note(f"{feature.where}[{name}]", message)
+        spec = {"layers": layers, "types": LINEAR, **TENSORS[name], "action": "modify", "fn": "quantize"}
+        experiment.add_hook(f"{section}_quantize_{name}", {**spec, "to": QUANTIZED[next(iter(by_gemm.values()))]})
+        if len(set(by_gemm.values())) > 1:
+            experiment.note(f"{feature.where}[{name}]", "one format for all GEMMs: the first one")

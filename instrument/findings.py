@@ -1,0 +1,81 @@
+"""`python -m instrument.findings RUN`: pass the rows of a run to its rules, and print what they find.
+
+The decisions are those of the run. A run without rules is checked with the default rules. The rows are read again; only the
+events of custom rules are taken from the run, since their code is not run.
+
+Exit codes: 0, no rule fires; 1, the run cannot be read; 2, the arguments are invalid; 4, a rule fires.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .analysis.findings import Finding, findings, recorded_events, rule_findings
+from .analysis.folders import NoRunError
+from .analysis.load import Run, load
+from .analysis.rule_events import rule_events
+from .errors import InstrumentError
+from .spec.parse import parse_rules
+from .spec.rules import default_rules
+
+FIRED = 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m instrument.findings", description="Check a run with its rules. Exit code 4 if a rule fires."
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
+    args = parser.parse_args(arguments)
+    try:
+        run = load(args.run)
+        fired = check(run)
+        others = [finding for finding in findings(run) if not finding.advice and finding.severity != "info"]
+    except NoRunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    for finding in [*fired, *others]:
+        step = "" if finding.when is None else f"step {finding.when}: "
+        print(f"{finding.severity:<8} {finding.what}: {step}{finding.where}: {finding.value}")
+        if finding.advice:
+            print(f"{'':<8} {finding.advice}")
+    print(
+        f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {args.run}"
+        if fired
+        else f"no rule fired in {args.run}"
+    )
+    return FIRED if fired else 0
+
+
+def check(run: Run) -> list[Finding]:
+    """Pass the rows of a run to its rules, and return what they find.
+
+    Args:
+        run: One run in any state.
+
+    Raises:
+        InstrumentError: `run` contains several runs.
+        ConfigError: run.json contains an invalid rule.
+    """
+    if len(run.folders) > 1:
+        raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
+    rules = (run.info.get("config") or {}).get("rules") or default_rules()
+    custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
+    again = parse_rules({name: _without_actions(entry) for name, entry in rules.items() if name not in custom})
+    return [*rule_findings([*rule_events(run, again), *recorded_events(run, custom)], rules)]
+
+
+def _without_actions(entry: Any) -> Any:
+    """Return a rule that only warns: nothing can be stopped or called afterwards."""
+    return {key: value for key, value in entry.items() if key != "then"} if isinstance(entry, Mapping) else entry
+
+
+if __name__ == "__main__":
+    sys.exit(main())

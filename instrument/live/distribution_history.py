@@ -1,0 +1,88 @@
+"""Quantiles and histograms over steps in bounded memory: those of some steps, spread evenly over the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..analysis.plot_data import RecordedSeries
+
+ROOM = 120_000  # the maximum number of quantiles and counts of all locations
+FEWEST, MOST = 2, 40  # limits of the number of steps per location
+COLUMNS = ("levels", "quantiles", "low", "high", "counts")
+
+
+@dataclass
+class LocationDistributions:
+    """The distributions of one location.
+
+    Attributes:
+        rows: The last row of each kept group of steps, by step // width, with its step and version.
+        width: The number of steps of a group.
+        step_count: The number of recorded steps.
+        has_several: Whether a step has several rows. The first one is kept.
+    """
+
+    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(default_factory=dict)
+    width: int = 1
+    step_count: int = 0
+    has_several: bool = False
+
+    def widen(self) -> None:
+        """Double the width of the groups; of two groups, the later row is kept."""
+        self.width *= 2
+        merged: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        for key in sorted(self.rows):
+            merged[key // 2] = self.rows[key]
+        self.rows = merged
+
+
+class DistributionHistory:
+    """The distributions of all locations of a run.
+
+    Attributes:
+        locations: The distributions by series and name of the location.
+        rebuilt: The version of the last change that concerns more than some steps.
+    """
+
+    def __init__(self) -> None:
+        self.locations: dict[tuple[RecordedSeries, str], LocationDistributions] = {}
+        self.rebuilt = 0
+        self._numbers = 1  # the largest number of quantiles and counts in a row
+
+    def add(self, at: tuple[RecordedSeries, str], rows: pa.Table, version: int) -> None:
+        """Add rows of one location in the order in which they were written, with the columns `step` and `COLUMNS`.
+
+        Args:
+            at: The series and the name of the location.
+            rows: The rows.
+            version: The current version.
+        """
+        found = self.locations.get(at)
+        if found is None:
+            found = self.locations[at] = LocationDistributions()
+            self.rebuilt = version
+        steps, first = np.unique(rows["step"].to_numpy(), return_index=True)
+        found.step_count += len(steps)
+        found.has_several |= len(steps) < rows.num_rows
+        while True:  # groups become wider until there are few enough
+            keys = steps // found.width
+            self._numbers = max(self._numbers, _size(rows.slice(int(first[0]), 1).to_pylist()[0]))
+            most = int(np.clip(ROOM // (len(self.locations) * self._numbers), FEWEST, MOST))
+            if len({*found.rows, *keys.tolist()}) <= most:
+                break
+            found.widen()
+            self.rebuilt = version
+        last = np.append(keys[1:] != keys[:-1], True)
+        kept = rows.take(first[last]).select(COLUMNS).to_pylist()
+        for key, step, row in zip(keys[last].tolist(), steps[last].tolist(), kept, strict=True):
+            if key not in found.rows or found.rows[key][0] < step:
+                found.rows[key] = step, version, row
+
+
+def _size(row: Mapping[str, Any]) -> int:
+    return sum(len(row[name] or ()) for name in ("quantiles", "counts"))

@@ -1,0 +1,337 @@
+"""The pages of a run or a sweep in progress in the browser: a server on this machine, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shlex
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlsplit
+
+from ..errors import InstrumentError
+from ..folders.control_folder import MOST_BYTES
+from ..folders.control_request import request_changes
+from ..pip_extras import pip_command
+from ..report import check_packages
+from ..report.numbers import as_json
+from .live_run import LiveRun
+from .page_data import LivePage
+from .sweep_page_data import LiveSweepPage
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+ADDRESS = "127.0.0.1"
+HOSTS = (ADDRESS, "localhost")  # any port: it differs behind a tunnel of ssh
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data: blob:; connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Referrer-Policy": "no-referrer",  # the address contains the token
+    "X-Content-Type-Options": "nosniff",
+}
+KEEP_ALIVE_SECONDS = 15.0
+CHECK_SECONDS = 0.25  # between two checks whether the server is stopping
+CHANGE_SECONDS = 60.0  # until a change that the run has not made is withdrawn
+STOP_SECONDS = 2  # for browsers that do not close their connection
+
+
+class Page(Protocol):
+    """The page of a run or a sweep."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is in progress."""
+
+    @property
+    def version(self) -> int:
+        """The current version, a number that increases with each change."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows have been read."""
+
+    def refresh(self, seconds: float = ...) -> bool:
+        """Read new rows, and earlier ones for some seconds."""
+
+    def html(self) -> str:
+        """Return the complete page."""
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """Return what changed after a version, and the current version as `version`."""
+
+
+class LiveServer:
+    """Serves the page of a run, or the pages of a sweep and its jobs. Only programs that know the token can read them.
+
+    Args:
+        folder: The folder of the run.
+        pause: Returns the seconds to wait after a refresh, given its duration in seconds.
+        opening_seconds: The time to read earlier rows before a page is shown, in seconds.
+        reading_seconds: The time to read earlier rows in each later refresh, in seconds.
+        sweep: The folder of a sweep, as a path or an address, to be shown instead of a run. Default: None.
+        takes_changes: Whether the page of a run has a form that changes the run. Default: False.
+
+    Attributes:
+        token: The token.
+        page: The page of the run or the sweep.
+
+    Raises:
+        ConfigError: The folder contains no sweep.
+        InstrumentError: A package is missing.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        pause: Callable[[float], float],
+        *,
+        opening_seconds: float,
+        reading_seconds: float,
+        sweep: str | None = None,
+        takes_changes: bool = False,
+    ) -> None:
+        check_web_packages()
+        self.token = secrets.token_urlsafe(16)
+        self.page: Page
+        if sweep is None:
+            self.page = LivePage(LiveRun(folder), takes_changes=takes_changes)
+        else:
+            self.page = LiveSweepPage(sweep, self._address)
+        self._pause = pause
+        self._opening_seconds, self._reading_seconds = opening_seconds, reading_seconds
+        self._takes_changes = takes_changes
+        self._jobs: dict[str, LivePage] = {}  # the pages of jobs that a browser shows, by name
+        self._browsers: Counter[str] = Counter()  # by job
+        self._lock = threading.Lock()  # pages are read and shown in different threads
+        self._server: uvicorn.Server | None = None
+        self._failure: Exception | None = None
+        self.page.refresh(opening_seconds)
+
+    def _address(self, job: str = "") -> str:
+        """Return the address of the page of a job, or of the sweep, relative to the server."""
+        return f"/?token={self.token}" + (f"&run={quote(job)}" if job else "")
+
+    def serve(self, port: int, on_start: Callable[[str], None]) -> None:
+        """Serve the page until `stop` is called.
+
+        Args:
+            port: The port; 0 for a free one.
+            on_start: Called with the address of the page.
+
+        Raises:
+            OSError: The port is not available.
+            KeyboardInterrupt: The process was interrupted.
+            InstrumentError: The pages cannot be updated any more.
+        """
+        import uvicorn
+
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((ADDRESS, port))
+            listener.listen()  # a browser that is opened at once waits for the server
+            options: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False, "ws": "none"}
+            config = uvicorn.Config(self.application(), timeout_graceful_shutdown=STOP_SECONDS, **options)
+            self._server = uvicorn.Server(config)
+            on_start(f"http://{ADDRESS}:{listener.getsockname()[1]}{self._address()}")
+            self._server.run(sockets=[listener])
+        if isinstance(self._failure, OSError):
+            raise InstrumentError(f"the page cannot be updated any more: {self._failure}") from self._failure
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Stop serving. Can be called from any thread."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def application(self) -> Starlette:
+        """Return the application: `/` is a page, `/changes` its updates, and `/control` changes a run."""
+        from starlette.applications import Starlette
+        from starlette.middleware import Middleware
+        from starlette.middleware.trustedhost import TrustedHostMiddleware
+        from starlette.routing import Route
+
+        # The header Host is checked, so that no other web site can reach the server under its own name.
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False)
+        routes = [Route("/", self._show_page), Route("/changes", self._send_changes)]
+        if self._takes_changes:
+            routes.append(Route("/control", self._control, methods=["POST"]))
+        return Starlette(routes=routes, middleware=[hosts], lifespan=self._refreshing)
+
+    @asynccontextmanager
+    async def _refreshing(self, application: Starlette) -> AsyncIterator[None]:  # noqa: ARG002
+        """Refresh the pages while the server runs."""
+        task = asyncio.create_task(self._refresh_forever())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def _refresh_forever(self) -> None:
+        while self._failure is None:
+            began = time.monotonic()
+            try:
+                is_complete = await asyncio.to_thread(self._refresh)
+            except Exception as error:  # a page that is not updated any more must not look current
+                self._failure = error
+                self.stop()
+                return
+            if self.page.is_running or is_complete:
+                await asyncio.sleep(self._pause(time.monotonic() - began))
+
+    def _refresh(self) -> bool:
+        """Refresh the pages. Return whether all rows have been read."""
+        pages = [self.page, *list(self._jobs.values())]
+        for page in pages:
+            with self._lock:
+                page.refresh(self._reading_seconds)
+        return all(page.is_complete for page in pages)
+
+    async def _show_page(self, request: Request) -> Response:
+        from starlette.responses import HTMLResponse
+
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        html = await asyncio.to_thread(self._html, request.query_params.get("run", ""))
+        return _no_such_run() if html is None else HTMLResponse(html, headers=HEADERS)
+
+    def _html(self, job: str) -> str | None:
+        with self._lock:
+            page = self._page_of(job)
+            return None if page is None else page.html()
+
+    def _page_of(self, job: str) -> Page | None:
+        """Return the page of a job, or of the run or the sweep if the name is empty; None if there is no such job."""
+        if not job or not isinstance(self.page, LiveSweepPage):
+            return self.page
+        if job not in self._jobs:
+            folder = self.page.folder_of(job)
+            if folder is None:
+                return None
+            # The versions of a page that is opened again are later than those that a browser may still have.
+            live = LiveRun(folder, version=time.monotonic_ns() // 1_000_000)
+            live.refresh(self._opening_seconds)
+            self._jobs[job] = LivePage(live, sweep=self._address(), takes_changes=self._takes_changes)
+        return self._jobs[job]
+
+    async def _send_changes(self, request: Request) -> Response:
+        from starlette.responses import PlainTextResponse, StreamingResponse
+
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        try:  # the browser sends the header when it connects again
+            since = int(request.headers.get("last-event-id") or request.query_params["since"])
+        except (KeyError, ValueError):
+            return PlainTextResponse("the parameter since must be a number", 400, headers=HEADERS)
+        changes = self._changes(request.query_params.get("run", ""), since)
+        return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
+
+    async def _changes(self, job: str, since: int) -> AsyncIterator[str]:
+        """Yield the changes of a page after a version as server-sent events."""
+        sent = time.monotonic()
+        self._browsers[job] += 1
+        try:
+            yield "retry: 1000\n\n"
+            while self._server is None or not self._server.should_exit:
+                message = await asyncio.to_thread(self._message, job, since)
+                if message is not None:
+                    since = message["version"]
+                    sent = time.monotonic()
+                    yield f"id: {since}\ndata: {await asyncio.to_thread(as_json, message)}\n\n"
+                elif time.monotonic() - sent > KEEP_ALIVE_SECONDS:
+                    sent = time.monotonic()
+                    yield ":\n\n"  # finds out whether the browser is still there
+                await asyncio.sleep(CHECK_SECONDS)
+        finally:
+            self._browsers[job] -= 1
+            if not self._browsers[job]:
+                self._jobs.pop(job, None)  # it is opened again at the next request
+
+    def _message(self, job: str, since: int) -> dict[str, Any] | None:
+        """Return the changes of a page after a version; None if there are none."""
+        with self._lock:
+            page = self._page_of(job)
+            return None if page is None or page.version == since else page.changes(since)
+
+    async def _control(self, request: Request) -> Response:
+        """Change a run. The body is a JSON string with the changes, separated by spaces."""
+        from starlette.responses import PlainTextResponse
+
+        if (refusal := self._refusal(request)) is not None:
+            return refusal
+        # Browsers send this header with each request of this kind; a form of another web site cannot send JSON.
+        if "origin" not in request.headers or request.headers.get("content-type") != "application/json":
+            return PlainTextResponse("changes are JSON and require the header Origin", 403, headers=HEADERS)
+        content = b""
+        async for piece in request.stream():
+            content += piece
+            if len(content) > MOST_BYTES:
+                return PlainTextResponse(f"more than {MOST_BYTES:,} bytes", 413, headers=HEADERS)
+        try:
+            text = json.loads(content)
+            if not isinstance(text, str):
+                raise ValueError("they are no JSON string")
+            changes = shlex.split(text)
+        except (ValueError, RecursionError) as error:
+            return PlainTextResponse(f"the changes cannot be read: {error}", 400, headers=HEADERS)
+        page = await asyncio.to_thread(self._locked_page, request.query_params.get("run", ""))
+        if not isinstance(page, LivePage):
+            return _no_such_run()
+        try:
+            answer = await asyncio.to_thread(request_changes, str(page.folder), changes, seconds=CHANGE_SECONDS)
+        except InstrumentError as error:
+            return PlainTextResponse(str(error), 409, headers=HEADERS)
+        if answer.problem is not None:
+            return PlainTextResponse(answer.problem, 409, headers=HEADERS)
+        made = "\n".join(f"after {answer.step} steps  {change}" for change in answer.changes)
+        return PlainTextResponse(made, headers=HEADERS)
+
+    def _locked_page(self, job: str) -> Page | None:
+        with self._lock:
+            return self._page_of(job)
+
+    def _refusal(self, request: Request) -> Response | None:
+        """Return the response to a request without the token or from the page of another web site; otherwise None."""
+        from starlette.responses import PlainTextResponse
+
+        origin = request.headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+            return PlainTextResponse("requests from other web sites are refused", 403, headers=HEADERS)
+        if not secrets.compare_digest(request.query_params.get("token", "").encode(), self.token.encode()):
+            return PlainTextResponse(
+                "the token is missing or invalid: use the address that the command printed", 403, headers=HEADERS
+            )
+        return None
+
+
+def _no_such_run() -> Response:
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse("there is no such run", 404, headers=HEADERS)
+
+
+def check_web_packages() -> None:
+    """Check that the packages of the page are installed.
+
+    Raises:
+        InstrumentError: A package is missing.
+    """
+    try:
+        import_module("starlette")
+        import_module("uvicorn")
+    except ImportError:
+        raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
+    check_packages()

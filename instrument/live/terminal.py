@@ -1,0 +1,207 @@
+"""A run in progress as text: progress, metrics, findings, and the layers whose statistics changed most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..analysis.plot_data import RecordedSeries
+from ..spec.schedule import STEP_PHASES
+from .live_run import LiveRun
+from .step_history import StepHistory
+
+COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
+STATUS_COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red"}
+LEVELS = "▁▂▃▄▅▆▇█"
+NOT_FINITE = "!"
+SPARKLINE_WIDTH = 24
+ROUNDING = 1e-9  # relative difference up to which values are shown as equal
+WIDE = 100.0  # ratio of the largest to the smallest value from which a sparkline is logarithmic
+SHOWN_METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second")
+MOST_FINDINGS, FEWEST_LAYERS = 6, 5
+OTHER_LINES = 12  # of a frame: headings, empty lines, progress and metrics of an evaluation
+
+
+@dataclass(frozen=True)
+class LocationView:
+    """The most useful statistic of a location.
+
+    Attributes:
+        series: The series.
+        location: The name of the layer or parameter.
+        statistic: The name of the statistic.
+        values: Its values over the groups of steps; NaN for a missing value.
+        not_finite: Whether a group contains NaN or infinite elements.
+        last: The value at the last step.
+    """
+
+    series: RecordedSeries
+    location: str
+    statistic: str
+    values: np.ndarray
+    not_finite: np.ndarray
+    last: float
+
+    @property
+    def ratio(self) -> float:
+        """The last value relative to the median over the steps; NaN if it is undefined."""
+        known = np.abs(self.values[~np.isnan(self.values)])
+        median = float(np.median(known)) if len(known) else 0.0
+        return abs(self.last) / median if median else float("nan")
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """The sort key: locations with non-finite elements first, then those whose last value differs most."""
+        ratio = self.ratio
+        return not self.not_finite.any(), -abs(np.log(ratio)) if ratio > 0 else (0.0 if np.isnan(ratio) else -np.inf)
+
+
+def frame(live: LiveRun, height: int | None = None) -> RenderableType:
+    """Return the current state of a run.
+
+    Args:
+        live: The run.
+        height: The number of lines on the screen. Default: None, all layers are shown.
+    """
+    findings = live.findings()
+    parts: list[RenderableType] = [_progress(live), Text()]
+    if live.metrics:
+        parts += [_metrics(live), Text()]
+    parts += [Text(f"{problem}", style="red") for problem in live.problems]
+    shown = findings if height is None else findings[:MOST_FINDINGS]
+    if findings:
+        table = _table("Findings", *(("rule", "left"), ("layer", "left"), ("step", "right"), ("message", "left")))
+        for finding in shown:
+            step = "" if finding.when is None else f"{finding.when:,}"
+            cells = (finding.what, finding.where, step, finding.value)
+            table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
+        parts.append(table)
+        if len(findings) > len(shown):
+            parts.append(Text(f"{len(findings) - len(shown)} more findings", style="dim"))
+        parts.append(Text())
+    if live.series:
+        room = None if height is None else max(FEWEST_LAYERS, height - OTHER_LINES - len(SHOWN_METRICS) - len(shown))
+        parts.append(_layers(live, room))
+    if live.fraction_read < 1:
+        parts.append(Text(f"reading earlier steps: {live.fraction_read:.0%}", style="dim"))
+    return Group(*parts)
+
+
+def _progress(live: LiveRun) -> Text:
+    status = live.info["status"]
+    text = Text.assemble(
+        (str(live.info.get("name") or live.folder.name), "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow"))
+    )
+    steps = live.steps
+    text.append(f"  step {live.step:,}" + (f" of {steps:,}" if steps else ""))
+    seconds = live.last_metric("train", "seconds")
+    if live.is_running and steps and seconds:
+        text.append(f"  {timedelta(seconds=round(max(0, steps - live.step) * seconds))} left")
+    if live.info.get("error"):
+        text.append(f"\n{live.info['error']}", style="red")
+    return text
+
+
+def _metrics(live: LiveRun) -> Table:
+    table = _table("", ("metric", "left"), ("over the steps", "left"), ("last", "right"))
+    for phase, history in live.metrics.items():
+        for name in SHOWN_METRICS:
+            if name not in history.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
+                continue
+            label = name if phase in STEP_PHASES else f"{phase} {name}"
+            values = history.values(name, history.groups())[0]
+            table.add_row(label, Text(sparkline(values)), format_value(float(history.last(name)[0])))
+    for (phase, name), steps in live.not_finite.items():
+        table.add_row(
+            Text(name if phase in STEP_PHASES else f"{phase} {name}"),
+            Text(f"not finite from step {min(steps):,}"),
+            style=COLOURS["error"],
+        )
+    return table
+
+
+def _layers(live: LiveRun, room: int | None) -> Table:
+    """Return the table of locations, those that changed most first."""
+    views = sorted(
+        (view for series, history in live.series.items() for view in views_of(series, history)),
+        key=lambda view: view.urgency,
+    )
+    shown = views[:room]
+    count = f"{len(shown)} of {len(views)}" if len(shown) < len(views) else str(len(views))
+    table = _table(
+        f"Layers, largest change first ({count})",
+        *(("hook", "left"), ("layer", "left"), ("statistic", "left")),
+        *(("over the steps", "left"), ("last", "right"), ("last/median", "right")),
+    )
+    for view in shown:
+        hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
+        ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
+        cells = (hook, view.location, view.statistic, sparkline(view.values, view.not_finite))
+        numbers = (format_value(view.last), ratio)
+        style = COLOURS["error"] if view.not_finite.any() else ""
+        table.add_row(*(Text(cell) for cell in (*cells, *numbers)), style=style)
+    return table
+
+
+def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationView]:
+    """Yield the most useful statistic of each location of a series."""
+    usual = ("l2", "rms", "abs_max") if series.is_of_parameters or series.is_gradient else ("std", "rms", "mean")
+    names = history.statistics
+    if not names:
+        return
+    statistic = next((name for name in usual if name in names), names[0])
+    groups = history.groups()
+    values, last = history.values(statistic, groups), history.last(statistic)
+    bad = np.zeros(values.shape, bool)
+    for name in ("nan_count", "inf_count"):
+        if name in names:
+            bad |= history.values(name, groups) > 0
+    for row, location in enumerate(history.locations):
+        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]))
+
+
+def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: int = SPARKLINE_WIDTH) -> str:
+    """Return numbers as a line of small bars. Missing values are spaces.
+
+    Args:
+        values: The numbers; NaN for missing ones; shape [n].
+        not_finite: Which of them are marked as not finite; bool, shape [n]. Default: none.
+        width: The maximum number of characters. Several numbers share one: their mean is shown.
+    """
+    bad = np.zeros(len(values), bool) if not_finite is None else not_finite
+    pieces = np.array_split(np.arange(len(values)), min(width, max(1, len(values))))
+    known = [values[piece][~np.isnan(values[piece])] for piece in pieces]
+    means = np.array([piece.mean() if len(piece) else np.nan for piece in known])
+    finite = means[np.isfinite(means)]
+    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > WIDE:
+        means, finite = np.log(np.where(means > 0, means, np.nan)), np.log(finite)
+    low, high = (finite.min(), finite.max()) if len(finite) else (0.0, 0.0)
+    is_constant = high - low <= ROUNDING * max(abs(low), abs(high))
+    marks = []
+    for mean, piece in zip(means, pieces, strict=True):
+        if bad[piece].any() or np.isinf(mean):
+            marks.append(NOT_FINITE)
+        elif np.isnan(mean):
+            marks.append(" ")
+        else:
+            level = 0.5 if is_constant else (mean - low) / (high - low)
+            marks.append(LEVELS[min(len(LEVELS) - 1, int(level * len(LEVELS)))])
+    return "".join(marks)
+
+
+def format_value(value: float) -> str:
+    """Format a number with four digits; an empty string for NaN."""
+    return "" if np.isnan(value) else f"{value:.4g}"
+
+
+def _table(title: str, *columns: tuple[str, str]) -> Table:
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, no_wrap=name != "message")  # type: ignore[arg-type]
+    return table

@@ -1,0 +1,224 @@
+"""`python -m instrument.replay RUN [--steps 48:53] hooks=everything`: repeat steps of a run with other record hooks.
+
+The replay begins at the nearest checkpoint of the run, or at its start, and has a folder of its own. Loss, accuracy,
+gradient norm and learning rate of each repeated step and evaluation are compared with the recorded ones.
+
+With `--intervene`, interventions may differ from those of the run inside the window: a counterfactual.
+
+Exit codes: 0, equal; 1, a value differs, or the replay fails; 2, the arguments are invalid, or an exact replay cannot be
+expected (see `--force`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from .cli.command import command
+from .cli.import_without_gc import importing
+from .cli.job import report_errors
+from .cli.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
+from .cli.validated_config import read_config, read_overrides
+from .distributed.torchrun import is_rank_zero
+from .errors import ConfigError, InstrumentError, Problem
+from .spec.config import InitFromConfig, RunConfig
+
+if TYPE_CHECKING:
+    from .training.replay_source import ReplaySource
+    from .verification.replay_certificate import ReplayCertificate
+
+CERTIFICATE = "certificate.json"
+COMPARISON = "comparison.png"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Raises:
+        SystemExit: The arguments are invalid, or the replay failed or differs; see the exit codes above.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m instrument.replay", description="Repeat steps of a run with other record hooks."
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder of the run")
+    parser.add_argument(
+        "overrides", metavar="OVERRIDE", nargs="*", help="hooks=SET, hooks.NAME.FIELD=VALUE, +hooks.NAME={...}"
+    )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--steps", metavar="START:STOP", help="the steps in which hooks record (default: all)")
+    steps.add_argument("--before-failure", metavar="N", type=int, help="the last N steps before the run ended")
+    parser.add_argument(
+        "--intervene",
+        action="store_true",
+        help="allow interventions to be added, changed and removed: a counterfactual",
+    )
+    parser.add_argument("--force", action="store_true", help="repeat the run also in another environment")
+    args = parser.parse_intermixed_args(arguments)
+    try:
+        run = RecordedRun.open(args.run, force=args.force)
+        _check_processes(run)
+        window = run.window(args.steps, args.before_failure, is_counterfactual=args.intervene)
+        store_config(run, args.overrides)
+    except InstrumentError as error:
+        if is_rank_zero():
+            print(error, file=sys.stderr)
+        return error.exit_code
+    line = sys.argv
+
+    def job(config: DictConfig) -> None:
+        sys.argv = line  # for the entry `command` of run.json
+        _replay(config, run, window, force=args.force, intervene=args.intervene)
+
+    sys.argv = [line[0], *args.overrides]
+    try:
+        command(job, CONFIG_NAME)
+    finally:
+        sys.argv = line
+    return 0
+
+
+def _check_processes(run: RecordedRun) -> None:
+    """Check that there are as many processes as in the run.
+
+    Raises:
+        ConfigError: There are more or fewer.
+    """
+    ranks, present = run.record.get("ranks", 1), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != present:
+        message = (
+            f"the run had {ranks} {'process' if ranks == 1 else 'processes'}, and its replay requires the same number"
+        )
+        program = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
+        fix = f"{program} -m instrument.replay {run.folder}"
+        raise ConfigError(Problem(RUN, message, given=present, allowed=str(ranks), fix=fix))
+
+
+def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool) -> None:
+    """Repeat the steps, print the certificate, and write it to the folder of the job.
+
+    Raises:
+        SystemExit: The replay failed, or a value differs.
+    """
+    with report_errors() as job:
+        parsed, raw = read_config(config)
+        hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)
+        with importing():
+            from .training import runner
+            from .training.replay_source import ReplaySource
+            from .training.terminal import Terminal
+            from .verification.replay_certificate import certify_replay
+
+        source = ReplaySource(
+            folder=run.folder,
+            record=run.record,
+            window=window,
+            begin=run.begin(window),
+            changes=repeated_changes(run, hooks, window),
+            force=force,
+            counterfactual=hooks.changed,
+            first_step=hooks.first_step,
+        )
+        terminal = Terminal(quiet=parsed.quiet)
+        error: Exception | None = None
+        try:
+            runner.run(
+                _config(parsed, run, hooks, source),
+                job.folder,
+                terminal,
+                raw=raw,
+                overrides=read_overrides(),
+                source=source,
+            )
+        except ConfigError:
+            raise
+        except Exception as caught:  # The replay of a run that failed may fail too.
+            error = caught
+        if is_rank_zero():
+            certificate = certify_replay(run.folder, job.folder, changes_evaluation=hooks.changes_evaluation)
+            _write(certificate, job.folder)
+            if hooks.left_out and not parsed.quiet:
+                print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
+            print(_summary(certificate, source, job.folder))
+            if error is None and not certificate.holds:
+                raise SystemExit(1)
+        if error is not None:
+            raise error
+
+
+def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: ReplaySource) -> RunConfig:
+    """Return the configuration with the hooks and rules of the replay. The weights are those of a checkpoint, if there is one."""
+    changes: dict[str, object] = {"hooks": hooks.specs, "rules": run.rules_of_replay(hooks.specs)}
+    if source.begin and config.mode == "train":
+        changes["init_from"] = InitFromConfig()
+    return config.model_copy(update=changes)
+
+
+def _write(certificate: ReplayCertificate, folder: Path) -> None:
+    """Write the certificate, and the plot of a counterfactual if matplotlib is installed."""
+    content = {**asdict(certificate), "holds": certificate.holds}
+    for difference in (content["difference"], content["effect"]):
+        for name in ("recorded", "replayed") if difference else ():
+            if difference[name] is not None and not math.isfinite(difference[name]):
+                difference[name] = str(difference[name])  # JSON has no NaN
+    (folder / CERTIFICATE).write_text(json.dumps(content, indent=2) + "\n")
+    if certificate.counterfactual:
+        from .analysis.load import load
+        from .plot import replay
+
+        with suppress(InstrumentError):
+            replay(load(folder)).savefig(folder / COMPARISON)
+
+
+def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path) -> str:
+    start = f"its checkpoint after {certificate.begin} steps" if certificate.begin else "its start"
+    lines = [
+        f"replay of {certificate.source} from {start}, up to step {certificate.stop - 1}",
+        "compared: loss, accuracy, gradient norm and learning rate of "
+        f"{_count(certificate.steps, 'step')} and {_count(certificate.evaluations, 'evaluation')}",
+    ]
+    lines += [f"repeated: {change}, by instrument.control" for change in certificate.changes]
+    lines += [f"not repeated: {change}, by instrument.control" for change in certificate.changes_left_out]
+    lines += [f"forced, although {note}" for note in source.notes]
+    if certificate.counterfactual:
+        names = ", ".join(certificate.counterfactual)
+        lines.append(f"COUNTERFACTUAL from step {certificate.first_step} on, with other interventions: {names}")
+    where = " before this step" if certificate.counterfactual else ""
+    if certificate.difference is None:
+        lines.append(
+            f"EQUAL: all values{where} are bit-identical" if certificate.steps else f"no step{where} to compare"
+        )
+    else:
+        lines.append(f"NOT EQUAL: {certificate.difference}")
+        lines += [f"likely reason: {reason}" for reason in certificate.reasons]
+    if certificate.counterfactual:
+        effect = certificate.effect
+        none = f"no effect up to step {certificate.stop - 1}: all values are bit-identical; later steps may differ"
+        lines.append(none if effect is None else f"first effect at {effect}")
+    if certificate.repeats_failure is not None:
+        lines.append(
+            "the replay failed with the error of the run"
+            if certificate.repeats_failure
+            else "the replay failed with another error than the run"
+        )
+    lines.append(f"certificate  {folder / CERTIFICATE}")
+    if (folder / COMPARISON).exists():
+        lines.append(f"comparison   {folder / COMPARISON}")
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Rules: they read the rows of each step, and report what is wrong."""

@@ -1,0 +1,56 @@
+"""Rule: some classes have far fewer samples than others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.rules import ClassImbalanceRule
+from .rule import CatalogueRule, Firing
+from .step_rows import StepRows
+
+MOST_CLASSES = 1000  # with more different targets, the task is no classification
+
+
+class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
+    """See `ClassImbalanceRule`: a ratio above 10 (SageMaker Debugger)."""
+
+    what = "class imbalance"
+    advice = "Sample the classes evenly with data.sampler, or weight the loss."
+    requires = "the targets of samples: set data.ids=all, or record tensors"
+
+    def __init__(self, spec: ClassImbalanceRule) -> None:
+        super().__init__(spec)
+        self._counts: Counter[int] = Counter()
+        self._done = False
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        if self._done or not rows.is_training or not len(rows.targets):
+            return
+        targets, counts = np.unique(rows.targets, return_counts=True)
+        if not (targets % 1 == 0).all():  # no classes, or no target
+            self._done = True
+            return
+        self._counts.update(dict(zip(targets.astype(np.int64).tolist(), counts.tolist(), strict=True)))
+        if len(self._counts) > MOST_CLASSES:
+            self._done = True
+        elif self._counts.total() >= self.spec.after:
+            ranked = self._counts.most_common()
+            (most, many), (rarest, few) = ranked[0], ranked[-1]
+            if len(ranked) == 1:
+                self._done = True
+                yield Firing(f"all {many:,} samples have class {most}", float(many), self.spec.above)
+            elif many / few > self.spec.above:
+                self._done = True
+                text = f"class {most} has {many:,} samples, class {rarest} has {few:,}"
+                yield Firing(text, many / few, self.spec.above)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": [[target, count] for target, count in self._counts.items()], "done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._counts = Counter(dict(state["counts"]))
+        self._done = state["done"]

@@ -1,0 +1,52 @@
+"""Rule: the data are not normalized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..spec.rules import InputNotNormalizedRule
+from .rule import WEIGHTED, Firing, LocatedRule
+from .step_rows import Bounds, Chosen, Location, StepRows
+
+
+class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
+    """See `InputNotNormalizedRule`: the first input of a layer with weights that is recorded, at step 0 only."""
+
+    what = "input not normalized"
+    advice = "Subtract the mean of the data and divide by its standard deviation."
+    requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std, such as hooks=inputs"
+    statistics = ("mean", "std")
+
+    def __init__(self, spec: InputNotNormalizedRule) -> None:
+        super().__init__(spec)
+        self._done = False
+
+    def selects(self, location: Location) -> bool:
+        return location.role == "input" and location.module_type in WEIGHTED and location.phase == "train"
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        if self._done:
+            return
+        self._done = True
+        if rows.step:
+            return
+        mean, std = (float(chosen.values(rows.column(name), self.merge)[0]) for name in self.statistics)
+        where = chosen.locations[0]
+        if std > self.spec.std:
+            yield Firing(f"std {std:.4g}, above {self.spec.std:g}", std, self.spec.std, where)
+        elif abs(mean) > self.spec.mean * std > 0:  # a constant input is no data
+            bound = self.spec.mean * std
+            text = f"mean {mean:.4g} with std {std:.4g}: more than {self.spec.mean:g} times the std"
+            yield Firing(text, abs(mean), bound, where)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        return Bounds("mean", -math.inf, math.inf) if self._done else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._done = state["done"]

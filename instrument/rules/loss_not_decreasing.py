@@ -1,0 +1,62 @@
+"""Rule: the training loss does not decrease."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..spec.rules import LossNotDecreasingRule
+from .rule import CatalogueRule, Firing
+from .step_rows import StepRows
+
+RISE = 2.0  # how many times the first loss the last one before a loss that is not finite has to be
+
+
+class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
+    """See `LossNotDecreasingRule`: less than 1% within the first 200 steps (SageMaker Debugger: 0.1% in 10 steps)."""
+
+    what = "loss not decreasing"
+    advice = (
+        "Check the labels, the loss function and the learning rate; see the guide Debug a network that does not learn."
+    )
+    requires = "the loss, which the loop passes to end_step"
+
+    def __init__(self, spec: LossNotDecreasingRule) -> None:
+        super().__init__(spec)
+        self._sums = [0.0, 0.0]  # of the losses in both halves of the window
+        self._count = 0
+        self._first = self._last = math.nan
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        loss = rows.metric("loss")
+        if not rows.is_training or loss is None or self._count >= self.spec.window:
+            return
+        if not math.isfinite(loss):
+            yield from self._check_rise(loss)
+            return
+        self._first, self._last = loss if math.isnan(self._first) else self._first, loss
+        half = self.spec.window // 2
+        self._sums[self._count >= half] += loss
+        self._count += 1
+        if self._count < self.spec.window:
+            return
+        earlier, later = self._sums[0] / half, self._sums[1] / (self.spec.window - half)
+        bound = earlier - self.spec.by * abs(earlier)
+        if later >= bound:
+            text = f"mean {later:.4g} in the later half of {self.spec.window} steps, {earlier:.4g} in the earlier half"
+            yield Firing(text, later, bound)
+
+    def _check_rise(self, loss: float) -> Iterator[Firing]:
+        """End the window with a loss that is not finite, and report that the losses before it rose."""
+        self._count = self.spec.window
+        bound = RISE * abs(self._first)
+        if self._last > bound:
+            yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": list(self._sums), "count": self._count, "first": self._first, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums, self._count = list(state["sums"]), state["count"]
+        self._first, self._last = state["first"], state["last"]

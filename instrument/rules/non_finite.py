@@ -1,0 +1,93 @@
+"""Rule: values are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.kinds import KINDS
+from ..spec.rules import NonFiniteRule
+from .rule import Firing, LocatedRule
+from .step_rows import Chosen, Location, StepRows
+
+LOSS_NOT_FINITE = "loss not finite"
+
+
+class NonFinite(LocatedRule[NonFiniteRule]):
+    """See `NonFiniteRule`. It fires once for each location, and once for the loss of each phase."""
+
+    what = "non-finite value"
+    advice = (
+        "Look at the first location in the order of the step: its inputs were finite; see the guide Find a NaN, and lower the "
+        "learning rate if the loss grew before."
+    )
+    requires = "any tensor with the statistics nan_count and inf_count"
+    statistics = ("nan_count", "inf_count")
+
+    def __init__(self, spec: NonFiniteRule) -> None:
+        super().__init__(spec)
+        self._reported: set[Location] = set()
+        self._phases: set[str] = set()  # phases whose loss was not finite
+        self._loss: float | None = None  # the last finite training loss
+        self._noted = False  # whether a skipped step was reported
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        yield from self._check_loss(rows)
+        yield from super().update(rows)
+
+    def _check_loss(self, rows: StepRows) -> Iterator[Firing]:
+        loss = rows.metric("loss")
+        if loss is None:
+            return
+        if math.isfinite(loss):
+            self._loss = loss if rows.is_training else self._loss
+        elif rows.phase not in self._phases and not self.spec.hook:
+            self._phases.add(rows.phase)
+            before = f", {self._loss:.4g} before" if rows.is_training and self._loss is not None else ""
+            yield Firing(f"{loss}{before}", loss, what=LOSS_NOT_FINITE)
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        if not rows.has_non_finite:
+            return
+        counts = rows.non_finite()
+        skipped = bool(rows.metric("skipped"))
+        index = chosen.index if chosen.index is not None else np.arange(len(chosen.rows))
+        for row, at in zip(chosen.rows, index, strict=True):
+            location = chosen.locations[at]
+            if not counts[row] or location in self._reported:
+                continue
+            text = _counted(rows, int(row))
+            if skipped and KINDS[location.kind].gradient:
+                if not self._noted:
+                    self._noted = True
+                    yield Firing(
+                        text, None, location=location, what="non-finite value in a step that the scaler skipped"
+                    )
+                continue
+            what = "further non-finite value" if self._reported else "first recorded non-finite value"
+            self._reported.add(location)
+            yield Firing(text, float(counts[row]), 0.0, location, what)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **super().state_dict(),
+            "reported": [list(location) for location in self._reported],
+            "phases": sorted(self._phases),
+            "loss": self._loss,
+            "noted": self._noted,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._reported = {Location(*location) for location in state["reported"]}
+        self._phases, self._loss, self._noted = set(state["phases"]), state["loss"], state["noted"]
+
+
+def _counted(rows: StepRows, row: int) -> str:
+    """Return the counts of a row, such as `3 NaN, 0 infinite of 6,400`."""
+    numel, nan, inf = (float(rows.counts(name)[row]) for name in ("numel", "nan_count", "inf_count"))
+    of = "" if math.isnan(numel) else f" of {numel:,.0f}"
+    return f"{np.nan_to_num(nan):,.0f} NaN, {np.nan_to_num(inf):,.0f} infinite{of}"

@@ -1,0 +1,86 @@
+"""Rule: the initialization lets the outputs shrink or grow from layer to layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.rules import PoorInitializationRule
+from .rule import WEIGHTED, Firing, LocatedRule
+from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
+
+SAME = 1e-4  # relative difference of two std that are equal except for rounding
+
+
+class PoorInitialization(LocatedRule[PoorInitializationRule]):
+    """See `PoorInitializationRule`: outputs (He et al. 2015) and weights of layers with weights, at step 0 only."""
+
+    what = "poor initialization"
+    advice = "Initialize with apply: {action: init, fn: kaiming_normal_}, or add normalization layers."
+    requires = (
+        "the outputs (kind: forward) of layers with weights with the statistics mean and std, such as hooks=activations"
+    )
+    statistics = ("mean", "std")
+
+    def __init__(self, spec: PoorInitializationRule) -> None:
+        super().__init__(spec)
+        self._done = False
+
+    def selects(self, location: Location) -> bool:
+        is_weight = location.kind == "step_post" and location.role in ("param", "update") and not location.is_of_bias
+        is_weight = is_weight and location.layer not in self.frozen_layers
+        return (location.is_output or is_weight) and location.module_type in WEIGHTED and location.phase == "train"
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        if self._done:
+            return
+        self._done = True
+        if rows.step == 0:  # a later step is no initialization
+            mean, std = (chosen.values(rows.column(name), self.merge) for name in self.statistics)
+            yield from self._check_outputs(std, chosen)
+            numel = chosen.values(rows.counts("numel"), self.merge)
+            yield from self._check_weights(mean, np.where(numel > 1, std, np.nan), chosen)
+
+    def _check_outputs(self, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:
+        values = np.array([std[at] if location.is_output else 0.0 for at, location in enumerate(chosen.locations)])
+        if not (values > 0).any():
+            return
+        positive = np.where(values > 0, values, np.nan)
+        low, high = int(np.nanargmin(positive)), int(np.nanargmax(positive))
+        ratio = float(values[high] / values[low])
+        if ratio > self.spec.factor:
+            at, other = (low, high) if low > high else (high, low)  # the later layer is where it arrives
+            text = (
+                f"std {values[at]:.2g}, but {values[other]:.2g} in {chosen.locations[other].layer or '.'}: "
+                f"a ratio above {self.spec.factor:g}"
+            )
+            yield Firing(text, ratio, self.spec.factor, chosen.locations[at])
+
+    @staticmethod
+    def _check_weights(mean: FloatArray, std: FloatArray, chosen: Chosen) -> Iterator[Firing]:
+        """Report weights that were all equal before the first update, and zeros in more than half of the matrices after it."""
+        updates = {(at.layer, at.path): i for i, at in enumerate(chosen.locations) if at.role == "update"}
+        weights = [at for at, location in enumerate(chosen.locations) if location.role == "param"]
+        zeros = [at for at in weights if mean[at] == std[at] == 0]
+        if 2 * len(zeros) > len(weights):
+            yield Firing(f"{len(zeros)} of {len(weights)} weights are zero", 0.0, None, chosen.locations[zeros[0]])
+        for after, location in enumerate(chosen.locations):
+            update = updates.get((location.layer, location.path))
+            if location.role != "param" or update is None:
+                continue
+            initial = abs(mean[after] - mean[update])
+            if initial > std[update] and abs(std[after] - std[update]) < SAME * initial:
+                text = f"all of its weights are {mean[after] - mean[update]:.3g}"
+                yield Firing(text, initial, None, location)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        return Bounds("mean", -np.inf, np.inf) if self._done else None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._done = state["done"]

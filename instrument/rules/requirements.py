@@ -1,0 +1,184 @@
+"""Checks of rules against the hooks of a run, before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ..errors import ConfigError, Problem, similar_names
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
+from ..spec.rules import CustomRule, DisableAction, EnableAction, NonFiniteRule, PersistentRule, RuleBase, WatchRule
+from ..spec.schedule import STEP_PHASES
+from .catalogue import make_rule
+from .rule import LocatedRule
+from .step_rows import Location
+
+
+def check_rules(
+    rules: Mapping[str, RuleBase],
+    hooks: Mapping[str, HookSpec],
+    *,
+    has_targets: bool = True,
+    evaluations: int | None = None,
+    steps: int | None = None,
+) -> None:
+    """Check that the hooks record what the rules read, and that the rules can fire.
+
+    A rule that is optional may be inactive.
+
+    Args:
+        rules: The rules by name.
+        hooks: The hooks by name.
+        has_targets: Whether the table `samples` has rows.
+        evaluations: The number of evaluations; None if it is unknown.
+        steps: The number of steps; None if it is unknown.
+
+    Raises:
+        ConfigError: A rule names a hook that does not exist, watches a statistic that no hook records, watches only hooks that it
+            turns on itself, or requires more steps or evaluations than the run has.
+    """
+    problems = [problem for name, rule in rules.items() for problem in _name_problems(f"rules.{name}", rule, hooks)]
+    problems += [
+        Problem(f"hooks.{name}.when", "no rule has this name", spec.when, tuple(rules), similar_names(spec.when, rules))
+        for name, spec in hooks.items()
+        if isinstance(spec.when, str) and spec.when not in rules
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    followed = {spec.when for spec in hooks.values()}
+    required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
+    read = {name: _hooks_read(rule, hooks) for name, rule in required.items()}
+    for name, rule in required.items():
+        problems += _requirement_problems(
+            f"rules.{name}",
+            rule,
+            hooks,
+            read[name],
+            has_targets=has_targets,
+            evaluations=evaluations,
+            steps=steps,
+        )
+    problems += _cycle_problems(required, hooks, {name: found for name, found in read.items() if found})
+    if problems:
+        raise ConfigError(*problems)
+
+
+def turned_on_by_rules(rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec]) -> frozenset[str]:
+    """Return the hooks that are off until one of these rules turns them on."""
+    actions = (action for rule in rules.values() for action in rule.actions)
+    enabled = {action.enable for action in actions if isinstance(action, EnableAction)}
+    return frozenset(enabled | {name for name, spec in hooks.items() if spec.follows in rules})
+
+
+def writes_kept_tensors(rule: str, rules: Mapping[str, RuleBase], spec: HookSpec) -> bool:
+    """Return whether a rule makes a hook with `keep` write its tensors."""
+    if not isinstance(spec, RecordSpec) or spec.keep is None:
+        return False
+    return spec.when == rule if spec.when is not None else isinstance(rules[rule], NonFiniteRule)
+
+
+def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Iterator[Problem]:
+    named = [("hook", name) for name in rule.hook]
+    if isinstance(rule, WatchRule) and not rule.is_of_metrics:
+        named += [("watch", name) for name in rule.watch]
+    for action in rule.actions:
+        if isinstance(action, EnableAction):
+            named.append(("then", action.enable))
+        elif isinstance(action, DisableAction):
+            named.append(("then", action.disable))
+    for field, name in named:
+        if name not in hooks:
+            allowed = [*hooks, *(["metrics"] if field == "watch" else [])]
+            yield Problem(f"{where}.{field}", "no hook has this name", name, allowed, similar_names(name, allowed))
+
+
+def _hooks_read(rule: RuleBase, hooks: Mapping[str, HookSpec]) -> list[str] | None:
+    """Return the hooks whose rows a rule reads; None if it does not read statistics of tensors."""
+    made = None if isinstance(rule, CustomRule) else make_rule(rule)
+    if not isinstance(made, LocatedRule):
+        return None
+    return [
+        name
+        for name, spec in _candidates(made, hooks).items()
+        if {*made.statistics} <= {*spec.statistics, *(custom.column for custom in spec.custom_statistics)}
+    ]
+
+
+def _candidates(rule: LocatedRule[RuleBase], hooks: Mapping[str, HookSpec]) -> dict[str, RecordSpec]:
+    """Return the record hooks at the tensors that a rule reads, also those without its statistics."""
+    return {
+        name: spec
+        for name, spec in hooks.items()
+        if isinstance(spec, RecordSpec)
+        and any(
+            rule.reads(at := Location(name, "", module_type, spec.kind, spec.tensor_role, "weight", spec.phase))
+            and rule.selects(at)
+            for module_type in ("Linear", "Softmax")
+        )
+    }
+
+
+def _requirement_problems(
+    where: str,
+    rule: RuleBase,
+    hooks: Mapping[str, HookSpec],
+    read: list[str] | None,
+    *,
+    has_targets: bool,
+    evaluations: int | None,
+    steps: int | None,
+) -> Iterator[Problem]:
+    if rule.source == "samples" and not has_targets:
+        fix = "set data.ids=all, or 'tensors: true' in a record hook"
+        yield Problem(where, "no targets of samples are recorded, which the rule reads", fix=fix)
+    evaluated = getattr(rule, "rule", "") in ("overfit", "overtraining")
+    if evaluated and isinstance(rule, PersistentRule) and evaluations is not None and evaluations < rule.for_:
+        message = f"cannot be reached: the run has {evaluations} evaluations"
+        yield Problem(f"{where}.for", message, rule.for_, fix="set train.eval_every to a smaller number")
+    if read is None:
+        return
+    if not read:
+        yield _unrecorded(where, rule, hooks)
+    elif isinstance(rule, PersistentRule) and steps is not None:
+        schedules = {name: hooks[name].schedule for name in read}
+        counted = all(schedule.phase in STEP_PHASES for schedule in schedules.values())
+        most = max(len(schedule.steps_in(range(steps))) for schedule in schedules.values())
+        if counted and most < rule.for_:
+            message = f"cannot be reached: {', '.join(map(repr, read))} record at {most} of the {steps} steps"
+            yield Problem(f"{where}.for", message, rule.for_, fix="reduce 'for', or 'every' of the hook")
+
+
+def _unrecorded(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) -> Problem:
+    """Return the problem that no hook records what a rule reads, with the hook and the field to add."""
+    made = make_rule(rule)
+    assert isinstance(made, LocatedRule), "only these rules read statistics of tensors"
+    statistics = ", ".join(made.statistics)
+    candidates = _candidates(made, hooks)
+    if candidates:
+        name, spec = next(iter(candidates.items()))
+        missing = [each for each in made.statistics if each not in spec.statistics]
+        fix = f"add {', '.join(missing)} to hooks.{name}.stats, such as stats: [default, {', '.join(missing)}]"
+    elif isinstance(rule, WatchRule):
+        fix = f"set action: record and stats: [{statistics}] in hooks.{rule.watch[0]}"
+    else:
+        fix = f"add a hook that records {made.requires}"
+    return Problem(where, f"no hook records what the rule reads: {statistics}", fix=fix)
+
+
+def _cycle_problems(
+    rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], read: Mapping[str, list[str]]
+) -> Iterator[Problem]:
+    """Yield a problem for each rule that reads only hooks that are off until it, or a rule like it, fires."""
+    waiting = {name: found for name, found in read.items() if {*found} <= turned_on_by_rules(rules, hooks)}
+    while waiting:
+        others = {name: rule for name, rule in rules.items() if name not in waiting}
+        ready = [name for name, found in waiting.items() if {*found} & turned_on_by_rules(others, hooks)]
+        if not ready:
+            break
+        for name in ready:
+            del waiting[name]
+    for name, found in waiting.items():
+        message = "can never fire: it reads only hooks that are off until it fires"
+        yield Problem(
+            f"rules.{name}", message, found, fix="read another hook, or remove 'enable' or 'when' of these hooks"
+        )

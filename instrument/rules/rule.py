@@ -1,0 +1,287 @@
+"""The base classes of rules."""
+
+from __future__ import annotations
+
+import base64
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from ..spec.rules import PersistentRule, RuleBase
+from .step_rows import BoolArray, Bounds, Chosen, FloatArray, IndexArray, Layout, Location, QuietSteps, StepRows
+
+
+@dataclass(frozen=True)
+class Firing:
+    """A rule's condition begins to hold.
+
+    Attributes:
+        text: The value in words, such as `62.0% of its units are zero for a whole batch`.
+        value: The value as a number. None for a note, which is expected and has no consequences.
+        threshold: The threshold; None if the rule has none.
+        location: Where; None for the run as a whole.
+        what: A short description; empty for that of the rule.
+    """
+
+    text: str
+    value: float | None
+    threshold: float | None = None
+    location: Location | None = None
+    what: str = ""
+
+
+class Rule(ABC):
+    """A condition on the rows of a run. A custom rule is a subclass, or any class with the same methods.
+
+        class LossBelowZero(instrument.Rule):
+            what = "negative loss"
+            advice = "Check the sign of the loss function."
+
+            def update(self, rows):
+                loss = rows.metric("loss")
+                if loss is not None and loss < 0:
+                    yield instrument.Firing(f"{loss:.4g}", value=loss, threshold=0.0)
+
+    Its arguments are those of the entry in the configuration. Its decisions must depend on the rows only, and its state must
+    not grow with the number of steps.
+
+    Attributes:
+        what: A short description of the problem.
+        advice: What to do next, in one sentence.
+    """
+
+    what: str = "custom rule"
+    advice: str = ""
+
+    @abstractmethod
+    def update(self, rows: StepRows) -> Iterable[Firing]:
+        """Read the rows of one step and phase, and return what begins to hold. It is called once for each, in order.
+
+        Args:
+            rows: The rows.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: numbers, strings, lists and dictionaries. Default: no state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional
+        """Restore the state. Default: nothing."""
+
+
+SpecT = TypeVar("SpecT", bound=RuleBase)
+PersistentT = TypeVar("PersistentT", bound=PersistentRule)
+
+
+class CatalogueRule(Rule, Generic[SpecT]):
+    """A rule of the catalogue.
+
+    Args:
+        spec: Its entry in the configuration.
+    """
+
+    requires: ClassVar[str] = ""
+    """What a hook has to record, for the error message if none does."""
+
+    frozen_layers: Collection[str] = ()
+    """The layers whose parameters are all frozen."""
+
+    def __init__(self, spec: SpecT) -> None:
+        self.spec = spec
+
+    def reads(self, location: Location) -> bool:
+        """Return whether the rule reads a location, according to its field `hook`."""
+        return not self.spec.hook or location.hook in self.spec.hook
+
+
+class LocatedRule(CatalogueRule[SpecT]):
+    """A rule with one state for each location of a tensor.
+
+    Attributes:
+        statistics: The names of the statistics, each of which the rule requires.
+        merge: How several values of a location in one step are combined: fmax or fmin.
+    """
+
+    statistics: tuple[str, ...] = ()
+    merge: np.ufunc = np.fmax
+
+    def __init__(self, spec: SpecT) -> None:
+        super().__init__(spec)
+        self._slots: dict[Location, int] = {}
+        self._slot_of_number = np.zeros(0, np.int64)  # by the number of the location; -1 if the rule does not read it
+
+    def selects(self, location: Location) -> bool:  # noqa: ARG002
+        """Return whether the rule concerns tensors of a location. Default: all."""
+        return True
+
+    @abstractmethod
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterable[Firing]:
+        """Check the rows of a step at the locations of the rule."""
+
+    def update(self, rows: StepRows) -> Iterable[Firing]:
+        chosen = self.choose(rows.layout)
+        return () if chosen is None else self.check(rows, chosen)
+
+    def choose(self, layout: Layout) -> Chosen | None:
+        """Return the rows of a layout that the rule reads; None if there are none."""
+        return layout.choose(self, self._slots_of)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        """Return bounds within which the rule does not fire in steps with the same layout, until it reads the next one.
+
+        In addition, these steps have no NaN, no infinity and a finite loss. The rule does not read them; see `advance`.
+
+        Args:
+            rows: The last step, which the rule has read.
+            chosen: The rows that the rule reads.
+
+        Returns:
+            The bounds of each value that the rule reads. None (default) if the rule has to read each step.
+        """
+        return None
+
+    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
+        """Change the state as by reading steps within the bounds. Default: they do not change it."""
+
+    def _reads(self, location: Location) -> bool:
+        return self.reads(location) and self.selects(location)
+
+    def _slots_of(self, locations: Sequence[Location]) -> IndexArray:
+        new = locations[len(self._slot_of_number) :]
+        if new:
+            slots = [self._slots.setdefault(each, len(self._slots)) if self._reads(each) else -1 for each in new]
+            self._slot_of_number = np.concatenate([self._slot_of_number, np.array(slots, np.int64)])
+            self.grow(len(self._slots))
+        return self._slot_of_number
+
+    def grow(self, count: int) -> None:
+        """Extend the state to a number of locations."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"locations": [list(location) for location in self._slots]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._slots = {Location(*location): slot for slot, location in enumerate(state["locations"])}
+
+
+class PersistentLocatedRule(LocatedRule[PersistentT]):
+    """A rule whose condition has to hold several times in succession at a location."""
+
+    def __init__(self, spec: PersistentT) -> None:
+        super().__init__(spec)
+        self._counts = np.zeros(0, np.int64)  # how often in succession the condition held
+        self._any = False
+
+    @abstractmethod
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        """Return whether the condition holds; [chosen locations]."""
+
+    @abstractmethod
+    def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
+        """Describe the location with an index in `chosen.locations`."""
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        holds = self.holds(rows, chosen)
+        if not (self._any or holds.any()):
+            return
+        counts = np.where(holds, self._counts[chosen.slots] + 1, 0)
+        self._counts[chosen.slots] = counts
+        self._any = bool(self._counts.any())
+        for at in np.flatnonzero(counts == self.spec.for_):
+            yield self.firing(rows, chosen, int(at))
+
+    def grow(self, count: int) -> None:
+        self._counts = extended(self._counts, count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "counts": self._counts.tolist()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._counts = np.array(state["counts"], np.int64)
+        self._any = bool(self._counts.any())
+
+
+class BoundsRule(PersistentLocatedRule[PersistentT]):
+    """A statistic that has to stay within bounds.
+
+    Attributes:
+        above: The value exceeds this number, if it is not None.
+        below: The value is below this number, if it is not None.
+    """
+
+    above: float | None = None
+    below: float | None = None
+
+    def describe(self, value: float) -> str:
+        """Return the value in words."""
+        return f"{self.statistics[0]} {value:.4g}"
+
+    def values(self, rows: StepRows, chosen: Chosen) -> FloatArray:
+        """Return the value of each location."""
+        return chosen.values(rows.column(self.statistics[0]), self.merge)
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        values = self.values(rows, chosen)
+        if self.above is None:
+            return values < (np.nan if self.below is None else self.below)
+        return values > self.above if self.below is None else (values > self.above) | (values < self.below)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        low = -np.inf if self.below is None else self.below
+        high = np.inf if self.above is None else self.above
+        return None if self._any else Bounds(self.statistics[0], low, high)
+
+    def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
+        value = float(self.values(rows, chosen)[at])
+        bound = self.above if self.above is not None and value > self.above else self.below
+        times = f" {self.spec.for_} times in succession" if self.spec.for_ > 1 else ""
+        side = "above" if bound == self.above else "below"
+        text = f"{self.describe(value)}, {side} {bound:g}{times}"
+        return Firing(text, value, bound, chosen.locations[at])
+
+
+def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.ndarray[Any, Any]:
+    """Return an array with at least `count` rows; the new ones have the value `fill`."""
+    if len(array) >= count:
+        return array
+    more = np.full((count - len(array), *array.shape[1:]), fill, array.dtype)
+    return np.concatenate([array, more])
+
+
+def pack(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Convert an array to strings and numbers, for a checkpoint."""
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+
+
+def unpack(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Restore an array from the result of `pack`."""
+    values = np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"])
+    return values.reshape(packed["shape"]).copy()
+
+
+WEIGHTED = frozenset(
+    [
+        "Linear",
+        "Bilinear",
+        "Conv1d",
+        "Conv2d",
+        "Conv3d",
+        "ConvTranspose1d",
+        "ConvTranspose2d",
+        "ConvTranspose3d",
+        "RNN",
+        "LSTM",
+        "GRU",
+        "RNNCell",
+        "LSTMCell",
+        "GRUCell",
+        "MultiheadAttention",
+        "Conv1D",
+    ]
+)
+"""Classes of layers with weight matrices."""

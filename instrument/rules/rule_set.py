@@ -1,0 +1,171 @@
+"""The rules of a run: they read every step, write events, and collect the actions that follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from ..errors import HookError, user_code_location
+from ..spec.rules import Action, RuleBase
+from .catalogue import make_rule
+from .deferral import DeferredSteps
+from .rule import CatalogueRule, Firing, Rule
+from .step_rows import Layout, Locations, Site, StepRows
+
+MOST_EVENTS = 20  # further events of a rule after the first one
+MOST_LAYOUTS = 64
+
+
+@dataclass(frozen=True)
+class RuleEvent:
+    """A rule fired.
+
+    Attributes:
+        rule: The name of the rule.
+        step: The step.
+        message: What, when, where, and the value.
+        severity: `warning` for the first firing of a rule, otherwise `info`.
+        layer: The name of the module; None for the run as a whole.
+        location: The tensor in words, such as `encoder.0 output (activations)`; None for the run as a whole.
+        value: The value; None for a note without consequences.
+        threshold: The threshold; None if the rule has none.
+    """
+
+    rule: str
+    step: int
+    message: str
+    severity: str
+    layer: str | None
+    location: str | None
+    value: float | None
+    threshold: float | None
+
+
+class RuleSet:
+    """The rules of a run.
+
+    Args:
+        specs: The rules by name.
+        write: Called with each event.
+        frozen_layers: The layers whose parameters are all frozen.
+
+    Attributes:
+        specs: See above.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, RuleBase],
+        write: Callable[[RuleEvent], None],
+        frozen_layers: Collection[str] = frozenset(),
+    ) -> None:
+        self.specs = specs
+        self._rules = {name: make_rule(spec) for name, spec in specs.items()}
+        for rule in self._rules.values():
+            if isinstance(rule, CatalogueRule):
+                rule.frozen_layers = frozen_layers
+        self._write = write
+        self._written: Counter[str] = Counter()  # events by rule and whether they have a location
+        self._fired: dict[str, RuleEvent] = {}
+        self._locations = Locations()
+        self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
+        self._deferred = DeferredSteps(self._rules)
+
+    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
+        """Return the layout of rows; that of an earlier step, if it had the same rows.
+
+        Args:
+            rows: The identity of each row in any form, which must not be modified later.
+            phase: The phase.
+            site_of: Converts an identity to a site.
+        """
+        key = (phase, len(rows), rows[0], rows[-1]) if rows else (phase, 0)
+        known = self._layouts.get(key)
+        if known is None or known[0] != rows:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            known = self._layouts[key] = (rows, self._locations.layout(rows, phase, site_of))
+        return known[1]
+
+    def update(self, steps: Iterable[StepRows]) -> None:
+        """Pass the rows of steps to every rule, in order, and write an event for each firing.
+
+        Raises:
+            HookError: A custom rule failed.
+        """
+        for rows in steps:
+            if self._deferred.accept(rows):
+                self._check(self._deferred.immediate, rows)
+            else:
+                self._deferred.catch_up()
+                self._check(self._rules, rows)
+                self._deferred.plan(rows)
+
+    def _check(self, rules: Mapping[str, Rule], rows: StepRows) -> None:
+        for name, rule in rules.items():
+            try:
+                firings = [*rule.update(rows)]
+            except Exception as error:
+                location = user_code_location(error)
+                reason = f"{type(error).__name__}: {error}"
+                raise HookError(f"rules.{name}: it failed at step {rows.step}{location}: {reason}") from error
+            for firing in firings:
+                self._report(name, firing, rows)
+
+    def take_fired(self) -> list[RuleEvent]:
+        """Return the first event of each rule that fired since the last call."""
+        fired, self._fired = list(self._fired.values()), {}
+        return fired
+
+    def actions_of(self, rule: str) -> tuple[Action, ...]:
+        """Return what happens if a rule fires, in addition to the event."""
+        return self.specs[rule].actions
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """The rules."""
+        return list(self._rules.values())
+
+    def _report(self, name: str, firing: Firing, rows: StepRows) -> None:
+        is_note, location = firing.value is None, firing.location
+        key = f"{name} {location is None}"
+        warns = {"warn", "stop", "prune"} & {action for action in self.specs[name].then if isinstance(action, str)}
+        severity = "warning" if warns and not is_note and not self._written[key] else "info"
+        where = "" if location is None else f" in {location}"
+        what = firing.what or getattr(self._rules[name], "what", name)
+        event = RuleEvent(
+            name,
+            rows.step,
+            f"{what}: {rows.when}{where}: {firing.text}",
+            severity,
+            None if location is None else location.layer,
+            None if location is None else str(location),
+            firing.value,
+            firing.threshold,
+        )
+        if not is_note:
+            self._written[key] += 1
+            self._fired.setdefault(name, event)
+        if self._written[key] <= MOST_EVENTS + 1:
+            self._write(event)
+            if not is_note and self._written[key] == MOST_EVENTS + 1:
+                message = f"rule {name} fired {MOST_EVENTS + 1} times; further ones are not reported"
+                self._write(RuleEvent(name, rows.step, message, "info", None, None, None, None))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint: numbers, strings, lists and dictionaries."""
+        self._deferred.catch_up()
+        states = {name: rule.state_dict() if hasattr(rule, "state_dict") else {} for name, rule in self._rules.items()}
+        fired = [list(astuple(event)) for event in self._fired.values()]
+        return {"written": dict(self._written), "fired": fired, "rules": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state."""
+        self._written = Counter(state["written"])
+        self._fired = {event.rule: event for event in (RuleEvent(*cells) for cells in state["fired"])}
+        for name, rule in self._rules.items():
+            if name in state["rules"] and hasattr(rule, "load_state_dict"):
+                rule.load_state_dict(state["rules"][name])
+        self._deferred = DeferredSteps(self._rules)

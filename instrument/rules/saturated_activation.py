@@ -1,0 +1,46 @@
+"""Rule: many outputs of an activation function are saturated."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..spec.rules import SaturatedActivationRule
+from .rule import WEIGHTED, BoundsRule
+from .step_rows import BoolArray, Chosen, Layout, Location, StepRows
+
+
+class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
+    """See `SaturatedActivationRule`: more than 50% of the values (SageMaker Debugger)."""
+
+    what = "saturated activation"
+    advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."
+    requires = "an output (kind: forward) with the statistic saturated_fraction, such as hooks=dead_relu"
+    statistics = ("saturated_fraction",)
+    merge = np.fmin
+
+    def __init__(self, spec: SaturatedActivationRule) -> None:
+        super().__init__(spec)
+        self.above = spec.above
+
+    def selects(self, location: Location) -> bool:
+        return location.is_output
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        holds = super().holds(rows, chosen)
+        return holds & ~self._is_last(rows.layout, chosen) if holds.any() else holds
+
+    @staticmethod
+    def _is_last(layout: Layout, chosen: Chosen) -> BoolArray:
+        """Return which locations are outputs of the network: no layer with weights follows.
+
+        Confident predictions saturate there in a healthy training. If the step has no rows of such layers, none is known to be last.
+        """
+        rows = enumerate(layout.locations)
+        weighted = [row for row, location in rows if location.kind == "forward" and location.module_type in WEIGHTED]
+        last = np.zeros(len(chosen.locations), np.int64)
+        np.maximum.at(last, np.arange(len(last)) if chosen.index is None else chosen.index, chosen.rows)
+        is_last: BoolArray = last > max(weighted, default=len(layout))
+        return is_last
+
+    def describe(self, value: float) -> str:
+        return f"{value:.1%} of its output is saturated"

@@ -1,0 +1,350 @@
+"""The rows of one step as rules see them: the statistics as columns of numbers, the metrics, and the targets of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..spec.kinds import KINDS
+from ..spec.schedule import STEP_PHASES
+from ..spec.statistics import ALL
+
+FloatArray = np.ndarray[Any, np.dtype[np.float64]]
+BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
+IndexArray = np.ndarray[Any, np.dtype[np.int64]]
+Column = Callable[[str], FloatArray]
+
+NON_FINITE_FRACTION, MASK_FRACTION = 0.01, 0.5
+"""The fraction of NaN and infinite elements from which the statistics of a row are invalid: of gradients, parameters and
+updates, and of other tensors, in which infinities may be a mask."""
+
+
+def is_gradient(kind: str, role: str) -> bool:
+    """Return whether a role of a kind is a gradient."""
+    return "grad" in role or kind == "tensor"
+
+
+def non_finite_fraction(kind: str, role: str) -> float:
+    """Return the fraction of NaN and infinite elements from which the statistics of a tensor are invalid."""
+    is_strict = is_gradient(kind, role) or KINDS[kind].family != "module"
+    return NON_FINITE_FRACTION if is_strict else MASK_FRACTION
+
+
+def location_name(layer: str, path: str, kind: str) -> str:
+    """Return the name of a location.
+
+    Examples are `encoder.0.weight` for a parameter, `lstm[1]` for an item of a module's value, and `.` for the root.
+    """
+    name = layer or "."
+    if not path:
+        return name
+    if KINDS[kind].family != "module":
+        return f"{layer}.{path}" if layer else path
+    return f"{name}[{path}]"
+
+
+class Location(NamedTuple):
+    """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps.
+
+    Attributes:
+        hook: The hook.
+        layer: The name of the module; empty for the root.
+        module_type: Its class.
+        kind: The kind of the hook.
+        role: The role of the tensor.
+        path: The path of the tensor, or the name of the parameter.
+        phase: The phase.
+    """
+
+    hook: str
+    layer: str
+    module_type: str
+    kind: str
+    role: str
+    path: str
+    phase: str
+
+    def __str__(self) -> str:
+        phase = "" if self.phase == "train" else f", {self.phase}"
+        return f"{location_name(self.layer, self.path, self.kind)} {self.role} ({self.hook}{phase})"
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the tensor is a gradient."""
+        return is_gradient(self.kind, self.role)
+
+    @property
+    def is_of_bias(self) -> bool:
+        """Whether the tensor belongs to a bias, whose gradient can cancel out in a healthy training."""
+        return "bias" in self.path
+
+    @property
+    def is_output(self) -> bool:
+        """Whether the tensor is the output of a module."""
+        return self.kind == "forward" and self.role == "output"
+
+
+class Site(NamedTuple):
+    """The identity of one row within its step; see the table `stats`."""
+
+    hook: str
+    layer: str
+    module_type: str
+    kind: str
+    role: str
+    path: str
+    recompute: bool
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The rows that a rule reads in all steps with the same layout.
+
+    Attributes:
+        rows: The indices of the rows, int64 [chosen rows].
+        slots: The index of the state of each location, int64 [chosen locations].
+        locations: The locations.
+        index: The index in `locations` of each row, int64 [chosen rows]; None if each location has one row.
+    """
+
+    rows: IndexArray
+    slots: IndexArray
+    locations: list[Location]
+    index: IndexArray | None
+
+    def values(self, column: FloatArray, merge: np.ufunc) -> FloatArray:
+        """Return one value per location. Several rows of a location are merged; NaN, a missing value, is ignored."""
+        values = column[self.rows]
+        if self.index is None:
+            return values
+        merged = np.full(len(self.locations), np.nan)
+        merge.at(merged, self.index, values)
+        return merged
+
+
+class Bounds(NamedTuple):
+    """Bounds of a statistic within which a rule does not fire.
+
+    Attributes:
+        statistic: The name of the statistic.
+        low: The smallest value, for all locations or float64 [chosen locations].
+        high: The largest value.
+    """
+
+    statistic: str
+    low: float | FloatArray
+    high: float | FloatArray
+
+
+class Locations:
+    """The locations of a run, numbered in the order in which they first appear.
+
+    A budget samples other rows in every step. What depends on a location only is therefore computed once for each location,
+    and not for each layout.
+
+    Attributes:
+        all: The locations by number.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Location] = []
+        self._numbers: dict[Location, int] = {}
+        self._limits: list[float] = []
+        self._rows: dict[tuple[str, Hashable], tuple[int, bool]] = {}  # number, and whether it is recomputed
+
+    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
+        """Return the layout of the rows of a step.
+
+        Args:
+            rows: The identity of each row in any form, in the order in which the rows were recorded.
+            phase: The phase.
+            site_of: Converts an identity to a site.
+        """
+        known = self._rows
+        for row in rows:
+            if (phase, row) not in known:
+                site = site_of(row)
+                known[phase, row] = self._number(Location(*site[:-1], phase)), site.recompute
+        cells = [known[phase, row] for row in rows]
+        numbers = np.array([number for number, _ in cells], np.int64)
+        recomputed = np.array([recompute for _, recompute in cells], np.bool_)
+        return Layout(self.all, numbers, recomputed, np.array(self._limits)[numbers])
+
+    def _number(self, location: Location) -> int:
+        if location not in self._numbers:
+            self._numbers[location] = len(self.all)
+            self.all.append(location)
+            self._limits.append(non_finite_fraction(location.kind, location.role))
+        return self._numbers[location]
+
+
+class Layout:
+    """The locations of the rows of a step. Most steps have the layout of an earlier step.
+
+    Args:
+        locations: The locations of the run by number.
+        numbers: The number of the location of each row, int64 [rows].
+        recomputed: Whether a row is of a recomputed forward pass, bool [rows].
+        limits: The number of NaN and infinite elements, as a fraction, from which a row is invalid, float64 [rows].
+
+    Attributes:
+        limits: See above.
+    """
+
+    def __init__(
+        self, locations: Sequence[Location], numbers: IndexArray, recomputed: BoolArray, limits: FloatArray
+    ) -> None:
+        self.limits = limits
+        self._locations = locations
+        self._numbers = numbers
+        self._recomputed = recomputed
+        self._has_repeats = len(set(numbers.tolist())) < len(numbers)
+        self._chosen: dict[Hashable, Chosen | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @property
+    def locations(self) -> list[Location]:
+        """The location of each row, in the order in which the rows were recorded."""
+        return [self._locations[number] for number in self._numbers.tolist()]
+
+    def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
+        """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
+
+        Args:
+            key: The rule; the result is kept for it.
+            slots: Returns the index of the state of each location of the run; -1 for a location that the rule does not read.
+        """
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(slots(self._locations))
+        return self._chosen[key]
+
+    def _choose(self, slots: IndexArray) -> Chosen | None:
+        rows = np.flatnonzero((slots[self._numbers] >= 0) & ~self._recomputed)
+        if not len(rows):
+            return None
+        numbers, index = self._numbers[rows], None
+        if self._has_repeats:
+            unique, first, index = np.unique(numbers, return_index=True, return_inverse=True)
+            in_order = np.argsort(first)
+            numbers, index = unique[in_order], np.argsort(in_order)[index]
+        return Chosen(rows, slots[numbers], [self._locations[number] for number in numbers.tolist()], index)
+
+
+class StepRows:
+    """The rows of one step and phase.
+
+    Args:
+        step: The step.
+        phase: The phase.
+        layout: The locations of the rows of statistics, in the order in which they were recorded.
+        column: Returns a statistic of all rows: float64 [rows], NaN for no value.
+        metrics: The row of the table `metrics`; None without metrics.
+        targets: The targets of samples, float64 [samples]; NaN for no number.
+        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None without rows.
+        has_others: Whether any row has further statistics. Default: true.
+
+    Attributes:
+        step, phase, layout, metrics, targets, numbers, has_others: See above.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        phase: str,
+        layout: Layout,
+        column: Column,
+        metrics: Mapping[str, Any] | None = None,
+        targets: FloatArray | None = None,
+        *,
+        numbers: FloatArray | None = None,
+        has_others: bool = True,
+    ) -> None:
+        self.step = step
+        self.phase = phase
+        self.layout = layout
+        self.metrics = metrics
+        self.targets = np.empty(0) if targets is None else targets
+        self.numbers = numbers
+        self.has_others = has_others
+        self._column = column
+        self._columns: dict[str, FloatArray] = {}
+        self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
+
+    def __len__(self) -> int:
+        return len(self.layout)
+
+    def counts(self, name: str) -> FloatArray:
+        """Return `numel`, `nan_count` or `inf_count` of all rows, also of those with many non-finite elements."""
+        return self._column(name)
+
+    def column(self, name: str) -> FloatArray:
+        """Return a statistic of all rows, float64 [rows]. Rows with many non-finite elements have no value (NaN)."""
+        if name not in self._columns:
+            values, invalid = self._column(name), self._find_invalid()
+            self._columns[name] = np.where(invalid, np.nan, values) if len(invalid) else values
+        return self._columns[name]
+
+    def non_finite(self) -> FloatArray:
+        """Return the number of NaN and infinite elements of all rows, float64 [rows]."""
+        return np.nan_to_num(self.counts("nan_count")) + np.nan_to_num(self.counts("inf_count"))
+
+    @cached_property
+    def has_non_finite(self) -> bool:
+        """Whether any row counts NaN or infinite elements."""
+        return bool((self.counts("nan_count") > 0).any() or (self.counts("inf_count") > 0).any())
+
+    def _find_invalid(self) -> BoolArray:
+        if self._invalid is None:
+            self._invalid = np.empty(0, np.bool_)
+            if self.has_non_finite:
+                counts = self.non_finite()
+                numel = np.nan_to_num(self.counts("numel"))
+                self._invalid = (counts > 0) & (counts >= self.layout.limits * numel)
+        return self._invalid
+
+    def metric(self, name: str) -> float | None:
+        """Return a metric of the step; None if there is no value."""
+        value = None if self.metrics is None else self.metrics[name]
+        return None if value is None else float(value)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether these are the rows of a training step."""
+        return self.phase == "train"
+
+    @property
+    def when(self) -> str:
+        """The step in words, such as `at step 12`."""
+        if self.phase in STEP_PHASES:
+            return f"at step {self.step}"
+        return f"in the {'probe batch' if self.phase == 'probe' else 'evaluation'} after {self.step} steps"
+
+
+class QuietSteps:
+    """Steps with the same layout, in which no value is outside of the bounds of the rules that read them.
+
+    Args:
+        numbers: The statistics of each step; see `StepRows.numbers`.
+    """
+
+    def __init__(self, numbers: Sequence[FloatArray]) -> None:
+        self._numbers = np.stack(numbers)
+
+    def values(self, chosen: Chosen, statistic: str, merge: np.ufunc) -> FloatArray:
+        """Return the values of a statistic of the kernel, float64 [steps, chosen locations]; see `Chosen.values`."""
+        columns = self._numbers[:, :, ALL.index(statistic)]
+        if chosen.index is None:
+            return columns[:, chosen.rows]
+        return np.stack([chosen.values(column, merge) for column in columns])
+
+
+def time_order(moment: tuple[int, str]) -> tuple[int, bool, str]:
+    """Return the sort key of a step and phase: an evaluation and the probe batch precede the step with their number."""
+    step, phase = moment
+    return step, phase in STEP_PHASES, phase

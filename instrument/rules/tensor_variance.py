@@ -1,0 +1,44 @@
+"""Rule: the output of a layer is nearly constant, or huge."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from ..spec.rules import TensorVarianceRule
+from .rule import WEIGHTED, BoundsRule
+from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
+
+ROUNDING = 1e-9  # of the square of a bound
+
+
+class TensorVariance(BoundsRule[TensorVarianceRule]):
+    """See `TensorVarianceRule`: outside of 1e-9 to 1e6, wider than SageMaker Debugger's 1e-5 to 10."""
+
+    what = "variance of an output"
+    advice = "Check the initialization and the learning rate of this layer, and whether its inputs differ."
+    requires = "an output (kind: forward) of a layer with weights with the statistic std, such as hooks=activations"
+    statistics = ("std",)
+
+    def __init__(self, spec: TensorVarianceRule) -> None:
+        super().__init__(spec)
+        self.above, self.below = spec.above, spec.below
+
+    def selects(self, location: Location) -> bool:
+        return location.is_output and location.module_type in WEIGHTED
+
+    def values(self, rows: StepRows, chosen: Chosen) -> FloatArray:
+        std, numel = (chosen.values(rows.column(name), self.merge) for name in ("std", "numel"))
+        return np.where(numel < 2, np.nan, std**2)  # one element has no variance
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:
+        bounds = super().quiet_bounds(rows, chosen)  # of the variance
+        if bounds is None:
+            return None
+        low = -np.inf if self.below is None else math.sqrt(self.below) * (1 + ROUNDING)
+        high = np.inf if self.above is None else math.sqrt(self.above) * (1 - ROUNDING)
+        return Bounds("std", low, high)
+
+    def describe(self, value: float) -> str:
+        return f"variance {value:.4g}"

@@ -1,0 +1,65 @@
+"""Rule: a parameter does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.rules import UnchangedParameterRule
+from .rule import Firing, PersistentLocatedRule, extended, pack, unpack
+from .step_rows import BoolArray, Bounds, Chosen, Location, QuietSteps, StepRows
+
+
+class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
+    """See `UnchangedParameterRule`: for 3 recorded steps (SageMaker Debugger).
+
+    A parameter is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step.
+    """
+
+    what = "unchanged parameter"
+    advice = "Check that the optimizer holds it, that it is used in the loss, and that its gradient is not zero."
+    requires = "parameters or updates (kind: step_post) with the statistics mean and l2, such as hooks=parameters"
+    statistics = ("mean", "l2")
+
+    def __init__(self, spec: UnchangedParameterRule) -> None:
+        super().__init__(spec)
+        self._previous = np.zeros((0, 2))
+        self._is_update = np.zeros(0, np.bool_)
+
+    def selects(self, location: Location) -> bool:
+        is_parameter = location.kind == "step_post" and location.role in ("param", "update")
+        return is_parameter and not location.is_of_bias and location.layer not in self.frozen_layers
+
+    def grow(self, count: int) -> None:
+        super().grow(count)
+        self._previous = extended(self._previous, count, np.nan)
+        self._is_update = np.array([location.role == "update" for location in self._slots])
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        values = np.stack([chosen.values(rows.column(name), self.merge) for name in self.statistics], axis=1)
+        same = (values == self._previous[chosen.slots]).all(axis=1)
+        self._previous[chosen.slots] = values
+        rests = rows.metric("lr") == 0 or bool(rows.metric("skipped"))
+        unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same) & (not rests)
+        return unchanged
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+        if self._any or not self._is_update[chosen.slots].all():
+            return None
+        return Bounds("l2", np.nextafter(0.0, 1.0), np.inf)
+
+    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
+        values = [steps.values(chosen, name, self.merge)[-1] for name in self.statistics]
+        self._previous[chosen.slots] = np.stack(values, axis=1)
+
+    def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
+        return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, chosen.locations[at])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "previous": pack(self._previous)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._previous = unpack(state["previous"])

@@ -1,0 +1,48 @@
+"""Rule: the updates of a weight are too large or too small."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..spec.rules import UpdateRatioRule
+from .rule import BoundsRule, Firing
+from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
+
+REPLACED = 0.5  # of more than half of the weights in the first step
+FROM_ZERO = 0.9999  # weights that start at zero have a ratio of 1
+
+
+class UpdateRatio(BoundsRule[UpdateRatioRule]):
+    """See `UpdateRatioRule`: outside of 1e-7 (rounding of float32) to 0.1; about 1e-3 is usual (CS231n)."""
+
+    what = "update ratio"
+    advice = "Change the learning rate of this parameter: an update of about 0.1% of the weight is usual."
+    requires = "updates (kind: step_post, role: update) with the statistic update_ratio, such as hooks=parameters"
+    statistics = ("update_ratio",)
+
+    def __init__(self, spec: UpdateRatioRule) -> None:
+        super().__init__(spec)
+        self.above, self.below = spec.above, spec.below
+
+    def selects(self, location: Location) -> bool:
+        return location.role == "update" and not location.is_of_bias
+
+    def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
+        if rows.step == 0:
+            yield from self._check_first(self.values(rows, chosen), chosen)
+        yield from super().check(rows, chosen)
+
+    def _check_first(self, values: FloatArray, chosen: Chosen) -> Iterator[Firing]:
+        """Report that the first update replaces the weights."""
+        replaced = (values > REPLACED) & (values < FROM_ZERO)
+        if self.spec.above < REPLACED and 2 * replaced.sum() > len(values):
+            at = int(np.flatnonzero(replaced)[0])
+            text = f"the first update replaces {replaced.sum()} of {len(values)} weights: update_ratio {values[at]:.4g}"
+            yield Firing(text, float(values[at]), REPLACED, chosen.locations[at])
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        if rows.step < self.spec.start or rows.metric("lr") == 0 or rows.metric("skipped"):
+            return np.zeros(len(chosen.locations), np.bool_)
+        return super().holds(rows, chosen) & (self.values(rows, chosen) > 0)

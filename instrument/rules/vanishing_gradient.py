@@ -1,0 +1,46 @@
+"""Rule: the gradient of a weight vanishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.rules import VanishingGradientRule
+from .rule import BoundsRule
+from .step_rows import BoolArray, Bounds, Chosen, Location, StepRows
+
+
+class VanishingGradient(BoundsRule[VanishingGradientRule]):
+    """See `VanishingGradientRule`: rms below 1e-7 (SageMaker Debugger) while the loss has not halved."""
+
+    what = "vanishing gradient"
+    advice = "Use another initialization or activation function, or add normalization or skip connections."
+    requires = "the gradients of parameters with the statistic rms, such as hooks=gradients"
+    statistics = ("rms",)
+
+    def __init__(self, spec: VanishingGradientRule) -> None:
+        super().__init__(spec)
+        self.below = spec.below
+        self._first_loss: float | None = None
+
+    def selects(self, location: Location) -> bool:
+        return location.role == "param_grad" and not location.is_of_bias
+
+    def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
+        loss = rows.metric("loss")
+        if self._first_loss is None:
+            self._first_loss = loss
+        has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
+        return np.zeros(len(chosen.locations), np.bool_) if has_learned else super().holds(rows, chosen)
+
+    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:
+        return None if self._first_loss is None else super().quiet_bounds(rows, chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "first_loss": self._first_loss}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._first_loss = state["first_loss"]

@@ -1,0 +1,132 @@
+"""Changes to a run in progress at the end of a step: messages of `instrument.control`, and logged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..capture.probe import Probe
+from ..distributed.process_group import Processes
+from ..errors import ConfigError
+from ..folders.control_folder import Answer, ControlFolder, MessageError
+from ..spec.run_changes import Request, Settings, parse_changes
+from .learning_rate_scale import LearningRateScale
+
+SENT_TOO_EARLY = "the message was sent before the run was started or resumed"
+
+
+class Control:
+    """Makes the changes that messages request. With several processes, rank 0 reads them and all follow.
+
+    Args:
+        folder: The folder of the run.
+        settings: The settings of the run at its start.
+        probe: The probe, which is not attached yet.
+        lr_scale: The factor of the learning rates; None for the loop of a user, which sets its own.
+        processes: The processes of the run. Default: a single one.
+        repeated: The changes of another run to repeat, each with the number of completed steps, in order. Default: those
+            of the run itself, if it is resumed.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        probe: Probe,
+        *,
+        lr_scale: LearningRateScale | None = None,
+        processes: Processes | None = None,
+        repeated: Sequence[tuple[int, Sequence[str]]] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.probe = probe
+        self.lr_scale = lr_scale
+        self.processes = processes
+        self._folder = ControlFolder(folder)
+        self._reported: set[str] = set()
+        self._is_closed = False  # whether messages are not read any more
+        is_resumed = probe.step > 0
+        logged = (self._folder.recorded() if is_resumed else []) if repeated is None else repeated
+        self._logged: list[tuple[int, Sequence[str]]] = list(logged)
+        if self._is_rank_zero:
+            with suppress(MessageError, OSError):  # reported at the end of the first step
+                if not is_resumed:
+                    self._folder.remove_log()
+                for message in self._folder.messages():
+                    self._folder.answer(message, Answer(probe.step, problem=SENT_TOO_EARLY))
+        while self._logged and self._logged[0][0] <= probe.step:
+            self._make(parse_changes(self._logged.pop(0)[1], self.settings))
+
+    @property
+    def _is_rank_zero(self) -> bool:
+        return self.processes is None or self.processes.is_rank_zero
+
+    def end_step(self) -> bool:
+        """Make the changes that are requested or, after a resume or in a replay, that were made at this step.
+
+        Returns:
+            Whether a checkpoint is requested.
+        """
+        while self._logged and self._logged[0][0] <= self.probe.step:
+            self._make_with_event(parse_changes(self._logged.pop(0)[1], self.settings))
+        requests = self._new_requests() if self._is_rank_zero else []
+        commands: list[str] = []
+        for request in requests if self.processes is None else self.processes.from_rank_zero(requests):
+            self._make_with_event(request)
+            commands += request.commands
+        if "stop" in commands:
+            self.probe.stop(f"python -m instrument.control stopped the run after {self.probe.step} steps")
+        return "checkpoint" in commands
+
+    def _new_requests(self) -> list[Request]:
+        """Read, log and answer the new messages."""
+        requests: list[Request] = []
+        step = self.probe.step
+        for message in self._messages():
+            try:
+                texts = self._folder.read(message)
+                request = parse_changes(texts, requests[-1].settings if requests else self.settings)
+                if request.changes:
+                    self._folder.record(step, [text for text in texts if text not in request.commands])
+            except FileNotFoundError:  # the sender has withdrawn the message
+                continue
+            except (MessageError, ConfigError, OSError) as error:
+                self.probe.event("control", f"a message was refused: {error}")
+                self._answer(message, Answer(step, problem=str(error)))
+                continue
+            requests.append(request)
+            self._answer(message, Answer(step, [*(str(change) for change in request.changes), *request.commands]))
+        return requests
+
+    def _messages(self) -> list[Path]:
+        try:
+            return [] if self._is_closed else self._folder.messages()
+        except MessageError as error:
+            self._report(f"messages are not read: {error}")
+            return []
+
+    def _answer(self, message: Path, answer: Answer) -> None:
+        """Answer a message. If this fails, the message would be read again at each step, so no more messages are read."""
+        try:
+            self._folder.answer(message, answer)
+        except OSError as error:
+            self._is_closed = True
+            self._report(f"no more messages are read, since one cannot be answered: {error}")
+
+    def _report(self, message: str) -> None:
+        if message not in self._reported:
+            self._reported.add(message)
+            self.probe.event("control", message)
+
+    def _make_with_event(self, request: Request) -> None:
+        self._make(request)
+        if self._is_rank_zero:
+            for change in [*request.changes, *request.commands]:
+                self.probe.event("control", str(change), severity="info")
+
+    def _make(self, request: Request) -> None:
+        self.settings = request.settings
+        if self.lr_scale is not None:
+            self.lr_scale.factor = request.settings.lr_scale
+        self.probe.change_hooks(request.settings.specs(request.hooks), request.settings.disabled)

@@ -1,0 +1,204 @@
+"""`python -m instrument.watch RUN [--once | --web [--port PORT] [--control]]`: follow a run or a sweep that is in progress.
+
+Exit codes: 0, the run is done, or all jobs of the sweep; 1, it ended in another way, or it cannot be read; 2, there is no
+run, or the arguments are invalid; 130, interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from .analysis.folders import NoRunError, find_runs
+from .errors import ConfigError, InstrumentError
+from .sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PIPE_WIDTH = 160
+OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
+READING_SECONDS = 0.1  # for earlier steps, in each later frame
+INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
+PAUSE = 19  # A pause takes at least this many times as long as reading, so that a watcher uses a twentieth of a core.
+NICENESS = 10  # priority of the process; a training that uses all cores comes first
+SUCCESSFUL = ("done", "running")
+
+
+class View(Protocol):
+    """A run or a sweep that is followed."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is in progress."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows have been read."""
+
+    @property
+    def is_successful(self) -> bool:
+        """Whether nothing has failed so far."""
+
+    def refresh(self, seconds: float = ...) -> object:
+        """Read new rows, and earlier ones for some seconds."""
+
+    def frame(self, height: int | None = ...) -> RenderableType:
+        """Return the state as text."""
+
+
+class RunView:
+    """A run that is followed.
+
+    Args:
+        folder: The folder of the run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from .live.live_run import LiveRun
+        from .live.terminal import frame
+
+        self.live = LiveRun(folder)
+        self.refresh = self.live.refresh
+        self.frame = partial(frame, self.live)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run is in progress."""
+        return self.live.is_running
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows have been read."""
+        return self.live.fraction_read == 1
+
+    @property
+    def is_successful(self) -> bool:
+        """Whether the run is done or in progress."""
+        return self.live.info["status"] in SUCCESSFUL
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m instrument.watch", description="Follow a run or a sweep that is in progress."
+    )
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print the current state and exit")
+    how.add_argument(
+        "--web", action="store_true", help="serve the report, updated while the run or the sweep is in progress"
+    )
+    parser.add_argument("--port", type=int, default=0, help="the port of --web on this machine (default: a free one)")
+    parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
+    args = parser.parse_args(arguments)
+    if args.control and not args.web:
+        parser.error("--control requires --web")
+    interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    try:
+        if args.web:
+            return _serve(args.run, args.port, interval, takes_changes=args.control)
+        view = open_view(args.run)
+        if args.once:
+            view.refresh()
+            console.print(view.frame())
+        else:
+            _follow(view, console, interval)
+        return 0 if view.is_successful else 1
+    except (NoRunError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"--port {args.port}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def open_view(folder: str) -> View:
+    """Return the view of a run, or of a sweep if the folder contains several runs or the record of a sweep.
+
+    Args:
+        folder: A path or an address.
+
+    Raises:
+        NoRunError: The folder does not exist or contains no run.
+        ConfigError: The address is invalid, or a package is missing.
+    """
+    root, is_sweep = _find(folder)
+    if not is_sweep:
+        return RunView(root)
+    from .live.sweep import LiveSweep
+
+    return LiveSweep(folder)
+
+
+def _find(folder: str) -> tuple[Path, bool]:
+    """Return the folder of a run or a sweep, and whether it is a sweep; see `open_view`."""
+    root = open_folder(folder)
+    if (root / SWEEP_RECORD).exists():
+        return root, True
+    root, folders = find_runs(folder)
+    return root, folders != [root]
+
+
+def _follow(view: View, console: Console, interval: float) -> None:
+    """Show a view until the run or the sweep ends."""
+    height = (lambda: console.height) if console.is_terminal else (lambda: None)
+    seconds = OPENING_SECONDS
+    with Live(console=console, auto_refresh=False) as shown:
+        while True:
+            began = time.monotonic()
+            view.refresh(seconds)
+            is_over = not view.is_running and view.is_complete
+            shown.update(view.frame(height()), refresh=True)
+            if is_over:
+                return
+            if view.is_running:
+                seconds = READING_SECONDS
+                time.sleep(max(interval, PAUSE * (time.monotonic() - began)))
+
+
+def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:
+    """Serve the page of a run or a sweep until Ctrl-C, which raises KeyboardInterrupt.
+
+    Raises:
+        ConfigError: A remote run cannot be changed.
+        OSError: The port is not available.
+    """
+    if takes_changes:
+        check_is_local(folder, "--control", "a run can only be changed in its local folder")
+    root, is_sweep = _find(folder)
+    from .live.server import LiveServer
+
+    server = LiveServer(
+        root,
+        lambda seconds: max(interval, PAUSE * seconds),
+        sweep=folder if is_sweep else None,
+        opening_seconds=OPENING_SECONDS,
+        reading_seconds=READING_SECONDS,
+        takes_changes=takes_changes,
+    )
+    server.serve(port, lambda address: print(f"{address}\nCtrl-C ends the server.", flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    sys.exit(main())

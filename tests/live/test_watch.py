@@ -1,0 +1,152 @@
+"""`python -m instrument.watch`: the state of a run or a sweep as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import torch
+from run_folders import write_run
+from torch import nn
+
+import instrument
+from instrument import watch
+from instrument.live.live_run import LiveRun
+from instrument.live.terminal import frame, sparkline
+from instrument.sinks.lock import FolderLock
+
+NAN = float("nan")
+STEPS = 8
+
+
+def statistic(layer: str, step: int, std: float | None, **more: object) -> dict[str, object]:
+    return {"layer": layer, "step": step, "std": std, "numel": 4, "nan_count": 0, "inf_count": 0, **more}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    steady = [statistic("steady", step, 1.0) for step in range(STEPS)]
+    growing = [statistic("growing", step, 2.0**step) for step in range(STEPS)]
+    broken = [statistic("broken", step, 1.0 if step < 5 else None, nan_count=4 * (step >= 5)) for step in range(STEPS)]
+    loss = [{"step": step, "loss": 1.0 / (1 + step), "lr": 0.1, "seconds": 2.0} for step in range(STEPS)]
+    message = "values are [not] finite"
+    events = [
+        {"rule": "non_finite", "layer": "broken", "message": message, "severity": "warning", "step": step}
+        for step in (5, 6, 7)
+    ]
+    events.append({"rule": "resumed", "message": "the run continues", "severity": "info"})
+    rows = {"stats": [*steady, *growing, *broken], "metrics": loss, "events": events}
+    return write_run(
+        tmp_path / "run", config={"train": {"steps": 20}}, used={"name": "mine"}, rows=rows, status="running"
+    )
+
+
+@pytest.fixture
+def running(run_folder: Path) -> Iterator[Path]:
+    lock = FolderLock(run_folder)
+    assert lock.acquire()
+    yield run_folder
+    lock.release()
+
+
+def test_frame_shows_findings_before_the_layers_that_changed_most(
+    running: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert watch.main([str(running), "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mine  running  step 8 of 20  0:00:24 left"
+    loss = next(line.split() for line in lines if line.startswith("loss"))
+    assert loss == ["loss", "█▄▂▂▁▁▁▁", "0.125"]
+    finding = next(i for i, line in enumerate(lines) if line.startswith("non_finite"))
+    assert lines[finding].split(maxsplit=3)[1:] == ["broken", "5", "values are [not] finite (3 events)"]
+    layers = [line.split() for line in lines[finding:] if line.startswith("seen")]
+    assert [layer[1] for layer in layers] == ["broken", "growing", "steady"]
+    assert layers[0][3] == "▅▅▅▅▅!!!"
+    assert layers[1][3:] == ["▁▂▃▄▅▆▇█", "128", "10.7"]
+    assert layers[2][3:] == ["▅▅▅▅▅▅▅▅", "1", "1"]
+
+
+def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    from instrument.live import terminal
+
+    live = LiveRun(running)
+    live.refresh()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(terminal, "FEWEST_LAYERS", 1)
+        Console(width=120).print(frame(live, height=10))
+    out = capsys.readouterr().out
+    assert "Layers, largest change first (1 of 3)" in out
+    assert "growing" not in out
+
+
+def test_killed_run_ends_the_watch(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert watch.main([str(run_folder)]) == 1
+    assert "killed" in capsys.readouterr().out
+
+
+def test_watch_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 0.01)
+    model = nn.Linear(4, 2)
+    codes: list[int] = []
+    hooks = {"outputs": {"layers": "**", "kind": "forward", "action": "record"}}
+    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
+        watcher = Thread(target=lambda: codes.append(watch.main([str(tmp_path / "run")])))
+        watcher.start()
+        for _ in range(5):
+            probe.end_step(loss=model(torch.randn(3, 4)).sum())
+    watcher.join()
+    assert codes == [0]
+    out = capsys.readouterr().out
+    assert "done  step 5" in out
+    assert "outputs" in out
+
+
+def test_sweep_is_a_table_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, status in enumerate(("done", "failed", "running")):
+        rows = [{"step": step, "loss": 1.0 / (step + 1 + number)} for step in range(4)]
+        rows.append({"step": 4, "phase": "eval", "loss": 0.5, "accuracy": 0.75})
+        overrides = {"optimizer.lr": 0.1 * (1 + number)}
+        config = {"train": {"steps": 9}}
+        write_run(
+            tmp_path / "sweep" / str(number), config=config, status=status, overrides=overrides, rows={"metrics": rows}
+        )
+    lock = FolderLock(tmp_path / "sweep" / "2")
+    assert lock.acquire()
+    assert watch.main([str(tmp_path / "sweep"), "--once"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines[1:4]] == [["2", "running"], ["1", "failed"], ["0", "done"]]
+    assert "optimizer.lr=0.1 " in lines[3]
+    assert lines[3].split()[3:] == ["4", "of", "9", "█▃▁▁", "0.5", "0.75"]
+    assert lines[-1] == "3 jobs: 1 done, 1 failed, 1 running"
+    lock.release()
+    assert watch.main([str(tmp_path / "sweep")]) == 1
+    assert "killed" in capsys.readouterr().out
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert watch.main([str(tmp_path)]) == 2
+    assert "no run.json in or below" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ([], " "),
+        ([1.0, 1.0], "▅▅"),
+        ([0.1, 0.1 + 1e-17, 0.3 / 3], "▅▅▅"),
+        ([0.0, NAN, 1.0], "▁ █"),
+        ([1.0, 10.0, 100.0, 1000.0], "▁▃▆█"),
+        ([-1.0, 0.0, 1000.0], "▁▁█"),
+        ([1.0, float("inf"), 2.0], "▁!█"),
+        (list(range(48)), "▁▁▁▂▂▂▃▃▃▄▄▄▅▅▅▆▆▆▇▇▇███"),
+    ],
+)
+def test_sparkline(values: list[float], line: str) -> None:
+    assert sparkline(np.array(values, float)) == line

@@ -1,0 +1,57 @@
+"""Execution of the code blocks of a page of the documentation, from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import yaml
+from conftest import REPOSITORY, Answer, replay_in
+
+from instrument.convert import main as convert
+
+DOCS = REPOSITORY / "docs"
+PAGES = [
+    *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
+    *sorted((DOCS / "guides").glob("*.md")),
+]
+# These pages use the model that the first one trains.
+SERIES = [DOCS / "guides" / f"{name}.md" for name in ("induction", "causal_tracing", "linear_steering")]
+BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.M | re.S)
+FILE = re.compile(r"\A(?:# @package _global_\n)?# ([\w./-]+\.(?:py|yaml))$", re.M)
+
+
+def run_blocks(page: Path, cli: Callable[..., Answer], folder: Path, done: Collection[str] = ()) -> None:
+    """Execute the blocks of a page: write files, run Python, parse YAML and run the commands of this package.
+
+    Args:
+        page: Path of the page.
+        cli: The fixture `cli`.
+        folder: Working directory.
+        done: Arguments of commands that have run already. Default: none.
+    """
+    namespace: dict[str, object] = {"__name__": "page"}
+    for _, language, text in BLOCK.findall(page.read_text()):
+        if file := FILE.match(text):
+            path = folder / file[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        elif language == "python":
+            with contextlib.redirect_stdout(None):
+                exec(compile(text, str(page), "exec", dont_inherit=True), namespace)
+        elif language == "yaml":
+            yaml.safe_load(text)
+        elif language == "sh":
+            for line in re.sub(r" \\\n\s*", " ", text).splitlines():
+                arguments = line.removeprefix("python -m instrument ")
+                if arguments not in (line, *done):
+                    answer = cli(*shlex.split(arguments, comments=True))
+                    assert answer.code == 0, (line, answer.err)
+                elif line.startswith("python -m instrument.convert "):
+                    assert convert(shlex.split(line)[3:]) == 0
+                elif line.startswith("python -m instrument.replay "):
+                    answer = replay_in(folder, *shlex.split(line)[3:])
+                    assert answer.code == 0, (line, answer.err)

@@ -1,0 +1,329 @@
+"""Every rule of the catalogue fires on rows with its fault, and not on rows without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fired, rule_set, values
+
+from instrument.rules.catalogue import CATALOGUE
+from instrument.rules.rule_set import MOST_EVENTS, RuleEvent, RuleSet
+from instrument.spec.parse import parse_rules
+from instrument.spec.rules import RULES, default_rules
+
+NOISE = [1.0, 1.3, 0.8, 1.1, 0.9] * 6
+CONV = {**OUTPUT, "layer": "b", "module_type": "Conv2d"}
+
+
+def losses(*numbers: float, **more: Any) -> list[Step]:
+    return [Step(loss=number, **more) for number in numbers]
+
+
+def evaluated(training: list[float], evaluation: list[float]) -> list[Step]:
+    """Return one step and one evaluation for each pair of losses."""
+    steps = []
+    for number, (loss, eval_loss) in enumerate(zip(training, evaluation, strict=True)):
+        steps += [Step(step=number, loss=loss), Step(step=number + 1, phase="eval", loss=eval_loss)]
+    return steps
+
+
+def outputs(*stds: float) -> list[Step]:
+    return [Step(rows=[{**OUTPUT, "layer": str(i), "numel": 9, "std": std} for i, std in enumerate(stds)])]
+
+
+def inputs(mean: float, std: float) -> list[Step]:
+    return [
+        Step(rows=[{**INPUT, "numel": 9, "mean": mean, "std": std}, {**INPUT, "layer": "b", "mean": 9e9, "std": 0.0}])
+    ]
+
+
+def probabilities(loss: float, gradient: float) -> list[Step]:
+    """Return a step with the output of a softmax over 10 classes for 64 samples, and its largest gradient."""
+    output = {**OUTPUT, "module_type": "Softmax", "numel": 640, "mean": 0.1, "rms": 0.2, "abs_max": 0.9}
+    grad = {**output, "kind": "full_backward", "role": "grad_output", "mean": 1e-9, "rms": 1e-3, "abs_max": gradient}
+    return [Step(rows=[output, grad], loss=loss)]
+
+
+def parameters(*numbers: float, **more: Any) -> list[Step]:
+    return [Step(rows=[{**PARAMETER, "numel": 9, "mean": number, "l2": number}], **more) for number in numbers]
+
+
+# By rule: steps with the fault, steps without it, and the step and the value of the event.
+CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
+    "non_finite": (values(OUTPUT, "nan_count", [0, 0, 3]), values(OUTPUT, "nan_count", [0, 0, None]), 2, 3.0),
+    "exploding_gradient": (values(GRADIENT, "l2", [*NOISE, 300.0]), values(GRADIENT, "l2", [*NOISE, 80.0]), 30, 300.0),
+    "exploding_activation": (values(OUTPUT, "abs_max", [1e5]), values(OUTPUT, "abs_max", [6e4] * 9), 0, 1e5),
+    "vanishing_gradient": (
+        values(GRADIENT, "rms", [1e-9] * 4, loss=2.3),
+        values(GRADIENT, "rms", [1e-3], loss=2.3) + values(GRADIENT, "rms", [1e-9] * 9, loss=0.1),
+        2,
+        1e-9,
+    ),
+    "dead_units": (
+        values(OUTPUT, "dead_fraction", [0.6] * 6),
+        values(OUTPUT, "dead_fraction", [*[0.6] * 4, 0.4] * 3),
+        4,
+        0.6,
+    ),
+    "saturated_activation": (
+        values(OUTPUT, "saturated_fraction", [0.0, *[0.75] * 5]),
+        values(OUTPUT, "saturated_fraction", [0.25] * 9),
+        5,
+        0.75,
+    ),
+    "poor_initialization": (outputs(1.0, 0.01, 1e-5), outputs(1.0, 0.3, 0.1, 0.03), 0, 1e5),
+    "all_zero": (
+        values(GRADIENT, "zero_fraction", [1.0] * 4),
+        values(GRADIENT, "zero_fraction", [1.0, 1.0, 0.9]),
+        2,
+        1.0,
+    ),
+    "unchanged_parameter": (
+        parameters(0.5, 0.25, 0.25, 0.25, 0.25),
+        [*parameters(0.5, 0.25, 0.25, 0.25, 0.75), *parameters(*[0.75] * 9, lr=0.0)],
+        4,
+        0.0,
+    ),
+    "update_ratio": (
+        values(UPDATE, "update_ratio", [0.01] * 20 + [0.5] * 11),
+        values(UPDATE, "update_ratio", [1.0] + [0.9] * 19 + [0.05] * 30),
+        29,
+        0.5,
+    ),
+    "loss_not_decreasing": (losses(*[2.3, 2.31] * 110), losses(*(3 / (step + 1) for step in range(220))), 199, 2.305),
+    "loss_spike": (losses(1.0, *[0.05, 0.06] * 15, 0.9), losses(1.0, *[0.001] * 30, 0.02), 31, 0.9),
+    "overfit": (
+        evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.6, 0.7, 0.8]),
+        evaluated([1.0, 0.1, 0.1, 0.1, 0.1], [1.0, 0.5, 0.5, 0.5, 0.5]),
+        5,
+        7.0,
+    ),
+    "overtraining": (
+        evaluated([1.0] * 12, [1.0, 0.5, *[0.6] * 10]),
+        evaluated([1.0] * 12, [1.0, 0.5, *[0.6, 0.5] * 5]),
+        12,
+        0.6,
+    ),
+    "tensor_variance": (
+        values(CONV, "std", [1e-6] * 6),
+        values({**CONV, "module_type": "ReLU"}, "std", [0.0] * 9) + values(CONV, "std", [1e-3, 900.0]),
+        4,
+        1e-12,
+    ),
+    "class_imbalance": (
+        [Step(targets=[0] * 58 + [1, 1] + [2] * 4)] * 9,
+        [Step(targets=[0] * 30 + [1] * 30 + [2] * 4)] * 9,
+        7,
+        29.0,
+    ),
+    "double_softmax": (
+        probabilities(loss=2.2, gradient=0.85 / 64) * 4,
+        [*probabilities(loss=2.2, gradient=0.85 / 64) * 2, *probabilities(loss=0.9, gradient=1.8 / 64) * 9],
+        2,
+        2.2,
+    ),
+    "stalled": ([Step(seconds=1.0), Step(seconds=4000.0)], [Step(seconds=900.0)] * 3, 1, 4000.0),
+    "input_not_normalized": (inputs(120.0, 60.0), inputs(0.13, 0.31), 0, 60.0),
+}
+
+
+def test_every_rule_has_a_case_and_an_advice() -> None:
+    assert CASES.keys() == CATALOGUE.keys() == RULES.keys() == default_rules().keys()
+    for name, rule in CATALOGUE.items():
+        assert rule.what, name
+        assert ": " not in rule.what, name
+        assert rule.advice.endswith("."), name
+        assert rule.requires, name
+
+
+def test_default_yaml_has_every_rule() -> None:
+    file = Path(__file__).parents[2] / "conf" / "rules" / "default.yaml"
+    assert yaml.safe_load(file.read_text()) == default_rules()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_fires_once_on_its_fault_only(name: str) -> None:
+    faulty, healthy, step, value = CASES[name]
+    assert fired(name, healthy) == []
+    (event,) = fired(name, faulty)
+    assert (event.rule, event.step, event.severity) == ("r", step, "warning")
+    assert event.value == pytest.approx(value)
+    assert event.message.startswith(f"{'first recorded ' * (name == 'non_finite')}{CATALOGUE[name].what}: ")
+    assert (event.location is None) == (event.layer is None) == ("rows" not in faulty[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_resumed_rule_decides_like_an_uninterrupted_one(name: str) -> None:
+    faulty, healthy, *_ = CASES[name]
+    for steps in (faulty, healthy):
+        for at in {1, len(steps) // 2, len(steps) - 1}:
+            events: list[RuleEvent] = []
+            first, second = (rule_set({"r": {"rule": name}}, events) for _ in range(2))
+            numbered = [Step({"step": number, **step}) for number, step in enumerate(steps)]
+            feed(first, numbered[:at])
+            second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            feed(second, numbered[at:])
+            assert events == fired(name, steps)
+
+
+# ------------------------------------------------------------------------------------------------ details of some rules
+
+
+def test_growth_fires_again_after_the_value_was_small_again() -> None:
+    steps = values(GRADIENT, "l2", [*NOISE, 300.0, 300.0, *NOISE, 400.0])
+    assert [(event.step, event.severity) for event in fired("exploding_gradient", steps)] == [
+        (30, "warning"),
+        (62, "info"),
+    ]
+    (event, _) = fired("exploding_gradient", steps)
+    assert event.threshold == pytest.approx(100.0)
+    assert (
+        event.message
+        == "exploding gradient: at step 30 in a.weight param_grad (gradients): l2 300, 300 times its median 1"
+    )
+
+
+def test_growth_compares_each_location_with_itself() -> None:
+    rows = [{**GRADIENT, "layer": layer, "numel": 9} for layer in "ab"]
+    steps = [Step(rows=[{**rows[0], "l2": 1.0}, {**rows[1], "l2": 500.0}]) for _ in range(20)]
+    steps.append(Step(rows=[{**rows[1], "l2": 600.0}, {**rows[0], "l2": 500.0}]))
+    assert [event.layer for event in fired("exploding_gradient", steps)] == ["a"]
+
+
+def test_zeros_and_missing_values_are_no_reference_of_growth() -> None:
+    assert fired("exploding_gradient", values(GRADIENT, "l2", [0.0] * 30 + [5.0])) == []
+    assert fired("exploding_gradient", values(GRADIENT, "l2", [None, 1.0] * 15 + [500.0])) != []
+
+
+def test_invalid_rows_are_ignored_by_other_rules() -> None:
+    rows = values({**GRADIENT, "nan_count": 99}, "zero_fraction", [1.0] * 9)
+    assert fired("all_zero", rows) == []
+    masked = values({**OUTPUT, "inf_count": 30}, "zero_fraction", [1.0] * 9)  # infinities of an output may be a mask
+    assert len(fired("all_zero", masked)) == 1
+
+
+def test_several_rows_of_a_location_count_once() -> None:
+    rows = [{**OUTPUT, "numel": 9, "dead_fraction": fraction} for fraction in (0.9, 0.2)]
+    assert fired("dead_units", [Step(rows=rows)] * 9) == []  # another call in the step uses the units
+    rows[1]["dead_fraction"] = 0.7
+    (event,) = fired("dead_units", [Step(rows=rows)] * 9)
+    assert event.value == 0.7
+    rows[0]["recompute"] = rows[1]["recompute"] = True
+    assert fired("dead_units", [Step(rows=rows)] * 9) == []
+
+
+def test_hook_restricts_a_rule() -> None:
+    steps = values(OUTPUT, "dead_fraction", [0.9] * 9)
+    assert fired({"rule": "dead_units", "hook": "other"}, steps) == []
+    assert len(fired({"rule": "dead_units", "hook": ["other", "seen"]}, steps)) == 1
+
+
+def test_watch_reads_any_statistic_and_metric() -> None:
+    below = {"watch": "seen", "stat": "std", "below": 1e-3, "for": 3}
+    (event,) = fired(below, values(OUTPUT, "std", [1.0, *[1e-4] * 9]))
+    assert (event.step, event.value, event.threshold) == (3, 1e-4, 1e-3)
+    assert event.message.endswith("std 0.0001, below 0.001 3 times in succession")
+    custom = {"watch": "seen", "stat": "entropy", "above": 2}
+    assert [event.step for event in fired(custom, values(OUTPUT, "entropy", [1.0, 3.0, 3.0, 1.0, 4.0]))] == [1, 4]
+    metric = {"watch": "metrics", "stat": "grad_norm", "above": 10.0, "for": 2}
+    assert [event.step for event in fired(metric, [Step(grad_norm=norm) for norm in (20, 5, 20, 20, 20)])] == [3]
+
+
+def test_number_of_events_is_limited() -> None:
+    steps = [Step(rows=[{**OUTPUT, "layer": str(layer), "numel": 9, "nan_count": 1} for layer in range(100)])] * 3
+    events = fired("non_finite", steps)
+    assert [event.severity for event in events] == ["warning", *["info"] * (MOST_EVENTS + 1)]
+    assert events[-1].message == "rule r fired 21 times; further ones are not reported"
+
+
+def test_state_does_not_grow_with_the_steps() -> None:
+    rules = rule_set(default_rules(), [])
+    sizes = []
+    for _ in range(3):
+        feed(rules, [Step(loss=1.0, lr=0.1, rows=[{**GRADIENT, "numel": 9, "l2": 1.0, "rms": 1.0}])] * 200)
+        sizes.append(len(json.dumps(rules.state_dict())))
+    assert max(sizes) - min(sizes) < 64
+
+
+def test_frozen_layers_and_biases_may_be_unchanged() -> None:
+    events: list[RuleEvent] = []
+    rules = RuleSet(parse_rules({"r": {"rule": "unchanged_parameter"}}), events.append, {"a"})
+    feed(rules, parameters(*[0.5] * 9))
+    assert events == []
+    bias = [Step(rows=[{**row, "path": "bias"} for row in step["rows"]]) for step in parameters(*[0.5] * 9)]
+    assert fired("unchanged_parameter", bias) == []
+
+
+def test_first_update_that_replaces_the_weights_is_reported() -> None:
+    def first(*ratios: float) -> list[Step]:
+        return [Step(rows=[{**UPDATE, "layer": str(i), "numel": 9, "update_ratio": r} for i, r in enumerate(ratios)])]
+
+    (event,) = fired("update_ratio", first(0.02, 0.97, 0.9))
+    assert (event.layer, event.value, event.threshold) == ("1", 0.97, 0.5)
+    assert fired("update_ratio", first(0.02, 1.0, 1.0)) == []  # these weights start at zero
+    assert fired("update_ratio", first(0.02, 0.03, 0.9)) == []
+
+
+def test_zero_updates_have_no_ratio() -> None:
+    assert fired("update_ratio", values(UPDATE, "update_ratio", [0.0] * 60)) == []
+
+
+def test_saturated_output_of_the_network_is_no_finding() -> None:
+    sigmoid = {**OUTPUT, "layer": "b", "module_type": "Sigmoid", "numel": 9, "saturated_fraction": 0.9}
+    linear = {**OUTPUT, "numel": 9}
+    assert fired("saturated_activation", [Step(rows=[linear, sigmoid])] * 9) == []
+    assert len(fired("saturated_activation", [Step(rows=[linear, sigmoid, {**linear, "layer": "c"}])] * 9)) == 1
+
+
+def test_small_rise_of_the_evaluation_loss_is_no_overfitting() -> None:
+    assert fired("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.15, 0.16, 0.17, 0.18, 0.19])) == []
+    assert len(fired("overfit", evaluated([2.3, *[0.01] * 6], [1.0, 0.1, 0.4, 0.4, 0.4, 0.4, 0.4]))) == 1
+
+
+def test_loss_that_rises_until_it_is_not_finite_does_not_decrease() -> None:
+    (event,) = fired("loss_not_decreasing", losses(2.3, 2.6, 40.0, 1e9, float("nan"), float("nan")))
+    assert (event.step, event.value) == (4, 1e9)
+    assert fired("loss_not_decreasing", losses(2.3, 2.4, float("nan"))) == []
+
+
+def test_samples_of_one_class_are_imbalanced() -> None:
+    (event,) = fired("class_imbalance", [Step(targets=[3] * 64)] * 9)
+    assert (event.step, event.value) == (7, 512.0)
+    assert "all 512 samples have class 3" in event.message
+
+
+def test_equal_and_zero_weights_are_a_poor_initialization() -> None:
+    def first(*weights: tuple[float, float, float, float]) -> list[Step]:
+        """Return the mean and std of weights after their first update, and of the update."""
+        rows = []
+        for i, (mean, std, update_mean, update_std) in enumerate(weights):
+            rows.append({**PARAMETER, "layer": str(i), "numel": 9, "mean": mean, "std": std})
+            rows.append({**UPDATE, "layer": str(i), "numel": 9, "mean": update_mean, "std": update_std})
+        return [Step(rows=rows)]
+
+    healthy = (0.01, 0.1, 1e-4, 1e-3)
+    (event,) = fired("poor_initialization", first(healthy, (0.5, 1e-3, 1e-4, 1e-3)))
+    assert (event.layer, event.value) == ("1", pytest.approx(0.4999))
+    (event,) = fired("poor_initialization", first(healthy, (0.0,) * 4, (0.0,) * 4))
+    assert event.layer == "1"
+    assert event.message.endswith("2 of 3 weights are zero")
+    assert fired("poor_initialization", first(healthy, (0.0,) * 4, (1e-4, 1e-3, 1e-4, 1e-3))) == []
+
+
+def test_sigmoid_before_a_loss_of_logits_is_found() -> None:
+    output = {**OUTPUT, "module_type": "Sigmoid", "numel": 64, "mean": 0.5, "rms": 0.5, "abs_max": 0.6}
+    grad = {
+        **output,
+        "kind": "full_backward",
+        "role": "grad_output",
+        "mean": 1e-3,
+        "rms": 0.5 / 64,
+        "abs_max": 0.6 / 64,
+    }
+    assert len(fired("double_softmax", [Step(rows=[output, grad], loss=0.7)] * 3)) == 1
+    assert fired("double_softmax", [Step(rows=[output, {**grad, "abs_max": 1.1 / 64}], loss=0.7)] * 9) == []
+    assert fired("double_softmax", [Step(rows=[output, grad], loss=0.2)] * 9) == []

@@ -1,0 +1,129 @@
+"""Rules that read many steps at once decide as if they read each step."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from instrument.rules.deferral import MOST_STEPS
+from instrument.rules.rule_set import RuleEvent
+from instrument.spec.rules import default_rules
+from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
+
+WATCH = {"watch": "seen", "stat": "mean", "above": 4.0, "for": 2}
+RULES: dict[str, Any] = {
+    **default_rules(),
+    "watched": WATCH,
+    "sensitive": {"rule": "exploding_gradient", "factor": 3, "window": 6, "after": 3},
+}
+SITES = [
+    OUTPUT,
+    OUTPUT,  # a module that runs twice in a step
+    {**OUTPUT, "layer": "b", "module_type": "ReLU"},
+    {**OUTPUT, "layer": "c", "module_type": "Softmax"},
+    GRADIENT,
+    {**GRADIENT, "layer": "b", "path": "bias"},
+    UPDATE,
+    INPUT,
+]
+STATISTICS = ("mean", "std", "rms", "abs_max", "l2", "zero_fraction", "update_ratio", "dead_fraction")
+FAULTS: list[dict[str, float | None]] = [
+    {"l2": 60.0, "abs_max": 900.0},
+    {"l2": 1e9},
+    {"l2": 0.0},
+    {"l2": None, "abs_max": None},
+    {"abs_max": 0.0, "zero_fraction": 1.0},
+    {"std": 1e-12},
+    {"std": 1e8},
+    {"rms": 1e-9},
+    {"dead_fraction": 0.9},
+    {"update_ratio": 0.5},
+    {"update_ratio": 1e-9},
+    {"mean": 7.0},
+    {"nan_count": 1},
+    {"nan_count": 80},
+]
+METRICS = [{"loss": 9.0}, {"loss": float("nan")}, {"lr": 0.0}, {"skipped": 1.0}, {"seconds": 1e5}, {"loss": None}]
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> list[Step]:
+    """Return the steps of a training with faults, each of which lasts for some steps."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(1, 3 * MOST_STEPS))
+    sites = SITES + [PARAMETER] * draw(st.booleans())
+    every = draw(st.sampled_from([1, 1, 3]))
+    spread = draw(st.sampled_from([0.01, 0.5]))
+    scales = random.lognormal(0, 0.3, (len(sites), len(STATISTICS)))
+    faults = [
+        (random.integers(count), random.integers(1, 8), random.integers(len(sites)), FAULTS[number])
+        for number in draw(st.lists(st.integers(0, len(FAULTS) - 1), max_size=5))
+    ]
+    changes = [(random.integers(count), METRICS[number]) for number in draw(st.lists(st.integers(0, 5), max_size=3))]
+    steps: list[Step] = []
+    for number in range(count):
+        values = scales * random.lognormal(0, spread, scales.shape) * 0.01
+        rows = [
+            {**site, "numel": 100, "nan_count": 0, "inf_count": 0, **dict(zip(STATISTICS, cells, strict=True))}
+            for site, cells in zip(sites, values.tolist(), strict=True)
+        ]
+        for begin, length, at, fault in faults:
+            if begin <= number < begin + length:
+                rows[at].update(fault)
+        step = Step(rows=rows if number % every == 0 else [], step=number, loss=2.0 / (1 + 0.01 * number), lr=0.1)
+        for at, change in changes:
+            step.update(change if at == number else {})
+        steps.append(step)
+        if draw(st.integers(0, 30)) == 0:
+            steps.append(Step(rows=rows[:3], step=number + 1, phase="eval", loss=2.0))
+    return steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(trainings(), st.integers(0, 3 * MOST_STEPS))
+def test_rules_decide_the_same_with_deferred_steps(steps: list[Step], resumed_at: int) -> None:
+    expected: list[RuleEvent] = []
+    direct = rule_set(RULES, expected)
+    feed(direct, steps)
+    events: list[RuleEvent] = []
+    deferred = rule_set(RULES, events)
+    feed(deferred, steps[:resumed_at], defers=True)
+    resumed = rule_set(RULES, events)
+    resumed.load_state_dict(json.loads(json.dumps(deferred.state_dict())))
+    feed(resumed, steps[resumed_at:], defers=True)
+    assert events == expected
+    assert json.dumps(resumed.state_dict()) == json.dumps(direct.state_dict())
+
+
+@pytest.mark.parametrize("fault", [{"l2": 1e9}, {"l2": 5.0}, {"nan_count": 90}, {"rms": 1e-9}])
+def test_warnings_are_written_in_the_step_of_the_fault(fault: dict[str, float]) -> None:
+    events: list[RuleEvent] = []
+    rules = rule_set(
+        {
+            "gradients": {"rule": "exploding_gradient"},
+            "small": {"rule": "vanishing_gradient", "for": 1},
+            "nan": {"rule": "non_finite"},
+        },
+        events,
+    )
+    row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "rms": 0.01, "l2": 0.02}
+    feed(rules, [Step(rows=[row], loss=1.0)] * 25, defers=True)
+    assert not events
+    feed(rules, [Step(rows=[{**row, **fault}], loss=1.0)], 25, defers=True)
+    assert [event.step for event in events] == [25]
+
+
+def test_most_rules_do_not_read_an_uneventful_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[RuleEvent] = []
+    rules = rule_set({"gradients": {"rule": "exploding_gradient"}}, events)
+    read: list[int] = []
+    update = type(rules.rules[0]).update
+    monkeypatch.setattr(
+        type(rules.rules[0]), "update", lambda self, rows: (read.append(rows.step), update(self, rows))[1]
+    )
+    row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02}
+    feed(rules, [Step(rows=[row], loss=1.0)] * 100, defers=True)
+    assert read == [0, 1, MOST_STEPS + 2, 2 * MOST_STEPS + 3]

@@ -1,0 +1,483 @@
+"""`python -m instrument.replay`: exact repetition of recorded steps, counterfactuals, and refused arguments."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from conftest import Answer, replay_in, run_in
+from tiers import tiered
+
+import instrument
+from instrument.folders.control_folder import send
+from instrument.folders.run_record import checkpoint_steps
+from instrument.sinks.lock import FolderLock
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.ReLU(), nn.Linear(16, 10))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, images):
+        if self.training:
+            self.calls += 1
+        return self.layers(images) * (1 + 0.001 * self.calls.sin())
+
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self, split):
+        from instrument.training.datasets import digits
+        self.digits = digits(split=split)
+
+    def __len__(self):
+        return len(self.digits)
+
+    def __getitem__(self, index):
+        image, target = self.digits[index]
+        return image + 0.1 * torch.randn_like(image), target
+"""
+CHECKPOINTS = ["train.checkpoint.every=4", "train.checkpoint.keep=null"]
+SMALL = [
+    "model={_target_: replayed_model.Net}",
+    "data=digits",
+    "data.eval_slice.stop=32",
+    "train.batch_size=16",
+    "optimizer.lr=0.05",
+    "quiet=true",
+]
+INTERVENTIONS = [
+    "+hooks.noisy={layers: layers.1, kind: forward, action: modify, fn: noise, std: 0.1}",
+    "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 0.5, start: 6}",
+]
+CLIP = "+hooks.shrink={layers: layers.5, kind: forward, action: scale, factor: 0.5}"
+CHANGES = {2: ["lr_scale=0.5", "disable=noisy"], 6: ["enable=noisy", "hooks.seen.every=1"], 8: ["hooks.tame.norm=0.2"]}
+CLOCK = ["seconds", "samples_per_second"]
+
+
+def train(folder: Path, *overrides: str) -> instrument.Run:
+    """Train a small network in a folder of this name."""
+    folder.parent.mkdir(exist_ok=True)
+    (folder.parent / "replayed_model.py").write_text(MODEL)
+    answer = run_in(folder.parent, *SMALL, *overrides, f"hydra.run.dir={folder.name}")
+    assert answer.code == 0, answer.err
+    return instrument.load(folder)
+
+
+def certificate_of(folder: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((folder / "certificate.json").read_text())
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of the runs `done` and `failed`. The second one was changed during the run, and failed at step 11."""
+    folder = tmp_path_factory.mktemp("replays")
+    scheduler = "scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, max_lr: 0.1, total_steps: 100}"
+    common = [*CHECKPOINTS, *INTERVENTIONS, scheduler, "train.accumulate=2", "optimizer.momentum=0.9"]
+    seen = "+hooks.seen={layers: layers.*, kind: forward, action: record, every: 3}"
+    train(folder / "done", *common, seen, "train.steps=14", "train.eval_every=6")
+    with pytest.MonkeyPatch.context() as patch:
+        fails_at(patch, 11, changed=folder / "failed")
+        assert run_in(folder, *SMALL, *common, seen, "train.steps=20", "hydra.run.dir=failed").code == 1
+    yield folder
+    sys.modules.pop("replayed_model", None)
+
+
+def fails_at(patch: pytest.MonkeyPatch, step: int, *, changed: Path | None = None) -> None:
+    """Make a run fail at a step. Send changes to the run in the folder `changed`."""
+    from instrument.training import loop
+
+    original = loop.train_step
+
+    def fail(experiment: Any, observer: Any, batches: Any) -> Any:
+        if changed is not None and observer.step in CHANGES:
+            send(changed, CHANGES[observer.step])
+        if observer.step == step:
+            raise RuntimeError("stopped here")
+        return original(experiment, observer, batches)
+
+    patch.setattr(loop, "train_step", fail)
+
+
+def test_checkpoints_are_kept(place: Path) -> None:
+    assert checkpoint_steps(place / "done") == [4, 8, 12, 14]
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> Answer:
+    """Output of a replay of all steps, in the folder `all`."""
+    answer = replay_in(place, "done", "hydra.run.dir=all")
+    assert answer.code == 0, answer.err
+    return answer
+
+
+def test_replay_from_the_start_repeats_every_row(place: Path, whole: Answer) -> None:
+    assert "EQUAL: all values are bit-identical" in whole.out
+    assert "of 14 steps and 3 evaluations" in whole.out
+    original, replayed = instrument.load(place / "done"), instrument.load(place / "all")
+    for table in ("stats", "effects", "layers"):
+        pd.testing.assert_frame_equal(getattr(original, table), getattr(replayed, table), check_exact=True)
+    pd.testing.assert_frame_equal(original.metrics.drop(columns=CLOCK), replayed.metrics.drop(columns=CLOCK))
+    assert not (place / "all" / "checkpoints").exists()
+
+
+def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
+    answer = replay_in(place, "done", "--steps", "9:12", "hooks=everything", "hydra.run.dir=window")
+    assert answer.code == 0, answer.err
+    run, original = instrument.load(place / "window"), instrument.load(place / "done")
+    assert set(run.stats["step"]) == {9, 10, 11}
+    assert set(run.stats["hook"]) == {
+        "inputs",
+        "outputs",
+        "output_gradients",
+        "parameter_gradients",
+        "parameters",
+        "updates",
+    }
+    assert list(run.metrics.query("phase == 'train'")["step"]) == [8, 9, 10, 11]
+    effects = original.effects.query("8 <= step < 12").reset_index(drop=True)
+    pd.testing.assert_frame_equal(effects, run.effects, check_exact=True)
+    assert certificate_of(run.path)["holds"]
+    assert run.info["replay"] == {
+        "source": str(place / "done"),
+        "source_config_hash": original.info["config_hash"],
+        "begin": 8,
+        "steps": [9, 12],
+        "counterfactual": [],
+        "first_step": None,
+        "forced": [],
+        "changes": [],
+        "changes_left_out": [],
+    }
+    assert "record hooks that are not scheduled" not in answer.out
+    assert list(run.events["rule"]) == ["replay"]
+    # The hooks of the run itself have no step in this window except one.
+    answer = replay_in(place, "done", "--steps", "10:12", "hydra.run.dir=narrow")
+    assert "record hooks that are not scheduled in these steps: seen" in answer.out
+
+
+@pytest.mark.slow
+def test_default_folder_contains_the_name_of_the_source(place: Path) -> None:
+    assert replay_in(place, "done", "--steps", "0:1", "quiet=true").code == 0
+    (folder,) = (place / "runs" / "replays" / "done").iterdir()
+    assert instrument.load(folder).info["replay"]["steps"] == [0, 1]
+
+
+EVERY_STEP = ("hooks.output_gradients.every=1", "hooks.parameter_gradients.every=1")
+
+
+@pytest.fixture(scope="module")
+def before(place: Path) -> Answer:
+    """Output of a replay of the last two steps of the failed run, in the folder `before`."""
+    answer = replay_in(place, "failed", "--before-failure", "2", "hooks=gradients", *EVERY_STEP, "hydra.run.dir=before")
+    assert answer.code == 0, answer.out + answer.err
+    return answer
+
+
+@pytest.mark.usefixtures("before")
+def test_failed_run_is_repeated_up_to_its_failure(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = instrument.load(place / "before")
+    assert set(run.stats["step"]) == {9, 10}
+    assert certificate_of(run.path)["steps"] == 3
+    fails_at(monkeypatch, 11)
+    answer = replay_in(place, "failed", "--steps", "10:12", "hooks=gradients", *EVERY_STEP, "hydra.run.dir=again")
+    assert answer.code == 1
+    assert "EQUAL: all values are bit-identical" in answer.out
+    assert "the replay failed with the error of the run" in answer.out
+    assert certificate_of(place / "again")["repeats_failure"] is True
+
+
+def test_changes_during_the_run_are_repeated(place: Path, before: Answer) -> None:
+    assert "repeated: hooks.tame.norm=0.2 after 9 steps, by instrument.control" in before.out
+    assert "not repeated: hooks.seen.every=1 after 7 steps, by instrument.control" in before.out
+    run, replayed = instrument.load(place / "failed"), instrument.load(place / "before")
+    found = certificate_of(replayed.path)
+    assert found["begin"] == 8
+    assert found["changes"] == [
+        *("lr_scale=0.5 after 3 steps", "disable=noisy after 3 steps", "enable=noisy after 7 steps"),
+        "hooks.tame.norm=0.2 after 9 steps",
+    ]
+    assert found["changes_left_out"] == ["hooks.seen.every=1 after 7 steps"]
+    assert list(replayed.events.query("rule == 'control'")["message"]) == ["hooks.tame.norm: 0.5 -> 0.2"]
+    assert_same_effects(run, replayed, "8 <= step")
+
+
+def assert_same_effects(run: instrument.Run, replay: instrument.Run, condition: str) -> None:
+    """Compare the effects of the interventions at some steps, bit by bit."""
+    wanted, found = (each.effects.query(condition).reset_index(drop=True) for each in (run, replay))
+    assert len(wanted)
+    pd.testing.assert_frame_equal(wanted, found, check_exact=True)
+
+
+@pytest.mark.slow
+def test_changes_are_repeated_before_a_counterfactual(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "failed", tmp_path / "failed", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copy(place / "replayed_model.py", tmp_path)
+    tamer = ["--steps", "10:11", "--intervene", "hooks.tame.norm=0.01"]
+    answer = replay_in(tmp_path, "failed", *tamer, "hydra.run.dir=tamed")
+    assert answer.code == 0, answer.out + answer.err
+    run, tamed = instrument.load(place / "failed"), instrument.load(tmp_path / "tamed")
+    assert (certificate_of(tamed.path)["begin"], certificate_of(tamed.path)["steps"]) == (0, 10)
+    assert_same_effects(run, tamed, "step < 10")
+    assert set(tamed.effects.query("step >= 10 and hook != 'noisy'")["hook"]) == {"tame_counterfactual"}
+
+
+def test_killed_run_is_repeated(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "failed", tmp_path / "killed")
+    record = json.loads((tmp_path / "killed" / "run.json").read_text())
+    (tmp_path / "killed" / "run.json").write_text(json.dumps({**record, "status": "running", "error": None}))
+    shutil.copy(place / "replayed_model.py", tmp_path)
+    answer = replay_in(tmp_path, "killed", "--before-failure", "1", "hydra.run.dir=again")
+    assert answer.code == 0, answer.err
+    assert certificate_of(tmp_path / "again")["begin"] == 8
+
+
+def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
+    answer = replay_in(place, "done", "--steps", "10:14", "--intervene", CLIP, "~hooks.noisy", "hydra.run.dir=other")
+    assert answer.code == 0, answer.err
+    assert "COUNTERFACTUAL from step 10 on, with other interventions: noisy, shrink" in answer.out
+    assert "EQUAL: all values before this step are bit-identical" in answer.out
+    assert "first effect at step 10: loss" in answer.out
+    run = instrument.load(place / "other")
+    found = certificate_of(run.path)
+    assert (found["begin"], found["steps"], found["evaluations"]) == (8, 2, 0)
+    assert found["counterfactual"] == ["noisy", "shrink"]
+    assert sorted(run.effects.query("hook == 'noisy'")["step"].unique()) == [8, 9]
+    assert sorted(run.effects.query("hook == 'shrink'")["step"].unique()) == [10, 11, 12, 13]
+    assert run.events["rule"].iloc[0] == "counterfactual"
+    figure = instrument.plot.replay(run)
+    assert [axes.get_title() for axes in figure.axes] == ["loss", "gradient norm"]
+    recorded, replayed, mark = figure.axes[0].get_lines()
+    assert (len(recorded.get_xdata()), len(replayed.get_xdata())) == (14, 6)
+    assert list(mark.get_xdata()) == [10, 10]
+    assert (run.path / "comparison.png").stat().st_size > 10_000
+
+
+@pytest.mark.usefixtures("whole")
+def test_plot_of_a_replay_requires_its_run(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(instrument.InstrumentError, match="is no replay: its run"):
+        instrument.plot.replay(instrument.load(place / "done"))
+    shutil.copytree(place / "all", tmp_path / "all")
+    record = json.loads((tmp_path / "all" / "run.json").read_text())
+    record["replay"]["source"] = str(tmp_path / "moved")
+    (tmp_path / "all" / "run.json").write_text(json.dumps(record))
+    with pytest.raises(instrument.InstrumentError, match="the run of this replay is missing"):
+        instrument.plot.replay(instrument.load(tmp_path / "all"))
+    figure = instrument.plot.replay(instrument.load(tmp_path / "all"), source=place / "done")
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["run", "replay"]
+
+
+@pytest.mark.slow
+def test_changed_intervention_has_a_name_of_its_own(place: Path) -> None:
+    answer = replay_in(place, "done", "--steps", "9:11", "--intervene", "hooks.tame.norm=0.01", "hydra.run.dir=tamer")
+    assert answer.code == 0, answer.err
+    effects = instrument.load(place / "tamer").effects
+    assert set(effects.query("hook == 'tame'")["step"]) == {8}
+    assert set(effects.query("hook == 'tame_counterfactual'")["step"]) == {9, 10}
+
+
+@pytest.mark.slow
+def test_counterfactual_continues_after_a_failure(place: Path) -> None:
+    answer = replay_in(place, "failed", "--steps", "10:20", "--intervene", CLIP, "hydra.run.dir=beyond")
+    assert answer.code == 0, answer.err
+    assert list(instrument.load(place / "beyond").metrics["step"])[-1] == 20  # the evaluation after the last step
+
+
+def test_difference_is_located_and_explained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from instrument.training import loop
+
+    norm = loop.gradient_norm
+    calls: list[int] = []
+
+    def other(model: torch.nn.Module) -> torch.Tensor | None:
+        calls.append(1)
+        value = norm(model)
+        return value if value is None or len(calls) != 2 else torch.nextafter(value, torch.tensor(9.0))
+
+    monkeypatch.setattr(loop, "gradient_norm", other)
+    answer = replay_in(place, "done", "--steps", "8:12", "hydra.run.dir=differs")
+    assert answer.code == 1
+    assert "NOT EQUAL: step 9: grad_norm is" in answer.out
+    assert "likely reason: no difference of environment, data and code is known" in answer.out
+    assert "the difference comes from the backward pass" in answer.out
+
+
+def test_changed_environment_is_refused_or_forced(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "done", tmp_path / "done")
+    shutil.copy(place / "replayed_model.py", tmp_path)
+    record = json.loads((tmp_path / "done" / "run.json").read_text())
+    record["versions"]["torch"], record["data"]["hashes"]["train"] = "1.0", "0" * 16
+    record["code"]["replayed_model"] = "1" * 16
+    (tmp_path / "done" / "run.json").write_text(json.dumps(record))
+    answer = replay_in(tmp_path, "done", "--steps", "0:1", "hydra.run.dir=again")
+    assert answer.code == 2
+    assert f"cannot be expected to be exact, because versions.torch is {version('torch')}, but was 1.0" in answer.err
+    assert "; content of the train samples differ too" in answer.err
+    assert not (tmp_path / "again").exists()
+    answer = replay_in(tmp_path, "done", "--steps", "0:1", "--force", "hydra.run.dir=again")
+    assert answer.code == 0, answer.err
+    assert "forced, although versions.torch" in answer.out
+    found = certificate_of(tmp_path / "again")
+    assert [text.partition(" is ")[0] for text in found["environment"]] == [
+        "versions.torch",
+        "content of the train samples",
+        "code.replayed_model",
+    ]
+    assert len(instrument.load(tmp_path / "again").info["replay"]["forced"]) == 2
+    del record["hardware"]
+    (tmp_path / "done" / "run.json").write_text(json.dumps(record))
+    answer = replay_in(tmp_path, "done")
+    assert answer.code == 2
+    assert "run.json has no entry 'hardware'" in answer.err
+    assert "--force" in answer.err
+
+
+INVALID = [
+    (["missing"], "RUN: cannot read run.json"),
+    (["all"], "RUN: this run is a replay itself"),
+    (["."], "RUN: this is no run but a folder of several: pass one of them, such as ./"),
+    (["s3://bucket/run"], "RUN: a replay requires the files of the run"),
+    (["done", "--steps", "12:99"], "steps 0 to 13"),
+    (["done", "--steps", "5:5"], "--steps: the range is empty"),
+    (["done", "--steps", "last"], "--steps: must be a range of steps"),
+    (["failed", "--steps", "5:13"], "steps 0 to 11"),
+    (["done", "--before-failure", "3"], "--before-failure: the run did not fail"),
+    (["failed", "--before-failure", "0"], "--before-failure: must be a number of steps"),
+    (["done", "optimizer.lr=1"], "optimizer.lr: a replay repeats the training of the run"),
+    (["done", "+exp=clipping"], "exp: a replay repeats the training of the run"),
+    (["done", "hooks.tame.norm=1"], "hooks.tame: this intervention is changed or removed"),
+    (["done", "~hooks.tame"], "hooks.tame: this intervention is changed or removed"),
+    (["done", CLIP], "hooks.shrink: this intervention is not part of the run"),
+    (["done", "--intervene"], "--intervene: no intervention differs"),
+    (
+        ["done", "--steps", "3:4", "hooks=activations"],
+        "hooks.activations: the hook is not scheduled in steps 3 to 3",
+    ),
+    (
+        ["done", "--steps", "1:5", "--intervene", "hooks.tame.norm=1"],
+        "hooks.tame: the hook is not scheduled in steps 1 to 4",
+    ),
+    (["done", "--steps", "1:5", "--intervene", "~hooks.tame"], "no changed intervention runs in steps 1 to 4"),
+    (["done", "hooks=nothing"], "hooks: unknown option of this group"),
+    (["done", "hooks.seen.evry=1"], "hooks.seen.evry"),
+    (["done", "hooks.seen=[1"], "cannot parse this override"),
+]
+
+
+@pytest.mark.usefixtures("whole")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [each if i % 3 == 0 else pytest.param(*each, marks=pytest.mark.slow) for i, each in enumerate(INVALID)],
+)
+def test_invalid_arguments_are_refused(place: Path, arguments: list[str], message: str) -> None:
+    before = sorted(place.rglob("*"))
+    answer = replay_in(place, *arguments)
+    assert answer.code == 2, answer.err
+    assert message in answer.err
+    assert "Traceback" not in answer.err
+    assert [path for path in sorted(place.rglob("*")) if path not in before and "__pycache__" not in str(path)] == []
+
+
+def test_run_of_attach_and_run_in_progress_are_refused(tmp_path: Path, place: Path) -> None:
+    shutil.copytree(place / "done", tmp_path / "run")
+    file = tmp_path / "run" / "run.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps({**record, "config": {"hooks": record["config"]["hooks"]}}))
+    answer = replay_in(tmp_path, "run")
+    assert answer.code == 2
+    assert "the run was started with instrument.attach" in answer.err
+    file.write_text(json.dumps({**record, "status": "running"}))
+    lock = FolderLock(tmp_path / "run")
+    assert lock.acquire()
+    answer = replay_in(tmp_path, "run")
+    lock.release()
+    assert answer.code == 2
+    assert "the run is in progress" in answer.err
+
+
+def test_replay_requires_as_many_processes(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    answer = replay_in(place, "done")
+    assert answer.code == 2
+    assert "the run had 1 process, and its replay requires the same number" in answer.err
+    assert "python -m instrument.replay done" in answer.err
+
+
+RULES = {
+    "enabled by a rule": [
+        "+hooks.grads={layers: '**', kind: parameter_grad, action: record}",
+        "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 0.1}",
+        "+rules.big={watch: grads, stat: l2, above: 1e-9, for: 3, then: [warn, {enable: tame, steps: 3}]}",
+    ],
+    "with a condition": [
+        "+hooks.tame={layers: '**', kind: parameter_grad, action: clip, norm: 0.1, "
+        "when: {stat: l2, above: 1.0, times: median, window: 5, after: 2}}",
+        "+hooks.evidence={layers: '**', kind: forward, action: record, when: late}",
+        "+rules.late={watch: metrics, stat: loss, above: 0, then: stop, for: 8}",
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RULES)
+def test_intervention_that_depends_on_earlier_steps_is_repeated(tmp_path: Path, name: str) -> None:
+    (tmp_path / "replayed_model.py").write_text(MODEL)
+    answer = run_in(tmp_path, *SMALL, *RULES[name], *CHECKPOINTS, "train.steps=12", "hydra.run.dir=run")
+    stops = "when" in str(RULES[name])
+    assert answer.code == (3 if stops else 0), answer.err
+    window = ["--before-failure", "3"] if stops else ["--steps", "6:9"]
+    answer = replay_in(tmp_path, "run", *window, "hooks=everything", "hydra.run.dir=again")
+    sys.modules.pop("replayed_model", None)
+    assert answer.code == 0, answer.out + answer.err
+    original, replayed = (instrument.load(tmp_path / folder) for folder in ("run", "again"))
+    found = certificate_of(replayed.path)
+    assert (found["begin"], found["holds"]) == (0, True)
+    effects = original.effects.query(f"step < {found['stop']}").reset_index(drop=True)
+    assert len(effects)
+    pd.testing.assert_frame_equal(effects, replayed.effects, check_exact=True)
+
+
+TRAININGS = {
+    "fp16": ["train.precision=fp16", "optimizer=adam"],
+    "bf16": ["train.precision=bf16"],
+    "lbfgs": ["optimizer=lbfgs", "optimizer.max_iter=3", "train.accumulate=2"],
+    "workers": ["data={dataset: {_target_: replayed_model.Noisy}, eval_slice: {stop: 32}}", "data.num_workers=2"],
+    "gan": ["task=wgan_gp", "model=dense_gan", "optimizer=generator_and_critic"],
+    "forward": ["mode=forward", "data.slice.stop=112", "forward.grad=true"],
+    "sampler": ["data.sampler={_target_: torch.utils.data.RandomSampler, replacement: true, num_samples: 40}"],
+    "probe_batch": ["data.probe_batch=8", "+hooks.probe={layers: '**', kind: forward, action: record, phase: probe}"],
+    "epochs": ["train=epochs", "train.epochs=2", "data.slice.stop=56", "train.batch_size=16"],
+}
+
+
+@pytest.mark.parametrize("name", tiered([*TRAININGS], ["forward"]))
+def test_replay_of_every_kind_of_training_is_exact(tmp_path: Path, name: str) -> None:
+    given = TRAININGS[name]
+    replaced = {override.partition("=")[0] for override in given}
+    checkpoints = ["train.checkpoint.every=3", "train.checkpoint.keep=null"]
+    (tmp_path / "replayed_model.py").write_text(MODEL)
+    small = [each for each in SMALL if not replaced & {each.partition("=")[0], each.partition(".")[0]}]
+    steps = [] if name == "epochs" else ["train.steps=7"]
+    answer = run_in(tmp_path, *small, *given, *checkpoints, *steps, "hydra.run.dir=run")
+    assert answer.code == 0, answer.err
+    phase = ", phase: forward" if name == "forward" else ""
+    hook = f"+hooks.look={{layers: '**', kind: forward, action: record{phase}}}"
+    answer = replay_in(tmp_path, "run", "--steps", "4:6", hook, "hydra.run.dir=again")
+    sys.modules.pop("replayed_model", None)
+    assert answer.code == 0, answer.out + answer.err
+    found = certificate_of(tmp_path / "again")
+    assert (found["begin"], found["steps"], found["holds"]) == (3, 3, True)
+    assert set(instrument.load(tmp_path / "again").stats.query("hook == 'look'")["step"]) == {4, 5}
