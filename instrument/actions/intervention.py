@@ -66,16 +66,6 @@ class Intervention:
             entries.indices(), changed, tensor.shape, is_coalesced=True, check_invariants=False
         )
 
-    def change_plain(self, tensor: Tensor, context: Context) -> tuple[Tensor, Effect]:
-        """Return the changed tensor and the effect, without the checks that only custom functions need.
-
-        Args:
-            tensor: Dense, and not created under `torch.inference_mode()`.
-            context: The call.
-        """
-        new, factor = self.change(tensor, context)
-        return new, effect_of(tensor, new, factor, tensor.numel())
-
     def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
         if context.holds is False:
             return accept_result(tensor, tensor, context, self.rows, numel=numel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from ..spec.clip_and_scale import ScaleSpec
 from ..stats.device_numbers import constants
+from ..stats.single_pass import effect_of_plain
 from .base import Context
+
+_EXACT = (torch.float32, torch.float64)  # dtypes in which products with numbers are computed
 
 
 def scale(tensor: Tensor, factor: float | Tensor) -> Tensor:
@@ -69,11 +73,7 @@ class Scale:
 
     def __init__(self, spec: ScaleSpec) -> None:
         self.spec = spec
-        self._constants: dict[torch.dtype, Tensor] = {}
-        if isinstance(spec.factor, int | float):
-            with torch.inference_mode(False):
-                for dtype in (torch.float32, torch.float64):
-                    self._constants[dtype] = torch.tensor(spec.factor, dtype=dtype, device="cpu")
+        self._constant = (math.nan, torch.zeros(()))  # the latest factor as a number and as a tensor
 
     @property
     def entrywise(self) -> bool:
@@ -90,6 +90,23 @@ class Scale:
         number = scheduled(factor, context.step) if isinstance(factor, Mapping) else factor
         if self.spec.reverse:
             return reverse_gradient(tensor, number), -number
-        # With a tensor as the factor, the product and its gradient have the same bits and take half the time.
-        constant = self._constants.get(tensor.dtype) if type(tensor) is Tensor and tensor.is_cpu else None
-        return scale(tensor, number if constant is None else constant), number
+        if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
+            return scale(tensor, self._constant_of(number, tensor.dtype)), number
+        return scale(tensor, number), number
+
+    def change_and_measure(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | None, list[float] | None]:
+        """Return the new tensor, the factor, and the result of `instrument.stats.single_pass.effect_of_plain`."""
+        new, factor = self(tensor, context)
+        return new, factor, effect_of_plain(tensor, new)
+
+    def _constant_of(self, factor: float, dtype: torch.dtype) -> Tensor:
+        """Return a factor as a tensor. The product and its gradient have the same bits, and take half the time.
+
+        `instrument.control` may change the factor during a run.
+        """
+        known, constant = self._constant
+        if known is not factor or constant.dtype != dtype:
+            with torch.inference_mode(False):
+                constant = torch.tensor(factor, dtype=dtype, device="cpu")
+            self._constant = factor, constant
+        return constant

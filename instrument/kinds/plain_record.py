@@ -2,7 +2,7 @@
 
 Most record hooks write the statistics of plain tensors of one process. For these, `PlainRecord` replaces
 `AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel compute the numbers.
-`PlainIntervention` keeps the context of a clip or scale hook. All other hooks and tensors take the general path, and both
+`PlainIntervention` does the same for clip and scale hooks and their effects. All other hooks and tensors take the general path, and both
 give the same rows.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..actions.base import Context, Rows
 from ..actions.clip import Clip
-from ..actions.intervention import Intervention
+from ..actions.intervention import Intervention, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
 from ..spec.record import RecordSpec
@@ -117,18 +117,19 @@ class PlainRecord(PlainHook):
 
 
 class PlainIntervention(PlainHook):
-    """Clips or scales plain tensors at one site.
+    """Clips or scales plain tensors at one site, with the same operations as the general path.
 
-    The checks for the results of custom functions are left out.
+    The checks for the results of custom functions are left out, and the native kernel measures the effect.
     """
 
-    __slots__ = ("_action", "_any_call", "_rows")
+    __slots__ = ("_any_call", "_change", "_held", "_rows")
 
-    def __init__(self, attached: AttachedHook, action: Intervention) -> None:
+    def __init__(self, attached: AttachedHook, change: Clip | Scale, rows: Rows) -> None:
         super().__init__(attached)
-        self._action = action
-        self._rows = cast(Rows, action.rows)
+        self._change = change
+        self._rows = rows
         self._any_call = self._context()
+        self._held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
 
     @classmethod
     def of(cls, attached: AttachedHook) -> PlainIntervention | None:
@@ -138,11 +139,12 @@ class PlainIntervention(PlainHook):
             isinstance(action, Intervention)
             and isinstance(action.change, Clip | Scale)
             and attached.selector is None
+            and attached.condition is None
             and attached.site.spec.keep_as is None
             and attached.matches_path("")
             and attached.clock.parallel is None
         ):
-            return cls(attached, action)
+            return cls(attached, action.change, cast(Rows, action.rows))
         return None
 
     def __call__(self, tensor: Tensor, call: int) -> Tensor:
@@ -155,17 +157,22 @@ class PlainIntervention(PlainHook):
         self.attached.check_shape("", tensor)
         timer = self._clock.timer
         if timer is None:
-            return self._change(tensor, call)
+            return self._run(tensor, call)
         with timer.measure_action(self.attached):
-            return self._change(tensor, call)
+            return self._run(tensor, call)
 
-    def _change(self, tensor: Tensor, call: int) -> Tensor:
+    def _run(self, tensor: Tensor, call: int) -> Tensor:
         context, moment = self._any_call, self._clock.moment
         context.moment = moment
         if not tensor.is_cpu:
             check_not_captured(tensor, context)
-        new, effect = call_action(self._action.change_plain, tensor, context)
-        self._rows.add_plain_effect(moment, self._site(call), effect)
+        new, factor, measures = call_action(self._change.change_and_measure, tensor, context)
+        if measures is not None and not isinstance(factor, Tensor):
+            self._rows.add_plain_effect(moment, self._site(call), tensor.numel(), measures, factor, self._held)
+            return new
+        effect = effect_of(tensor, new, factor, tensor.numel())
+        effect.held = self._held
+        self._rows.add_effect(self._context(call), effect)
         return new
 
 
