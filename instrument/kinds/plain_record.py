@@ -2,8 +2,8 @@
 
 Most record hooks write the statistics of plain tensors of one process. For these, `PlainRecord` replaces
 `AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel compute the numbers.
-`PlainIntervention` does the same for clip and scale hooks and their effects. All other hooks and tensors take the general path, and both
-give the same rows.
+`PlainIntervention` does the same for clip and scale hooks and their effects. All other hooks and tensors take the general
+path, and both give the same rows.
 """
 
 from __future__ import annotations
