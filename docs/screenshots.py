@@ -34,7 +34,9 @@ FIGURES = {
     "induction": ("induction-attention", "induction-ablation", "induction-training"),
     "causal_tracing": ("causal-tracing",),
     "linear_steering": ("linear-steering",),
+    "examples": ("feature-maps", "gradient-maps", "gradient-change", "cam", "grad-cam"),
     "replay": ("replay",),
+    "diff": ("diff",),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# ([\w-]+\.py)$", re.M)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .analysis.load import Run, load
     from .capture.probe import Probe
     from .capture.sink_interface import Sink
+    from .comparison.compare import diff
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe
@@ -53,6 +54,7 @@ __all__ = [
     "Task",
     "analysis",
     "attach",
+    "diff",
     "load",
     "observe",
     "plot",
@@ -81,7 +83,8 @@ _LAZY = {
     "load": ".analysis.load",
     "observe": ".integrations.observe",
 }
-_PACKAGES = ("analysis", "plot", "report")  # available as attributes: instrument.plot.heatmap(run)
+# Available as attributes, as in instrument.plot.heatmap(run). The module `diff` is also a function.
+_PACKAGES = ("analysis", "diff", "plot", "report")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ def rule_set(rules: Mapping[str, Any], events: list[RuleEvent]) -> RuleSet:
     return RuleSet(parse_rules(rules), events.append)
 
 
-def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, defers: bool = False) -> None:
+def feed(
+    rules: RuleSet, steps: Iterable[Step], start: int = 0, *, defers: bool = False, sizes: Iterable[int] = repeat(1)
+) -> None:
     """Pass steps to rules. The steps are numbered, unless they have a number.
 
     Args:
@@ -37,10 +40,13 @@ def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, defers: bool 
         steps: The steps.
         start: The number of the first step.
         defers: Whether the rows have a matrix of numbers, as in a run, so that the rules can defer steps.
+        sizes: How many steps are passed together each time. Default: one step.
     """
-    rules.update(
-        _rows(rules, step, step.get("step", number), defers=defers) for number, step in enumerate(steps, start)
-    )
+    rows = (_rows(rules, step, step.get("step", number), defers=defers) for number, step in enumerate(steps, start))
+    for size in sizes:
+        if not (together := [*islice(rows, size)]):
+            break
+        rules.update(together)
 
 
 def fired(rule: str | Mapping[str, Any], steps: Iterable[Step]) -> list[RuleEvent]:
@@ -61,7 +67,7 @@ def _rows(rules: RuleSet, step: Step, number: int, *, defers: bool) -> StepRows:
     given = {name: value for name, value in step.items() if name in METRICS}
     metrics = {**METRICS, **given} if given else None
     layout = rules.layout(sites, phase, lambda site: site)
-    numbers = np.stack([column(name) for name in NATIVE], axis=1) if defers else None
+    numbers = np.stack([column(name) for name in NATIVE], axis=1) if defers and rows else None
     targets = np.array(step.get("targets", []), np.float64)
     return StepRows(number, phase, layout, column, metrics, targets, numbers=numbers)
 

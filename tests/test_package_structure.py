@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("sinks",),
     ("analysis",),
+    ("comparison",),
     ("plot",),
     ("report",),
     ("folders", "tasks"),
@@ -37,7 +38,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("dry_run", "live", "verification"),
     ("cli", "conversion"),
     (
-        *("__main__", "compact", "control", "convert", "export", "findings", "integrations", "recover", "replay"),
+        *(
+            "__main__",
+            "compact",
+            "control",
+            "convert",
+            "diff",
+            "export",
+            "findings",
+            "integrations",
+            "recover",
+            "replay",
+        ),
         *("sweep", "upload", "verify", "watch"),
     ),
 )
@@ -164,7 +176,7 @@ import instrument
 seen["package"] = list(sys.modules)
 import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.control, instrument.convert, instrument.export, instrument.sweep
+import instrument.compact, instrument.control, instrument.convert, instrument.diff, instrument.export, instrument.sweep
 import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)

@@ -78,24 +78,33 @@ def trainings(run: RunTables) -> tuple[list[Training], dict[int, str]]:
     """Return the trainings of several runs, and the reason for each run that cannot be compared, by index."""
     comparable, left_out = [], {}
     for index, info in enumerate(run.infos):
-        config = info.get("config")
-        if info["status"] != DONE:
-            left_out[index] = f"its status is {info['status']}"
-        elif not isinstance(config, Mapping):
-            left_out[index] = "its run.json has no configuration"
-        elif info["seed"] is None:
-            left_out[index] = "its run.json has no seed"
-        elif (specs := _hooks(config)) is None:
-            left_out[index] = "its hooks cannot be parsed by this version"
+        training = f"its status is {info['status']}" if info["status"] != DONE else training_of(index, info)
+        if isinstance(training, Training):
+            comparable.append(training)
         else:
-            rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)} | _used(
-                config, info
-            )
-            interventions = {
-                name: spec for name, spec in specs.items() if not issubclass(ACTIONS[spec["action"]], ObservationSpec)
-            }
-            comparable.append(Training(index, info["seed"], rest, specs, interventions))
+            left_out[index] = training
     return comparable, left_out
+
+
+def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
+    """Return the training of a run; if it is unknown, the reason.
+
+    Args:
+        index: Index of the run.
+        info: The content of run.json.
+    """
+    config = info.get("config")
+    if not isinstance(config, Mapping):
+        return "its run.json has no configuration"
+    if info["seed"] is None:
+        return "its run.json has no seed"
+    if (specs := _hooks(config)) is None:
+        return "its hooks cannot be parsed by this version"
+    rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)}
+    interventions = {
+        name: spec for name, spec in specs.items() if not issubclass(ACTIONS[spec["action"]], ObservationSpec)
+    }
+    return Training(index, info["seed"], rest | _used(config, info), specs, interventions)
 
 
 def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:

@@ -37,7 +37,8 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
     frozen_layers = _frozen_layers(run)
     for rank in _ranks(run):
         rule_set = RuleSet(rules, events.append, frozen_layers)
-        rule_set.update(_steps(run, rule_set, ds.field("rank") == rank))
+        for rows in _steps(run, rule_set, ds.field("rank") == rank):
+            rule_set.update([rows])
     return sorted(events, key=lambda event: event.step)
 
 

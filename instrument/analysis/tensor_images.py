@@ -163,6 +163,19 @@ def limits(values: np.ndarray) -> tuple[float, float]:
     return (-largest if finite.size and finite.min() < 0 else 0.0), largest
 
 
+def relative_to_channels(values: np.ndarray) -> np.ndarray:
+    """Divide each map by its largest magnitude, so that each channel has its own scale. A map of zeros is unchanged.
+
+    Args:
+        values: [..., H, W]; non-finite values are ignored.
+
+    Returns:
+        Same shape, from -1 to 1 where finite.
+    """
+    largest = np.abs(np.where(np.isfinite(values), values, 0.0)).max((-2, -1), keepdims=True)
+    return values / np.where(largest == 0.0, 1.0, largest)
+
+
 def smaller(values: np.ndarray, most: int) -> np.ndarray:
     """Downsample maps to at most `most` pixels per side by averaging square blocks; the last block may be narrower.
 

@@ -38,14 +38,14 @@ from .hook_set import HookSet
 from .metrics import Metrics, check_metric_names
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
-from .recorder import MetricsRow, Recorder
+from .recorder import Recorder
 from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
-from .rule_rows import step_rows
-from .samples import SampleBatch, SampleRows, checked_ids, checked_targets, targets_of
+from .rule_rows import RuleRows
+from .samples import SampleBatch, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Row, Sink
-from .step_statistics import StatisticsRows, check_custom_columns
+from .step_statistics import check_custom_columns
 
 PHASES = (*get_args(Phase), "sanity")
 
@@ -83,7 +83,8 @@ class Probe:
 
     Attributes:
         sink: The sink that receives all rows.
-        warnings: The messages of all events of severity `warning`, in order.
+        written_warnings: The messages of those events of severity `warning` that are written already, in order. Rules can write
+            theirs a fraction of a second after their step.
         recorder: Collects the rows of a step and passes them to the sink.
 
     Raises:
@@ -120,9 +121,10 @@ class Probe:
         self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
+        self._rule_rows = RuleRows(self.rules, self._rule_actions)
         self.recorder = Recorder(
             sink,
-            self._on_rows if rules else None,
+            self._rule_rows.add if rules else None,
             ranks,
             all_samples=ids == "all",
             print_line=print_line,
@@ -154,7 +156,7 @@ class Probe:
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
         self._metrics = Metrics(self.recorder, self.clock, ranks)
-        self.warnings: list[str] = []
+        self.written_warnings: list[str] = []
         self._stop_reason: str | None = None
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
@@ -265,7 +267,7 @@ class Probe:
             self.phase = previous_phase
         self.recorder.end_step(any_scheduled=any_scheduled)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
-            self._rule_actions.act(self.step)
+            self._rule_rows.end_step(self.step)
         seconds = time.perf_counter() - started_at
         self._step_started_at += seconds  # the block is not part of the step that it interrupts
         if self.budget is not None and not any_scheduled:
@@ -322,11 +324,18 @@ class Probe:
         return self._rule_actions.is_pruned
 
     @property
+    def warnings(self) -> list[str]:
+        """The messages of all events of severity `warning`, in order."""
+        self._rule_rows.read()
+        return self.written_warnings
+
+    @property
     def fired_rules(self) -> frozenset[str]:
         """The names of the rules that fired in the last step, or in an evaluation after it.
 
         With several processes, rules without actions can differ between them.
         """
+        self._rule_rows.read()
         return self._rule_actions.fired
 
     @property
@@ -466,7 +475,7 @@ class Probe:
         with self.clock.timer or nullcontext(), deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows
             row = self._end_step(loss, samples, metrics)
-            self._rule_actions.act(self.step + 1)
+            self._rule_rows.end_step(self.step + 1)
             if self.budget is not None:
                 self.budget.end_step(
                     self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
@@ -562,6 +571,7 @@ class Probe:
             layer: The name of the layer that the event is about, if any.
             step: The optimizer step. Default: the current step.
         """
+        self._rule_rows.read()  # the events are written in the order of the steps
         at = self.step if step is None else step
         self._write_event((at, self.clock.rank, layer, rule, message, severity, None, None, None))
 
@@ -572,14 +582,8 @@ class Probe:
     def _write_event(self, row: Row) -> None:
         message, severity = row[4:6]
         if severity == "warning":
-            self.warnings.append(message)
+            self.written_warnings.append(message)
         self.recorder.write("events", [row])
-
-    def _on_rows(
-        self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]
-    ) -> None:
-        """Pass the rows of a step to the rules."""
-        self.rules.update(step_rows(self.rules, stats, metrics, samples))
 
     def _write_kept(self, hook: str, reason: str) -> None:
         """Write the tensors that a hook with `keep` has in memory, and an event. The sink has them when this returns."""
@@ -621,12 +625,12 @@ class Probe:
             for hook in self.recorder.flight_recorder.steps:
                 self._write_kept(hook, f"the run failed with {type(error).__name__}")
         self.recorder.end_step(local_only=error is not None)
-        self.recorder.flush()
+        self.flush()
         if error is None:
             if self.ranks is None:  # with several processes, some may have ended already
-                self._rule_actions.act(self.step)
+                self._rule_rows.end_step(self.step)
             self.recorder.end_step(any_scheduled=False)
-            self.recorder.flush()
+            self.flush()
             for hook in self.recorder.flight_recorder.unwritten:
                 rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
                 message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
@@ -655,11 +659,13 @@ class Probe:
         self.sink.end_step()
 
     def flush(self) -> None:
-        """Pass the rows of all completed steps to the sink.
+        """Pass the rows of all completed steps to the sink and to the rules.
 
         This waits for values that are still being copied from a GPU.
         """
         self.recorder.flush()
+        if self._rule_rows.read():
+            self.sink.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a probe with the same plan requires to resume after the current step.
@@ -667,6 +673,7 @@ class Probe:
         Returns:
             Numbers, strings, lists and dictionaries of them.
         """
+        self._rule_rows.read()
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -698,7 +705,7 @@ class Probe:
         self._is_resumed = True
         self.begin_at(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
-        self.warnings = list(state["warnings"])
+        self.written_warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
         self.rules.load_state_dict(state["rules"])
         self._rule_actions.load_state_dict(state["rule_actions"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
@@ -141,6 +141,7 @@ class StepStatistics:
             cache: Keeps columns for the next step.
         """
         moments, sites, shapes, memory = ([row[i] for row in self._rows] for i in range(4))
+        sites = cache.known(sites)
         others = {i: np.frombuffer(row[_NATIVE_BYTES:]) for i, row in enumerate(memory) if len(row) > _NATIVE_BYTES}
         numbers = np.frombuffer(b"".join(row[:_NATIVE_BYTES] for row in memory) if others else b"".join(memory))
         custom = {i: row[4] for i, row in enumerate(self._rows) if len(row) > 4}
@@ -230,6 +231,12 @@ class StatisticsRows(Sequence[Row]):
         """For each row, step, micro-step, epoch and phase."""
         return self._moments
 
+    @cached_property
+    def moment(self) -> StepContext | None:
+        """Step, micro-step, epoch and phase, if they are those of all rows; otherwise None."""
+        first = self._moments[0]
+        return first if self._moments.count(first) == len(self) else None
+
     @property
     def sites(self) -> Sequence[Row]:
         """For each row, the other identity columns."""
@@ -262,14 +269,9 @@ class StatisticsRows(Sequence[Row]):
 
     def to_message(self) -> pa.RecordBatch | Message:
         """Return the rows for a journal: a message with the numbers of these rows, if the cache has a similar one."""
-        first, missing = self._moments[0], np.isnan(self._numbers)
+        first, missing = self.moment, np.isnan(self._numbers)
         some_missing = missing.any(axis=0)
-        if (
-            self._others
-            or self._custom
-            or (some_missing != missing.all(axis=0)).any()
-            or self._moments.count(first) != len(self)
-        ):
+        if first is None or self._others or self._custom or (some_missing != missing.all(axis=0)).any():
             return self.to_batch()
         cache, unchanged = self._cache, (self._sites, first[1:], some_missing.tolist())
         if cache.template is None or cache.unchanged != unchanged or not cache.replace_shapes(self._shapes):
@@ -335,6 +337,7 @@ class ColumnCache:
     def __init__(self) -> None:
         self.template: MessageTemplate | None = None
         self.unchanged: tuple[Any, ...] = ()
+        self._known: list[Row] = []
         self._sites: list[Row] = []
         self._site_arrays: list[pa.Array] = []
         self.message_shapes: list[Shape] = []
@@ -342,6 +345,12 @@ class ColumnCache:
         self._shape_array: pa.Array = pa.array([], SHAPE.type)
         self._repeated: dict[tuple[Any, pa.DataType], pa.Array] = {}  # arrays of one repeated cell
         self._count = 0  # their length
+
+    def known(self, sites: list[Row]) -> list[Row]:
+        """Return the list of the last step if it is equal, so that further comparisons take no time."""
+        if sites != self._known:
+            self._known = sites
+        return self._known
 
     def sites(self, sites: list[Row]) -> list[pa.Array]:
         """Return the identity columns of rows without the moment."""

@@ -186,7 +186,10 @@ class LivePage:
         for series, history in self.live.effects.items():
             acted.setdefault(series.hook, []).append(history)
         events = _frame("events", self.live.events)
-        return {"acted": [_firings(hook, found) for hook, found in acted.items()], "alerts": alerts(events)}
+        return {
+            "acted": [_firings(hook, found) for hook, found in acted.items()],
+            "alerts": alerts(events, self.live.info),
+        }
 
 
 def metric_curves(live: LiveRun) -> dict[str, Any]:

@@ -10,7 +10,9 @@ the first figure is drawn.
 """
 
 from .attention import attention
+from .class_activation_map import class_activation_map
 from .compare import compare
+from .diff import diff
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
@@ -22,7 +24,9 @@ from .replay import replay
 
 __all__ = [
     "attention",
+    "class_activation_map",
     "compare",
+    "diff",
     "feature_maps",
     "gradient_flow",
     "heatmap",

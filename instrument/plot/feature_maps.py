@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
-from ..analysis.tensor_images import Maps, image_of, maps_in
+from ..analysis.tensor_images import Maps, image_of, limits, maps_in
 from ..errors import InstrumentError
 from .axes_and_scales import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_PLACES, MOST_STEPS = 8, 5
 WIDTH, SHORTEST, TALLEST, IMAGE = 3.4, 0.8, 5.0, 1.3  # inches: mosaic, its height limits, image
+Scale = Literal["step", "shared", "channel"]
 
 
 def feature_maps(
@@ -32,12 +33,12 @@ def feature_maps(
     hook: str | None = None,
     role: str | None = None,
     sample: int = 0,
+    scale: Scale = "step",
 ) -> Figure:
     """Plot the channels of one sample: one row per layer in forward order, one column per step.
 
     If the input image was recorded, it is shown above the maps. The number of a channel is the sum of the labels of its
-    row and its column. Each mosaic has its own color scale, which is symmetric around zero if there are negative
-    values.
+    row and its column. Color scales are symmetric around zero if there are negative values.
 
     Args:
         run: A run, or rows of its `tensors()`.
@@ -47,6 +48,9 @@ def feature_maps(
             maps are preferred to gradient maps and filters.
         role: Role of the tensor, such as `output`.
         sample: Index of the recorded sample, starting at 0.
+        scale: The maps that share a color scale. `step`: those of a layer and a step. `shared`: those of a layer at all
+            shown steps, so that colors can be compared between steps. `channel`: none; each map is divided by its largest
+            magnitude, so that weak channels are visible too.
 
     Returns:
         The matplotlib figure.
@@ -55,6 +59,7 @@ def feature_maps(
         InstrumentError: No data matches the arguments, more than one series matches them, or matplotlib is not
             installed.
     """
+    check_choice(scale, list(get_args(Scale)), "scale", "unknown color scale")
     all_maps = _known(run)
     selected = _at_layers(all_maps, [layer] if isinstance(layer, str) else layer)
     if hook is None and role is None:
@@ -72,7 +77,11 @@ def feature_maps(
     )
     grid = {(one.location, one.step): one for one in reversed(selected)}  # reversed: the first of several calls wins
     figure = _draw_figure(
-        run, [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]], all_maps, sample
+        run,
+        [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]],
+        all_maps,
+        sample,
+        scale,
     )
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MOST_PLACES} of {len(locations)} locations" if len(locations) > MOST_PLACES else ""
@@ -117,7 +126,9 @@ def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
     return wanted
 
 
-def _draw_figure(run: Run | pd.DataFrame, rows: list[list[Maps | None]], all_maps: list[Maps], sample: int) -> Figure:
+def _draw_figure(
+    run: Run | pd.DataFrame, rows: list[list[Maps | None]], all_maps: list[Maps], sample: int, scale: Scale
+) -> Figure:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
     heights = [WIDTH * max(aspect_of(array) for array in row if array is not None) for row in values]
@@ -133,14 +144,23 @@ def _draw_figure(run: Run | pd.DataFrame, rows: list[list[Maps | None]], all_map
         else:
             draw_image(axes, image.values(run, sample), f"image, step {image.step:,}")
     for line, row, arrays in zip(panels[len(above) :], rows, values, strict=True):
+        shared = _shared_limits([array for array in arrays if array is not None])
         for axes, one, array in zip(line, row, arrays, strict=True):
             if one is None or array is None:
                 axes.axis("off")
             elif one.is_image:
                 draw_image(axes, array, f"{plain(one.location)}, step {one.step:,}")
             else:
-                draw_maps(axes, array, f"{plain(one.location)}, step {one.step:,}", one.what)
+                bounds = {"step": limits(array), "shared": shared, "channel": None}[scale]
+                draw_maps(axes, array, f"{plain(one.location)}, step {one.step:,}", one.what, bounds)
     return figure
+
+
+def _shared_limits(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Return the limits of a color scale for all arrays."""
+    bounds = [limits(array) for array in arrays]
+    high = max(high for _, high in bounds)
+    return (-high if min(low for low, _ in bounds) < 0 else 0.0), high
 
 
 def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:

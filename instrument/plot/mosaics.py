@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..analysis.tensor_images import COLOURED, limits, mosaic, smaller
+from ..analysis.tensor_images import COLOURED, limits, mosaic, relative_to_channels, smaller
 from .axes_and_scales import SMALL
 from .style import MAGNITUDE, SIGNED
 
@@ -37,7 +37,7 @@ def aspect_of(values: np.ndarray) -> float:
     return float(height / width)
 
 
-def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str) -> None:
+def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tuple[float, float] | None = None) -> None:
     """Draw a mosaic with its color bar and channel numbers; the title says which maps are shown and which were omitted.
 
     Args:
@@ -45,15 +45,17 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str) -> None:
         values: [C, H, W] or [out, in, H, W].
         title: The location and the step.
         what: The name of the maps, such as `feature maps`.
+        bounds: The limits of the color scale. None: each channel has its own scale, up to its largest magnitude.
     """
     tile = cut(values)
     columns = (mosaic(tile).shape[1] + 1) // (tile.shape[-1] + 1)
     small = smaller(tile, max(1, PIXELS // columns))
-    low, high = limits(values)
+    shown = relative_to_channels(small) if bounds is None else small
+    low, high = bounds or limits(shown)
     cmap = SIGNED if low < 0 else MAGNITUDE
-    drawn = axes.imshow(mosaic(small), cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+    drawn = axes.imshow(mosaic(shown), cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
     _number(axes, small, columns)
-    _add_scale(axes, drawn)
+    add_scale(axes, drawn, "of the channel's largest magnitude" if bounds is None else "")
     count, of = (" x ".join(map(str, shape[:-2])) for shape in (tile.shape, values.shape))
     noun = what.removesuffix("s") if of == "1" else what
     caption = (
@@ -102,10 +104,18 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
         axes.imshow((values.transpose(1, 2, 0) - low) / ((high - low) or 1.0))
     else:
         drawn = axes.imshow(values[0], cmap="gray")
-        _add_scale(axes, drawn)
+        add_scale(axes, drawn)
 
 
-def _add_scale(axes: Axes, drawn: AxesImage) -> None:
-    """Add a color bar at the right edge of the image."""
+def add_scale(axes: Axes, drawn: AxesImage, label: str = "") -> None:
+    """Add a color bar at the right edge of the image.
+
+    Args:
+        axes: The axes with the image.
+        drawn: The image.
+        label: Label of the color bar.
+    """
     room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
-    axes.figure.colorbar(drawn, cax=room, format="%.3g").ax.tick_params(labelsize=SMALL)
+    bar = axes.figure.colorbar(drawn, cax=room, format="%.3g").ax
+    bar.tick_params(labelsize=SMALL)
+    bar.set_ylabel(label, fontsize=SMALL)

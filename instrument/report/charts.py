@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ def charts(run: Run) -> dict[str, Any]:
         "distributions": distributions(recorded),
         "metrics": curves(run),
         "acted": firing_ranges(run.effects),
-        "alerts": alerts(run.events),
+        "alerts": alerts(run.events, run.info),
         "effects": effects(run.effects, order),
         "attention": attention(run, layers),
         "maps": maps(run, order, {(each.tensor.series, each.tensor.location) for each in layers}),
@@ -190,14 +190,35 @@ def merge_ranges(stretches: Iterable[tuple[int, int]]) -> list[list[int]]:
     return whole
 
 
-def alerts(events: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return warnings, errors and all events of rules that belong to a step."""
+def alerts(events: pd.DataFrame, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return warnings, errors and all firings of rules that belong to a step, each with its lane in the chart.
+
+    Args:
+        events: The table `events`.
+        info: The content of run.json.
+    """
     is_shown = events["severity"].isin(["warning", "error"]) | events["value"].notna()
     shown = events[is_shown & events["step"].notna()]
+    rules = rule_names(info)
     return [
-        {"step": int(row["step"]), "rule": row["rule"], "message": row["message"], "severity": row["severity"]}
+        {
+            "step": int(row["step"]),
+            "rule": row["rule"],
+            "message": row["message"],
+            "severity": row["severity"],
+            "lane": "rules" if row["rule"] in rules else "alerts",
+        }
         for row in shown.to_dict("records")
     ]
+
+
+def rule_names(info: Mapping[str, Any]) -> Collection[str]:
+    """Return the names of the rules of a run.
+
+    Args:
+        info: The content of run.json.
+    """
+    return dict((info.get("config") or {}).get("rules") or {})
 
 
 def effects(frame: pd.DataFrame, order: Sequence[str]) -> list[dict[str, Any]]:

@@ -12,11 +12,12 @@ from typing import Any
 
 from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
+from ..comparison.result import Diff
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
 from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
-from . import run_page, sweep_page
+from . import diff_page, run_page, sweep_page
 from .numbers import as_json, packed
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
@@ -63,19 +64,23 @@ class Report:
         return FRAME.format(escape(self.html, quote=True))
 
 
-def make(run: Run | str | Path) -> Report:
-    """Create the report of a run, or of several runs if the folder contains several.
+def make(run: Run | Diff | str | Path) -> Report:
+    """Create the report of a run, of several runs if the folder contains several, or of a comparison of two runs.
 
     Args:
-        run: A run from `instrument.load`, or the folder of a run.
+        run: A run from `instrument.load`, the folder of a run, or the result of `instrument.diff`.
 
     Returns:
         The report; call its method `save` to write it to a file.
 
     Raises:
         NoRunError: The folder does not exist or contains no run.
-        InstrumentError: Plotly or Jinja2 is not installed.
+        InstrumentError: Plotly or Jinja2 is not installed, or for a comparison matplotlib.
     """
+    if isinstance(run, Diff):
+        style = _markup((TEMPLATES / "style.css").read_text())
+        page = _templates().get_template("diff.html")
+        return Report(page.render(**diff_page.content(run), style=style, version=version("instrument")))
     opened = run if isinstance(run, Run) else load(run)
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)

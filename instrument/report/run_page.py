@@ -19,7 +19,7 @@ from ..rules.step_rows import location_name
 from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
 from ..spec.schedule import STEP_PHASES
-from .charts import charts
+from .charts import charts, rule_names
 
 MOST_EVENTS = 200
 MOST_PLACES = 6  # maximum number of locations listed for a hook that did not fire
@@ -195,7 +195,7 @@ def _duration(info: Mapping[str, Any]) -> str | None:
 
 
 def _alerts(tables: PageTables) -> list[dict[str, Any]]:
-    """Return the problems shown at the top of the page, the most severe ones first."""
+    """Return the problems shown at the top of the page, the most severe ones first. Firings of rules are findings."""
     info = tables.info
     found: list[dict[str, Any]] = []
     if info["status"] == "stopped":
@@ -207,7 +207,8 @@ def _alerts(tables: PageTables) -> list[dict[str, Any]]:
         found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})
     if info.get("recording_stopped"):
         found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
-    shown = [event for event in _rows(tables.events) if event["severity"] in ("error", "warning")]
+    events = tables.events[~tables.events["rule"].isin(rule_names(info))]
+    shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
     shown_messages = {alert["message"] for alert in found}
     found += [
         event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in shown_messages

@@ -24,7 +24,7 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         return chosen.values(rows.column("zero_fraction"), self.merge) >= 1
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         return None if self._any else Bounds("zero_fraction", -np.inf, np.nextafter(1.0, 0.0))
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002

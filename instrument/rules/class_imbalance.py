@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from ..spec.rules import ClassImbalanceRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import TARGETS, Bounds, StepRows
 
 MOST_CLASSES = 1000  # with more different targets, the task is no classification
 
@@ -47,6 +48,10 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
                 self._done = True
                 text = f"class {most} has {many:,} samples, class {rarest} has {few:,}"
                 yield Firing(text, many / few, self.spec.above)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:
+        has_targets = not self._done and (len(rows.targets) or self._counts)
+        return None if has_targets else Bounds(TARGETS, 0, math.inf if self._done else 0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counts": [[target, count] for target, count in self._counts.items()], "done": self._done}

@@ -1,33 +1,35 @@
-"""Steps that some rules read later, many at once, because it is certain that these rules do not fire in them.
+"""Steps that most rules read later, many at once, because it is certain that these rules do not fire in them.
 
-Most steps of a training are like the steps before. One comparison of all their statistics with bounds shows that. A rule whose
-bounds hold does not have to read the step at once, so a warning is never late.
+Most steps of a training are like the steps before. One comparison of all statistics of many steps with bounds shows that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import ALL
-from .rule import LocatedRule, Rule
-from .step_rows import Chosen, FloatArray, IndexArray, Layout, QuietSteps, StepRows
+from .rule import CatalogueRule, LocatedRule, Rule
+from .step_rows import TARGETS, BoolArray, FloatArray, IndexArray, Layout, Locations, QuietSteps, StepRows
 
-MOST_STEPS, MOST_ROWS = 32, 10_000  # the memory of deferred steps is bounded
-_COUNTS = [ALL.index(name) for name in ("nan_count", "inf_count")]
+MOST_STEPS, MOST_ROWS = 128, 10_000  # the memory of deferred steps is bounded
+FIRST_STEPS = 32  # after so many steps, it is checked whether a rule that reads each step still has to
+MOST_LAYOUTS = 64
+_FINITE = (-sys.float_info.max, sys.float_info.max)
 
 
-class _ColumnBounds(NamedTuple):
-    """The bounds of a statistic that the kernel does not compute."""
+class _RowBounds(NamedTuple):
+    """The bounds of the rows of a layout: float64 [rows, statistics of the kernel], and [rows] for each other statistic."""
 
-    statistic: str
-    rows: IndexArray
     low: FloatArray
     high: FloatArray
+    others: list[tuple[str, FloatArray, FloatArray]]
 
 
 class DeferredSteps:
@@ -35,106 +37,207 @@ class DeferredSteps:
 
     Args:
         rules: All rules by name.
+        locations: The locations of the run.
 
     Attributes:
         immediate: The rules that read each step at once, by name.
     """
 
-    def __init__(self, rules: Mapping[str, Rule]) -> None:
+    def __init__(self, rules: Mapping[str, Rule], locations: Locations) -> None:
         self.immediate = rules
         self._rules = rules
-        self._steps: list[FloatArray] = []  # the numbers of the deferred steps
-        self._rows = 0  # of all deferred steps
-        self._latest: StepRows | None = None  # the last step with rows that all rules have read
-        self._is_repeated = False  # whether the one before it had the same layout
-        self._layout: Layout | None = None  # of the steps that can be deferred; None if there are none
-        self._waiting: list[tuple[LocatedRule[Any], Chosen]] = []
-        self._low = self._high = np.empty((0, 0))  # [rows, statistics of the kernel]
-        self._others: list[_ColumnBounds] = []
+        self._locations = locations
+        self._tables: list[tuple[Layout, list[FloatArray]]] = []  # the numbers of deferred steps with rows
+        self._losses: list[float] = []  # of deferred training steps
+        self._steps = self._rows = 0  # of all deferred steps
+        self._waiting: list[
+            CatalogueRule[Any]
+        ] = []  # the rules for which steps are deferred, if these change their state
+        self._left = 0  # for how many further steps the bounds hold
+        self._patience = FIRST_STEPS
+        self._locations_read = 0  # how many locations the rules know
+        self._statistics: dict[str, tuple[FloatArray, FloatArray]] = {}  # bounds, [locations]
+        self._metrics: dict[str, tuple[float, float]] = {}  # bounds
+        self._of_layout: dict[Layout, _RowBounds] = {}
 
-    def accept(self, rows: StepRows) -> bool:
-        """Return whether only the immediate rules have to read a step now. It is kept for the others."""
-        if self._layout is None or len(self._steps) >= MOST_STEPS or self._rows >= MOST_ROWS:
-            return False
-        loss = rows.metric("loss")
-        if rows.phase not in STEP_PHASES or (loss is not None and not math.isfinite(loss)):
-            return False
-        if len(rows):
-            if (
-                rows.layout is not self._layout
-                or rows.numbers is None
-                or not self._is_within_bounds(rows, rows.numbers)
-            ):
-                return False
-            rows.has_non_finite = False
-            self._steps.append(rows.numbers)
-            self._rows += len(rows)
-        return True
+    def accept(self, steps: Sequence[StepRows]) -> int:
+        """Return how many of the first steps only the immediate rules have to read now. They are kept for the others."""
+        count = self._count_quiet_metrics(steps[: self._left])
+        with_rows = [(at, rows) for at, rows in enumerate(steps[:count]) if rows.numbers is not None]
+        for layout, group in groupby(with_rows, key=lambda item: item[1].layout):
+            members = [*group]
+            numbers = np.concatenate([rows.numbers for _, rows in members if rows.numbers is not None])
+            numbers = numbers.reshape(len(members), len(layout), -1)
+            within = self._count_within(layout, numbers, [rows for _, rows in members])
+            if within:
+                self._keep(layout, numbers[:within])
+            if within < len(members):
+                count = members[within][0]
+                break
+        for rows in steps[:count]:
+            if self.immediate:
+                rows.has_non_finite = False
+            if rows.phase == "train" and rows.metrics is not None and rows.metrics["loss"] is not None:
+                self._losses.append(float(rows.metrics["loss"]))
+        self._left -= count
+        self._steps += count
+        if self._steps >= MOST_STEPS or self._rows >= MOST_ROWS:
+            self.catch_up()
+        return count
 
-    def _is_within_bounds(self, rows: StepRows, numbers: FloatArray) -> bool:
-        if (numbers > self._high).any() or (numbers < self._low).any():
-            return False
-        return not rows.has_others or all(
-            _within(rows.counts(each.statistic)[each.rows], each.low, each.high) for each in self._others
-        )
+    def _count_quiet_metrics(self, steps: Sequence[StepRows]) -> int:
+        """Return how many of the first steps are steps of a loop whose metrics are within their bounds."""
+        bounds = [(name, low, high) for name, (low, high) in self._metrics.items() if name != TARGETS]
+        _, most_targets = self._metrics.get(TARGETS, (0, math.inf))
+        for at, rows in enumerate(steps):
+            is_readable = rows.numbers is not None or not len(rows.layout)
+            if rows.phase not in STEP_PHASES or not is_readable or len(rows.targets) > most_targets:
+                return at
+            for name, low, high in bounds if rows.metrics is not None else ():
+                value = rows.metrics[name]  # type: ignore[index]
+                if value is not None and not low <= value <= high:
+                    return at
+        return len(steps)
+
+    def _count_within(self, layout: Layout, numbers: FloatArray, steps: Sequence[StepRows]) -> int:
+        """Return how many of the first steps are within the bounds.
+
+        Args:
+            layout: Their layout.
+            numbers: Their statistics of the kernel, float64 [steps, rows, statistics].
+            steps: The steps.
+        """
+        if layout.numbers.max() >= self._locations_read:
+            return 0
+        bounds = self._bounds_of(layout, numbers.shape[2])
+        outside = [_is_outside(numbers, bounds.low, bounds.high)]
+        if bounds.others and any(rows.has_others for rows in steps):
+            outside += [
+                _is_outside(np.stack([rows.counts(name) for rows in steps]), low, high)
+                for name, low, high in bounds.others
+            ]
+        return min(_count_until_any(each) for each in outside)
+
+    def _bounds_of(self, layout: Layout, width: int) -> _RowBounds:
+        """Return the bounds of the rows of a layout.
+
+        Args:
+            layout: The layout.
+            width: The number of statistics of the kernel, the first ones of `ALL`.
+        """
+        found = self._of_layout.get(layout)
+        if found is None:
+            low, high = np.full((2, len(layout), width), -np.inf)
+            high[:] = np.inf
+            others = []
+            for name, bounds in self._statistics.items():
+                low_of_rows, high_of_rows = (bound[layout.numbers] for bound in bounds)
+                if name in ALL[:width]:
+                    low[:, ALL.index(name)], high[:, ALL.index(name)] = low_of_rows, high_of_rows
+                else:
+                    others.append((name, low_of_rows, high_of_rows))
+            if len(self._of_layout) >= MOST_LAYOUTS:
+                self._of_layout.clear()
+            found = self._of_layout[layout] = _RowBounds(low, high, others)
+        return found
+
+    def _keep(self, layout: Layout, numbers: FloatArray) -> None:
+        if not self._tables or self._tables[-1][0] is not layout:
+            self._tables.append((layout, []))
+        self._tables[-1][1].append(numbers)
+        self._rows += numbers.shape[0] * numbers.shape[1]
 
     def catch_up(self) -> None:
         """Pass the deferred steps to the rules that have not read them."""
         if self._steps:
-            steps = QuietSteps(self._steps)
-            self._steps, self._rows = [], 0
-            for rule, chosen in self._waiting:
-                rule.advance(steps, chosen)
+            tables = [(layout, np.concatenate(numbers)) for layout, numbers in self._tables]
+            steps = QuietSteps(self._losses, tables)
+            self._tables, self._losses, self._steps, self._rows = [], [], 0, 0
+            for rule in self._waiting:
+                rule.advance(steps)
 
     def plan(self, rows: StepRows) -> None:
         """Decide which of the next steps can be deferred.
 
-        Steps with the layout of the last two steps can. A rule whose bounds do not hold in the last one reads each step at once.
+        A rule whose bounds do not hold in the last step reads each step at once.
 
         Args:
             rows: A step that all rules have read.
         """
-        self._layout, self.immediate = None, self._rules
-        if rows.phase not in STEP_PHASES:
+        self._left, self._of_layout = 0, {}
+        previous, self.immediate = {*self.immediate}, self._rules
+        if rows.numbers is None and len(rows):
             return
-        if len(rows):
-            self._is_repeated = self._latest is not None and self._latest.layout is rows.layout
-            self._latest = rows
-        latest = self._latest
-        if latest is None or latest.numbers is None or not self._is_repeated:
-            return
-        self._layout, self.immediate, self._waiting, self._others = latest.layout, {}, [], []
-        self._low, self._high = np.full((2, *latest.numbers.shape), -np.inf)
-        self._high[:] = np.inf
-        self._high[:, _COUNTS] = 0
+        self._locations_read, self._statistics, self._metrics = len(self._locations.all), {}, {"loss": _FINITE}
+        for name in ("nan_count", "inf_count"):
+            self._limit(name, slice(None), -math.inf, 0.0)
+        self.immediate, self._waiting, self._left = {}, [], sys.maxsize
         for name, rule in self._rules.items():
-            if not isinstance(rule, LocatedRule) or (
-                (chosen := rule.choose(latest.layout)) is not None and not self._defer(rule, latest, chosen)
-            ):
+            if not isinstance(rule, CatalogueRule) or not self._defer(rule, rows):
                 self.immediate[name] = rule
+            elif type(rule).advance is not CatalogueRule.advance:
+                self._waiting.append(rule)
+        if self.immediate:
+            self._patience = 2 * self._patience if {*self.immediate} == previous else FIRST_STEPS
+            self._left = min(self._left, self._patience)
 
-    def _defer(self, rule: LocatedRule[Any], rows: StepRows, chosen: Chosen) -> bool:
+    def _defer(self, rule: CatalogueRule[Any], rows: StepRows) -> bool:
         """Add the bounds of a rule. Return false if it has to read each step."""
-        assert rows.numbers is not None
-        bounds = rule.quiet_bounds(rows, chosen)
+        if isinstance(rule, LocatedRule):
+            return self._defer_located(rule, rows)
+        bounds = rule.quiet_bounds(rows)
         if bounds is None:
             return False
-        index = np.arange(len(chosen.rows)) if chosen.index is None else chosen.index
-        values = rows.counts(bounds.statistic)[chosen.rows]
-        low, high = (np.broadcast_to(bound, len(chosen.locations))[index] for bound in (bounds.low, bounds.high))
-        if not _within(values, low, high):
+        value = _metric(rows, bounds.name)
+        if value is not None and not bounds.low <= value <= bounds.high:
             return False
-        column = ALL.index(bounds.statistic) if bounds.statistic in ALL else len(ALL)
-        if column < rows.numbers.shape[1]:
-            self._low[chosen.rows, column] = np.maximum(self._low[chosen.rows, column], low)
-            self._high[chosen.rows, column] = np.minimum(self._high[chosen.rows, column], high)
-        else:
-            self._others.append(_ColumnBounds(bounds.statistic, chosen.rows, low, high))
-        if type(rule).advance is not LocatedRule.advance:
-            self._waiting.append((rule, chosen))
+        low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
+        self._metrics[bounds.name] = (max(low, float(bounds.low)), min(high, float(bounds.high)))
+        self._left = min(self._left, bounds.steps)
         return True
 
+    def _defer_located(self, rule: LocatedRule[Any], rows: StepRows) -> bool:
+        """Add the bounds of a rule on a statistic."""
+        slots = rule.slots_of(self._locations.all)
+        numbers = np.flatnonzero(slots >= 0)
+        bounds = rule.quiet_bounds(rows)
+        if bounds is None or not len(numbers):
+            return not len(numbers)
+        chosen = rule.choose(rows.layout)
+        if chosen is not None:
+            at = chosen.slots if chosen.index is None else chosen.slots[chosen.index]
+            values = rows.counts(bounds.name)[chosen.rows]
+            if _is_outside(values, _at(bounds.low, at), _at(bounds.high, at)).any():
+                return False
+        at = slots[numbers]
+        self._limit(bounds.name, numbers, _at(bounds.low, at), _at(bounds.high, at))
+        return True
 
-def _within(values: FloatArray, low: FloatArray, high: FloatArray) -> bool:
-    """Return whether no value is outside of its bounds. NaN, a missing value, is not."""
-    return not ((values < low) | (values > high)).any()
+    def _limit(
+        self, statistic: str, at: IndexArray | slice, lower: float | FloatArray, upper: float | FloatArray
+    ) -> None:
+        """Narrow the bounds of a statistic at some locations."""
+        unlimited = np.full((2, self._locations_read), [[-math.inf], [math.inf]])
+        low, high = self._statistics.setdefault(statistic, (unlimited[0], unlimited[1]))
+        low[at], high[at] = np.maximum(low[at], lower), np.minimum(high[at], upper)
+
+
+def _metric(rows: StepRows, name: str) -> float | None:
+    return len(rows.targets) if name == TARGETS else rows.metric(name)
+
+
+def _at(bound: float | FloatArray, slots: IndexArray) -> float | FloatArray:
+    return bound[slots] if isinstance(bound, np.ndarray) else bound
+
+
+def _is_outside(values: FloatArray, low: float | FloatArray, high: float | FloatArray) -> BoolArray:
+    """Return which values are outside of their bounds. NaN, a missing value, is not."""
+    outside: BoolArray = (values < low) | (values > high)
+    return outside
+
+
+def _count_until_any(outside: BoolArray) -> int:
+    """Return the index of the first step with any true element, or the number of steps."""
+    if not outside.any():
+        return len(outside)
+    return int(outside.reshape(len(outside), -1).any(axis=1).argmax())

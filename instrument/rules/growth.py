@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec.rules import ExplodingActivationRule, ExplodingGradientRule
 from .rule import Firing, LocatedRule, extended, pack, unpack
-from .step_rows import Bounds, Chosen, FloatArray, IndexArray, QuietSteps, StepRows
+from .step_rows import Bounds, Chosen, FloatArray, IndexArray, QuietSteps, StepRows, quiet_values
 
 SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
 GrowthT = TypeVar("GrowthT", bound=ExplodingGradientRule | ExplodingActivationRule)
@@ -77,13 +77,13 @@ class Windows:
         lowest = np.minimum(self._lowest[slots], values)
         self._lowest[slots] = np.where(values > 0, lowest, self._lowest[slots]) if (values <= 0).any() else lowest
 
-    def bounds(self, slots: IndexArray) -> tuple[FloatArray, FloatArray]:
-        """Return the bounds within which no further value exceeds `factor` times the median: two arrays [slots].
+    def bounds(self) -> tuple[FloatArray, FloatArray]:
+        """Return the bounds within which no further value exceeds `factor` times the median: two arrays [locations].
 
         No positive value in the window becomes smaller than the lower bound, so that no positive median becomes smaller than half
         of it.
         """
-        lowest = _lowest(self._values[slots])
+        lowest = _lowest(self._values)
         low = np.where(np.isfinite(lowest), lowest / SLACK, 0.0)
         return low, self.spec.factor * (low / 2)
 
@@ -128,14 +128,17 @@ class GrowthRule(LocatedRule[GrowthT]):
         self._windows.grow(count)
         self._holds = extended(self._holds, count)
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         if self._holds.any():
             return None
-        low, high = self._windows.bounds(chosen.slots)
+        low, high = self._windows.bounds()
         return Bounds(self.statistics[0], low, np.minimum(high, self.spec.above))
 
-    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
-        self._windows.add_all(chosen.slots, steps.values(chosen, self.statistics[0], self.merge))
+    def advance(self, steps: QuietSteps) -> None:
+        for layout, numbers in steps.tables:
+            chosen = self.choose(layout)
+            if chosen is not None:
+                self._windows.add_all(chosen.slots, quiet_values(numbers, chosen, self.statistics[0], self.merge))
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         values, slots = chosen.values(rows.column(self.statistics[0]), self.merge), chosen.slots

@@ -41,7 +41,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
             text = f"mean {mean:.4g} with std {std:.4g}: more than {self.spec.mean:g} times the std"
             yield Firing(text, abs(mean), bound, where)
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         return Bounds("mean", -math.inf, math.inf) if self._done else None
 
     def state_dict(self) -> dict[str, Any]:

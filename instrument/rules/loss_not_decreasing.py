@@ -8,7 +8,7 @@ from typing import Any
 
 from ..spec.rules import LossNotDecreasingRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import Bounds, QuietSteps, StepRows
 
 RISE = 2.0  # how many times the first loss the last one before a loss that is not finite has to be
 
@@ -35,17 +35,24 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if not math.isfinite(loss):
             yield from self._check_rise(loss)
             return
-        self._first, self._last = loss if math.isnan(self._first) else self._first, loss
-        half = self.spec.window // 2
-        self._sums[self._count >= half] += loss
-        self._count += 1
-        if self._count < self.spec.window:
+        self._add(loss)
+        if self._count < self.spec.window or loss < 0:
             return
+        half = self.spec.window // 2
         earlier, later = self._sums[0] / half, self._sums[1] / (self.spec.window - half)
         bound = earlier - self.spec.by * abs(earlier)
         if later >= bound:
             text = f"mean {later:.4g} in the later half of {self.spec.window} steps, {earlier:.4g} in the earlier half"
             yield Firing(text, later, bound)
+
+    def _add(self, loss: float) -> None:
+        """Add a loss. A negative one ends the window: a relative decrease of losses with both signs means nothing."""
+        if loss < 0:
+            self._count = self.spec.window
+            return
+        self._first, self._last = loss if math.isnan(self._first) else self._first, loss
+        self._sums[self._count >= self.spec.window // 2] += loss
+        self._count += 1
 
     def _check_rise(self, loss: float) -> Iterator[Firing]:
         """End the window with a loss that is not finite, and report that the losses before it rose."""
@@ -53,6 +60,16 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         bound = RISE * abs(self._first)
         if self._last > bound:
             yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        bounds = Bounds("loss", -math.inf, math.inf)
+        left = self.spec.window - self._count
+        return bounds._replace(steps=left - 1) if left > 0 else bounds  # the last step of the window decides
+
+    def advance(self, steps: QuietSteps) -> None:
+        for loss in steps.losses:
+            if self._count < self.spec.window:
+                self._add(loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sums": list(self._sums), "count": self._count, "first": self._first, "last": self._last}

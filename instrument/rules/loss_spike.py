@@ -11,7 +11,10 @@ import numpy as np
 
 from ..spec.rules import LossSpikeRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import Bounds, QuietSteps, StepRows
+
+SUDDEN = 1000.0  # how many times the first loss, before the median of enough losses exists
+SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
 class LossSpike(CatalogueRule[LossSpikeRule]):
@@ -32,20 +35,36 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
         if not rows.is_training or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first
-        median = self._exceeded_median(loss) if loss > 0.5 * self._first else None
+        exceeded = self._exceeded(loss, self._first) if loss > 0.5 * self._first else None
         self._losses.append(loss)
-        held, self._holds = self._holds, median is not None
-        if median is not None and not held:
-            yield Firing(
-                f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, self.spec.factor * median
-            )
+        held, self._holds = self._holds, exceeded is not None
+        if exceeded is not None and not held:
+            yield exceeded
 
-    def _exceeded_median(self, loss: float) -> float | None:
-        """Return the median of the previous losses if a loss exceeds it `factor` times."""
-        if len(self._losses) < self.spec.after or 0 < loss <= self.spec.factor * min(self._losses):
+    def _exceeded(self, loss: float, first: float) -> Firing | None:
+        """Return what to report if a loss is far above the previous ones."""
+        if len(self._losses) < self.spec.after:
+            bound = max(SUDDEN, self.spec.factor) * max(
+                first, 1.0
+            )  # a first loss near zero is no measure of the others
+            return Firing(f"{loss:.4g}, {first:.4g} at first", loss, bound) if loss > bound else None
+        if 0 < loss <= self.spec.factor * min(self._losses):
             return None
         median = float(np.median(self._losses))
-        return median if median > 0 and loss > self.spec.factor * median else None
+        if median <= 0 or loss <= self.spec.factor * median:
+            return None
+        return Firing(f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, self.spec.factor * median)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        if self._first is None or self._holds:
+            return None
+        low = min(self._losses) / SLACK
+        if low <= 0:
+            return Bounds("loss", -math.inf, 0.5 * self._first)
+        return Bounds("loss", low, max(0.5 * self._first, self.spec.factor * low))
+
+    def advance(self, steps: QuietSteps) -> None:
+        self._losses.extend(steps.losses)
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": [*self._losses], "first": self._first, "holds": self._holds}

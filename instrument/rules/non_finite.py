@@ -11,7 +11,7 @@ import numpy as np
 from ..spec.kinds import KINDS
 from ..spec.rules import NonFiniteRule
 from .rule import Firing, LocatedRule
-from .step_rows import Chosen, Location, StepRows
+from .step_rows import Bounds, Chosen, Location, QuietSteps, StepRows
 
 LOSS_NOT_FINITE = "loss not finite"
 
@@ -70,6 +70,12 @@ class NonFinite(LocatedRule[NonFiniteRule]):
             what = "further non-finite value" if self._reported else "first recorded non-finite value"
             self._reported.add(location)
             yield Firing(text, float(counts[row]), 0.0, location, what)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        return Bounds("nan_count", -math.inf, 0.0)
+
+    def advance(self, steps: QuietSteps) -> None:
+        self._loss = steps.losses[-1] if steps.losses else self._loss
 
     def state_dict(self) -> dict[str, Any]:
         return {

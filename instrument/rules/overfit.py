@@ -8,7 +8,7 @@ from typing import Any
 
 from ..spec.rules import OverfitRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import Bounds, QuietSteps, StepRows
 
 RISE = 0.1  # how far the evaluation loss has to be above its minimum, relative to the minimum and to what was learned before
 
@@ -32,8 +32,7 @@ class Overfit(CatalogueRule[OverfitRule]):
         if loss is None or not math.isfinite(loss):
             return
         if rows.is_training:
-            self._sum, self._count = self._sum + loss, self._count + 1
-            self._first = loss if self._first is None else self._first
+            self._add(loss)
         elif rows.phase == "eval" and self._count:
             training = self._sum / self._count
             self._sum, self._count = 0.0, 0
@@ -45,6 +44,18 @@ class Overfit(CatalogueRule[OverfitRule]):
             if self._times == self.spec.for_:
                 text = f"evaluation loss {loss:.4g}, training loss {training:.4g}, lowest evaluation loss {self._lowest:.4g}"
                 yield Firing(text, ratio, self.spec.above)
+
+    def _add(self, loss: float) -> None:
+        """Add a training loss."""
+        self._sum, self._count = self._sum + loss, self._count + 1
+        self._first = loss if self._first is None else self._first
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        return Bounds("loss", -math.inf, math.inf)
+
+    def advance(self, steps: QuietSteps) -> None:
+        for loss in steps.losses:
+            self._add(loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..spec.rules import OvertrainingRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import Bounds, StepRows
 
 
 class Overtraining(CatalogueRule[OvertrainingRule]):
@@ -34,6 +34,9 @@ class Overtraining(CatalogueRule[OvertrainingRule]):
         if self._times == self.spec.for_:
             text = f"evaluation loss {loss:.4g}, lowest {self._lowest:.4g} after {self._at} steps"
             yield Firing(text, loss, bound)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        return Bounds("loss", -math.inf, math.inf)
 
     def state_dict(self) -> dict[str, Any]:
         return {"lowest": self._lowest, "at": self._at, "times": self._times}

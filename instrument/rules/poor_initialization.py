@@ -75,7 +75,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
                 text = f"all of its weights are {mean[after] - mean[update]:.3g}"
                 yield Firing(text, initial, None, location)
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         return Bounds("mean", -np.inf, np.inf) if self._done else None
 
     def state_dict(self) -> dict[str, Any]:

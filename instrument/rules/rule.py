@@ -96,6 +96,23 @@ class CatalogueRule(Rule, Generic[SpecT]):
         """Return whether the rule reads a location, according to its field `hook`."""
         return not self.spec.hook or location.hook in self.spec.hook
 
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        """Return bounds within which the rule does not fire in training steps, until it reads the next step.
+
+        In addition, these steps have no NaN, no infinity and a finite loss. The rule does not read them; see `advance`.
+
+        Args:
+            rows: The last step, which the rule has read.
+
+        Returns:
+            The bounds of a value: of a statistic for a `LocatedRule`, otherwise of a metric. None (default) if the rule has to
+            read each step.
+        """
+        return None
+
+    def advance(self, steps: QuietSteps) -> None:
+        """Change the state as by reading steps within the bounds. Default: they do not change it."""
+
 
 class LocatedRule(CatalogueRule[SpecT]):
     """A rule with one state for each location of a tensor.
@@ -127,29 +144,17 @@ class LocatedRule(CatalogueRule[SpecT]):
 
     def choose(self, layout: Layout) -> Chosen | None:
         """Return the rows of a layout that the rule reads; None if there are none."""
-        return layout.choose(self, self._slots_of)
-
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
-        """Return bounds within which the rule does not fire in steps with the same layout, until it reads the next one.
-
-        In addition, these steps have no NaN, no infinity and a finite loss. The rule does not read them; see `advance`.
-
-        Args:
-            rows: The last step, which the rule has read.
-            chosen: The rows that the rule reads.
-
-        Returns:
-            The bounds of each value that the rule reads. None (default) if the rule has to read each step.
-        """
-        return None
-
-    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
-        """Change the state as by reading steps within the bounds. Default: they do not change it."""
+        return layout.choose(self, self.slots_of)
 
     def _reads(self, location: Location) -> bool:
         return self.reads(location) and self.selects(location)
 
-    def _slots_of(self, locations: Sequence[Location]) -> IndexArray:
+    def slots_of(self, locations: Sequence[Location]) -> IndexArray:
+        """Return the index of the state of each location, int64 [locations]; -1 for a location that the rule does not read.
+
+        Args:
+            locations: The locations of the run by number.
+        """
         new = locations[len(self._slot_of_number) :]
         if new:
             slots = [self._slots.setdefault(each, len(self._slots)) if self._reads(each) else -1 for each in new]
@@ -230,7 +235,7 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
             return values < (np.nan if self.below is None else self.below)
         return values > self.above if self.below is None else (values > self.above) | (values < self.below)
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         low = -np.inf if self.below is None else self.below
         high = np.inf if self.above is None else self.above
         return None if self._any else Bounds(self.statistics[0], low, high)
@@ -238,7 +243,7 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         value = float(self.values(rows, chosen)[at])
         bound = self.above if self.above is not None and value > self.above else self.below
-        times = f" {self.spec.for_} times in succession" if self.spec.for_ > 1 else ""
+        times = f", {self.spec.for_} times in succession" if self.spec.for_ > 1 else ""
         side = "above" if bound == self.above else "below"
         text = f"{self.describe(value)}, {side} {bound:g}{times}"
         return Firing(text, value, bound, chosen.locations[at])

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import HookError, user_code_location
 from ..spec.rules import Action, RuleBase
 from .catalogue import make_rule
-from .deferral import DeferredSteps
+from .deferral import MOST_LAYOUTS, DeferredSteps
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Layout, Locations, Site, StepRows
 
 MOST_EVENTS = 20  # further events of a rule after the first one
-MOST_LAYOUTS = 64
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,8 @@ class RuleSet:
         self._fired: dict[str, RuleEvent] = {}
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
-        self._deferred = DeferredSteps(self._rules)
+        self._latest: tuple[Sequence[Any], str, Layout] = ((), "", self._locations.layout((), "", lambda row: row))
+        self._deferred = DeferredSteps(self._rules, self._locations)
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
         """Return the layout of rows; that of an earlier step, if it had the same rows.
@@ -81,27 +81,38 @@ class RuleSet:
             phase: The phase.
             site_of: Converts an identity to a site.
         """
+        if rows is self._latest[0] and phase == self._latest[1]:
+            return self._latest[2]
         key = (phase, len(rows), rows[0], rows[-1]) if rows else (phase, 0)
         known = self._layouts.get(key)
         if known is None or known[0] != rows:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
             known = self._layouts[key] = (rows, self._locations.layout(rows, phase, site_of))
+        self._latest = (rows, phase, known[1])
         return known[1]
 
-    def update(self, steps: Iterable[StepRows]) -> None:
+    def update(self, steps: Sequence[StepRows]) -> None:
         """Pass the rows of steps to every rule, in order, and write an event for each firing.
+
+        The decisions do not depend on the number of steps that are passed together.
 
         Raises:
             HookError: A custom rule failed.
         """
-        for rows in steps:
-            if self._deferred.accept(rows):
-                self._check(self._deferred.immediate, rows)
-            else:
+        begin, size = 0, len(steps)
+        while begin < len(steps):
+            wanted = steps[begin : begin + size]
+            count = self._deferred.accept(wanted)
+            if self._deferred.immediate:
+                for rows in wanted[:count]:
+                    self._check(self._deferred.immediate, rows)
+            begin, size = begin + count, 2 * size
+            if count < len(wanted):
                 self._deferred.catch_up()
-                self._check(self._rules, rows)
-                self._deferred.plan(rows)
+                self._check(self._rules, steps[begin])
+                self._deferred.plan(steps[begin])
+                begin, size = begin + 1, 1  # the next steps may be like this one
 
     def _check(self, rules: Mapping[str, Rule], rows: StepRows) -> None:
         for name, rule in rules.items():
@@ -122,6 +133,11 @@ class RuleSet:
     def actions_of(self, rule: str) -> tuple[Action, ...]:
         """Return what happens if a rule fires, in addition to the event."""
         return self.specs[rule].actions
+
+    @property
+    def has_custom_rules(self) -> bool:
+        """Whether a rule is not of the catalogue."""
+        return not all(isinstance(rule, CatalogueRule) for rule in self._rules.values())
 
     @property
     def rules(self) -> Sequence[Rule]:
@@ -168,4 +184,4 @@ class RuleSet:
         for name, rule in self._rules.items():
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])
-        self._deferred = DeferredSteps(self._rules)
+        self._deferred = DeferredSteps(self._rules, self._locations)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..spec.rules import StalledRule
 from .rule import CatalogueRule, Firing
-from .step_rows import StepRows
+from .step_rows import Bounds, StepRows
 
 
 class Stalled(CatalogueRule[StalledRule]):
@@ -20,3 +21,6 @@ class Stalled(CatalogueRule[StalledRule]):
         seconds = rows.metric("seconds")
         if seconds is not None and seconds > self.spec.above:
             yield Firing(f"{seconds:,.0f} seconds, above {self.spec.above:g}", seconds, self.spec.above)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        return Bounds("seconds", -math.inf, self.spec.above)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,9 @@ FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
 Column = Callable[[str], FloatArray]
+TARGETS = "targets"
+"""The name of the number of targets of a step, next to the metrics."""
+_NO_TARGETS: FloatArray = np.empty(0)
 
 NON_FINITE_FRACTION, MASK_FRACTION = 0.01, 0.5
 """The fraction of NaN and infinite elements from which the statistics of a row are invalid: of gradients, parameters and
@@ -127,17 +131,19 @@ class Chosen:
 
 
 class Bounds(NamedTuple):
-    """Bounds of a statistic within which a rule does not fire.
+    """Bounds of a statistic or of a metric within which a rule does not fire.
 
     Attributes:
-        statistic: The name of the statistic.
-        low: The smallest value, for all locations or float64 [chosen locations].
+        name: The name of the statistic or of the metric.
+        low: The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
         high: The largest value.
+        steps: For how many steps this is certain. Default: all.
     """
 
-    statistic: str
+    name: str
     low: float | FloatArray
     high: float | FloatArray
+    steps: int = sys.maxsize
 
 
 class Locations:
@@ -192,7 +198,7 @@ class Layout:
         limits: The number of NaN and infinite elements, as a fraction, from which a row is invalid, float64 [rows].
 
     Attributes:
-        limits: See above.
+        numbers, limits: See above.
     """
 
     def __init__(
@@ -200,18 +206,18 @@ class Layout:
     ) -> None:
         self.limits = limits
         self._locations = locations
-        self._numbers = numbers
+        self.numbers = numbers
         self._recomputed = recomputed
         self._has_repeats = len(set(numbers.tolist())) < len(numbers)
         self._chosen: dict[Hashable, Chosen | None] = {}
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     @property
     def locations(self) -> list[Location]:
         """The location of each row, in the order in which the rows were recorded."""
-        return [self._locations[number] for number in self._numbers.tolist()]
+        return [self._locations[number] for number in self.numbers.tolist()]
 
     def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
         """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
@@ -225,10 +231,10 @@ class Layout:
         return self._chosen[key]
 
     def _choose(self, slots: IndexArray) -> Chosen | None:
-        rows = np.flatnonzero((slots[self._numbers] >= 0) & ~self._recomputed)
+        rows = np.flatnonzero((slots[self.numbers] >= 0) & ~self._recomputed)
         if not len(rows):
             return None
-        numbers, index = self._numbers[rows], None
+        numbers, index = self.numbers[rows], None
         if self._has_repeats:
             unique, first, index = np.unique(numbers, return_index=True, return_inverse=True)
             in_order = np.argsort(first)
@@ -269,7 +275,7 @@ class StepRows:
         self.phase = phase
         self.layout = layout
         self.metrics = metrics
-        self.targets = np.empty(0) if targets is None else targets
+        self.targets = _NO_TARGETS if targets is None else targets
         self.numbers = numbers
         self.has_others = has_others
         self._column = column
@@ -327,21 +333,35 @@ class StepRows:
 
 
 class QuietSteps:
-    """Steps with the same layout, in which no value is outside of the bounds of the rules that read them.
+    """Steps in which no value is outside of the bounds of the rules that read them.
 
     Args:
-        numbers: The statistics of each step; see `StepRows.numbers`.
+        losses: The losses of the training steps that have one.
+        tables: The layout and the statistics of successive steps with rows: float64 [steps, rows, statistics]; see
+            `StepRows.numbers`.
+
+    Attributes:
+        losses, tables: See above.
     """
 
-    def __init__(self, numbers: Sequence[FloatArray]) -> None:
-        self._numbers = np.stack(numbers)
+    def __init__(self, losses: Sequence[float], tables: Sequence[tuple[Layout, FloatArray]]) -> None:
+        self.losses = losses
+        self.tables = tables
 
-    def values(self, chosen: Chosen, statistic: str, merge: np.ufunc) -> FloatArray:
-        """Return the values of a statistic of the kernel, float64 [steps, chosen locations]; see `Chosen.values`."""
-        columns = self._numbers[:, :, ALL.index(statistic)]
-        if chosen.index is None:
-            return columns[:, chosen.rows]
-        return np.stack([chosen.values(column, merge) for column in columns])
+
+def quiet_values(numbers: FloatArray, chosen: Chosen, statistic: str, merge: np.ufunc) -> FloatArray:
+    """Return the values of a statistic of the kernel, float64 [steps, chosen locations]; see `Chosen.values`.
+
+    Args:
+        numbers: The statistics of steps; see `QuietSteps.tables`.
+        chosen: The rows that the rule reads.
+        statistic: The name of the statistic.
+        merge: How several rows of a location are merged.
+    """
+    columns = numbers[:, :, ALL.index(statistic)]
+    if chosen.index is None:
+        return columns[:, chosen.rows]
+    return np.stack([chosen.values(column, merge) for column in columns])
 
 
 def time_order(moment: tuple[int, str]) -> tuple[int, bool, str]:

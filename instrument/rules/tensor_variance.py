@@ -32,8 +32,8 @@ class TensorVariance(BoundsRule[TensorVarianceRule]):
         std, numel = (chosen.values(rows.column(name), self.merge) for name in ("std", "numel"))
         return np.where(numel < 2, np.nan, std**2)  # one element has no variance
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:
-        bounds = super().quiet_bounds(rows, chosen)  # of the variance
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:
+        bounds = super().quiet_bounds(rows)  # of the variance
         if bounds is None:
             return None
         low = -np.inf if self.below is None else math.sqrt(self.below) * (1 + ROUNDING)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec.rules import UnchangedParameterRule
 from .rule import Firing, PersistentLocatedRule, extended, pack, unpack
-from .step_rows import BoolArray, Bounds, Chosen, Location, QuietSteps, StepRows
+from .step_rows import BoolArray, Bounds, Chosen, Location, QuietSteps, StepRows, quiet_values
 
 
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
@@ -45,14 +45,17 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same) & (not rests)
         return unchanged
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:  # noqa: ARG002
-        if self._any or not self._is_update[chosen.slots].all():
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        if self._any or not self._is_update.all():
             return None
         return Bounds("l2", np.nextafter(0.0, 1.0), np.inf)
 
-    def advance(self, steps: QuietSteps, chosen: Chosen) -> None:
-        values = [steps.values(chosen, name, self.merge)[-1] for name in self.statistics]
-        self._previous[chosen.slots] = np.stack(values, axis=1)
+    def advance(self, steps: QuietSteps) -> None:
+        for layout, numbers in steps.tables:
+            chosen = self.choose(layout)
+            if chosen is not None:
+                values = [quiet_values(numbers[-1:], chosen, name, self.merge)[0] for name in self.statistics]
+                self._previous[chosen.slots] = np.stack(values, axis=1)
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
         return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, chosen.locations[at])

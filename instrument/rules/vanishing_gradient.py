@@ -35,8 +35,8 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
         return np.zeros(len(chosen.locations), np.bool_) if has_learned else super().holds(rows, chosen)
 
-    def quiet_bounds(self, rows: StepRows, chosen: Chosen) -> Bounds | None:
-        return None if self._first_loss is None else super().quiet_bounds(rows, chosen)
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:
+        return None if self._first_loss is None else super().quiet_bounds(rows)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "first_loss": self._first_loss}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from ..spec.rules import WatchRule
 from .rule import BoundsRule, CatalogueRule, Firing
-from .step_rows import Location, StepRows
+from .step_rows import Bounds, Location, StepRows
 
 
 class WatchStatistic(BoundsRule[WatchRule]):
@@ -47,6 +48,11 @@ class WatchMetric(CatalogueRule[WatchRule]):
         if self._times == self.spec.for_:
             side = "above" if is_above else "below"
             yield Firing(f"{self.spec.stat} {value:.4g}, {side} {bound:g}", value, bound)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        low = -math.inf if self.spec.below is None else self.spec.below
+        high = math.inf if self.spec.above is None else self.spec.above
+        return None if self._times else Bounds(self.spec.stat, low, high)
 
     def state_dict(self) -> dict[str, Any]:
         return {"times": self._times}

@@ -254,6 +254,7 @@ class LossNotDecreasingRule(RuleBase):
 
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small
     learning rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window.
+    A loss that becomes negative, such as that of a Wasserstein critic, is no measure of an error and does not count.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
@@ -263,7 +264,10 @@ class LossNotDecreasingRule(RuleBase):
 
 
 class LossSpikeRule(RuleBase):
-    """The training loss is far above the median of the previous losses, and undoes half of what was learned."""
+    """The training loss is far above the median of the previous losses, and undoes half of what was learned.
+
+    Before `after` losses exist, a loss above 1000 times the first one (at least 1) is reported at once.
+    """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
     rule: Literal["loss_spike"]

@@ -204,10 +204,14 @@ def _set(spec: SetSpec, layer: Layer, layers: Layers, where: str) -> int:  # noq
 def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
     """Register a new parameter in a module, on the device of its other parameters. Return 1.
 
+    A parameter that the module registered as None, such as the bias of a layer with `bias=False`, can be added.
+
     Raises:
         ConfigError: The module has an attribute of this name.
     """
-    if hasattr(layer.module, spec.parameter):
+    if getattr(layer.module, spec.parameter, None) is not None or (
+        hasattr(layer.module, spec.parameter) and spec.parameter not in layer.module._parameters
+    ):
         raise ConfigError(
             Problem(
                 f"{where}.parameter",

@@ -70,7 +70,9 @@ def train(
     earlier_warnings = len(probe.warnings)
 
     def report(metrics: Mapping[str, float | None], phase: str) -> None:
-        rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
+        if probe.step == experiment.steps:
+            probe.flush()  # to report the warnings of the last steps
+        rows, warnings = probe.recorder.rows_written, probe.written_warnings[earlier_warnings:]
         on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
 
     experiment.model.train()

@@ -46,6 +46,7 @@ class MnistCNN(nn.Module):
         in_channels: The number of channels of the image. Default: 1.
         image_size: Height and width of the image, in pixels. Default: 28.
         classes: The number of classes. Default: 10.
+        global_pooling: Whether the decoder gets the mean of each feature map instead of all values. Default: False.
 
     Raises:
         ValueError: The image is too small for the number of convolutional blocks.
@@ -58,6 +59,7 @@ class MnistCNN(nn.Module):
         in_channels: int = 1,
         image_size: int = 28,
         classes: int = 10,
+        global_pooling: bool = False,
     ) -> None:
         super().__init__()
         if image_size >> len(encoder) < 1:
@@ -65,13 +67,17 @@ class MnistCNN(nn.Module):
                 f"an image of {image_size} pixels is too small for {len(encoder)} blocks, each of which halves it"
             )
         channels = [in_channels, *encoder]
-        features = [channels[-1] * (image_size >> len(encoder)) ** 2, *decoder]
+        pixels = 1 if global_pooling else (image_size >> len(encoder)) ** 2
+        features = [channels[-1] * pixels, *decoder]
         self.encoder = nn.Sequential(*map(conv_block, channels, channels[1:]))
         self.decoder = nn.Sequential(*map(dense_block, features, features[1:]), nn.Linear(features[-1], classes))
+        self.global_pooling = global_pooling
 
     def forward(self, images: Tensor) -> Tensor:
         """Map images [N, C, H, W] to logits [N, classes]."""
         maps = self.encoder(images)  # [N, channels, H / 2^blocks, W / 2^blocks]
+        if self.global_pooling:
+            maps = maps.mean((2, 3))
         return self.decoder(torch.flatten(maps, 1))  # type: ignore[no-any-return]
 
 

@@ -191,7 +191,7 @@ def test_rule_replaces_the_observation_of_the_same_kind(made: Make) -> None:
     run = made(stats=rows)
     found = only(run, "dead units")
     assert (found.where, found.when, found.severity, found.number) == ("a output (seen)", 4, "warning", 0.75)
-    assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.5 5 times")
+    assert found.value.startswith("75.0% of its units are zero for a whole batch, above 0.5, 5 times")
     assert found.value.endswith("(1 more)")
     assert "most dead units" not in names_of(run)
     assert [finding.severity for finding in findings(run) if finding.advice] == ["warning"]
@@ -245,7 +245,7 @@ def test_most_saturated_finding(made: Make, fraction: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "values"), [(0.04, []), (0.4, ["update_ratio 0.4, above 0.1 10 times in succession"])]
+    ("ratio", "values"), [(0.04, []), (0.4, ["update_ratio 0.4, above 0.1, 10 times in succession"])]
 )
 def test_usual_update_ratios_give_no_finding(made: Make, ratio: float, values: list[str]) -> None:
     about = {"kind": "step_post", "role": "update", "hook": "updates", "path": "weight"}

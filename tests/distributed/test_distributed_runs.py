@@ -178,6 +178,23 @@ def test_reduced_quantiles_and_histograms(runs: Runs, variant: str) -> None:
                 assert below - 0.01 <= level <= cumulative[near] + 0.01, (level, here, there)
 
 
+@pytest.mark.parametrize("variant", MERGED)
+def test_diff_with_a_single_process_is_within_the_tolerance(runs: Runs, variant: str) -> None:
+    found = instrument.diff(runs["one"], runs[variant])
+    assert found.first is None, str(found)
+    assert found.settings["ranks"] == ("1", variant[-1])
+    # With DDP, accumulated gradients are those of one rank until the last micro-batch.
+    assert set(found.layers[found.layers["rows"] == 0]["hook"]) <= {"sums"}
+
+
+def test_diff_with_rows_per_rank_compares_averaged_values(runs: Runs) -> None:
+    found = instrument.diff(runs["one"], runs["apart"])
+    assert found.first is None, str(found)
+    compared = found.layers[found.layers["rows"] > 0]
+    assert set(compared["hook"]) == {"used", "moved", "weights"}
+    assert "rows only in B at common locations" in str(found)
+
+
 def test_distributed_run_has_one_folder(runs: Runs) -> None:
     run = runs["ddp2"]
     assert run.info["ranks"] == 2

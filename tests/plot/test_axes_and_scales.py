@@ -70,14 +70,16 @@ def test_plot_functions_are_listed() -> None:
     assert instrument.plot.__all__ == [
         *(
             "attention",
+            "class_activation_map",
             "compare",
+            "diff",
             "feature_maps",
             "gradient_flow",
             "heatmap",
             "histogram_over_time",
             "layer_similarity",
         ),
-        *("logit_lens", "patching"),
+        *("logit_lens", "patching", "replay"),
     ]
     assert all(callable(getattr(instrument.plot, name)) for name in instrument.plot.__all__)
 

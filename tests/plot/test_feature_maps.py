@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 import instrument
 from instrument import InstrumentError
-from instrument.analysis.tensor_images import mosaic
+from instrument.analysis.tensor_images import mosaic, relative_to_channels
 from instrument.plot import feature_maps
 from instrument.plot.mosaics import cut
 
@@ -128,6 +128,33 @@ def test_number_of_maps_is_limited(shape: tuple[int, ...], kept: tuple[int, ...]
     values = np.arange(np.prod(shape)).reshape(shape)
     np.testing.assert_array_equal(cut(values), values[tuple(slice(size) for size in kept)])
     assert cut(values).shape == kept
+
+
+def test_color_scale_of_a_step_of_all_steps_and_of_each_channel() -> None:
+    weak, strong = np.array([[[[0.0, 1.0]], [[0.0, 0.5]]]]), np.array([[[[-4.0, 2.0]], [[1.0, 3.0]]]])
+    frame = pd.concat([tensor_table(weak), tensor_table(strong, step=7)])
+
+    def limits_of(**arguments: Any) -> list[tuple[float, float]]:
+        return [axes.images[0].get_clim() for axes in charts_of(feature_maps(frame, **arguments)).values()]
+
+    assert limits_of() == limits_of(scale="step") == [(0.0, 1.0), (-4.0, 4.0)]
+    assert limits_of(scale="shared") == [(-4.0, 4.0), (-4.0, 4.0)]
+    assert limits_of(scale="channel") == [(0.0, 1.0), (-1.0, 1.0)]
+    first, last = charts_of(feature_maps(frame, scale="channel")).values()
+    np.testing.assert_array_equal(pixels_of(first), mosaic(np.array([[[0.0, 1.0]], [[0.0, 1.0]]])))
+    np.testing.assert_array_equal(pixels_of(last), mosaic(np.array([[[-1.0, 0.5]], [[1.0 / 3.0, 1.0]]])))
+    assert first.child_axes[0].get_ylabel() == "of the channel's largest magnitude"
+    with pytest.raises(
+        InstrumentError, match=r"(?s)scale: unknown color scale.*'chanel'.*step, shared, channel.*similar"
+    ):
+        feature_maps(frame, scale="chanel")
+
+
+def test_channels_without_finite_values_keep_their_values() -> None:
+    values = np.array([[[0.0, 0.0]], [[np.nan, np.inf]], [[np.nan, -2.0]]])
+    np.testing.assert_array_equal(
+        relative_to_channels(values), np.array([[[0.0, 0.0]], [[np.nan, np.inf]], [[np.nan, -1.0]]])
+    )
 
 
 def test_color_image_is_scaled_to_its_value_range() -> None:

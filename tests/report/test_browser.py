@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
@@ -198,6 +199,15 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
     assert full_report.plot("effects-chart")[0]["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
 
 
+def last_mosaic(report: OpenReport) -> dict[str, Any]:
+    """Return the last mosaic of the feature maps from the browser."""
+    trace: dict[str, Any] = report.page.evaluate(
+        "(({z, customdata, zmin, zmax}) => ({z, customdata, zmin, zmax}))"
+        "([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"
+    )
+    return trace
+
+
 def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_run: instrument.Run) -> None:
     tensors = reported_run.tensors(hook="maps", step=5)["values"].iloc[0]
     assert full_report.choices("maps-what") == ["feature maps", "filters"]
@@ -211,6 +221,17 @@ def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_
         "(({zmin, zmax}) => [zmin, zmax])([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"
     )
     assert limits[0] == -limits[1] < 0
+    every = reported_run.tensors(hook="maps")
+    assert limits[1] == pytest.approx(max(np.abs(values[0]).max() for values in every["values"]), rel=1e-5)
+    full_report.choose("maps-scale", "one per step")
+    assert last_mosaic(full_report)["zmax"] == pytest.approx(np.abs(tensors[0]).max(), rel=1e-5)
+    full_report.choose("maps-scale", "one per channel")
+    drawn = last_mosaic(full_report)
+    assert (drawn["zmin"], drawn["zmax"]) == (-1, 1)
+    relative = tensors[0, 0] / np.abs(tensors[0, 0]).max()
+    assert [row[:6] for row in drawn["z"][:6]] == [pytest.approx(row, rel=1e-4) for row in relative.tolist()]
+    assert [row[:6] for row in drawn["customdata"][:6]] == [row[:6] for row in mosaic[:6]]
+    assert "divided by its largest magnitude" in full_report.page.inner_text("#maps-note")
     full_report.choose("maps-what", "filters")
     assert full_report.page.locator("#maps-charts .chart").count() == 6
 

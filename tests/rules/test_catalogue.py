@@ -226,7 +226,7 @@ def test_watch_reads_any_statistic_and_metric() -> None:
     below = {"watch": "seen", "stat": "std", "below": 1e-3, "for": 3}
     (event,) = fired(below, values(OUTPUT, "std", [1.0, *[1e-4] * 9]))
     assert (event.step, event.value, event.threshold) == (3, 1e-4, 1e-3)
-    assert event.message.endswith("std 0.0001, below 0.001 3 times in succession")
+    assert event.message.endswith("std 0.0001, below 0.001, 3 times in succession")
     custom = {"watch": "seen", "stat": "entropy", "above": 2}
     assert [event.step for event in fired(custom, values(OUTPUT, "entropy", [1.0, 3.0, 3.0, 1.0, 4.0]))] == [1, 4]
     metric = {"watch": "metrics", "stat": "grad_norm", "above": 10.0, "for": 2}
@@ -288,6 +288,18 @@ def test_loss_that_rises_until_it_is_not_finite_does_not_decrease() -> None:
     (event,) = fired("loss_not_decreasing", losses(2.3, 2.6, 40.0, 1e9, float("nan"), float("nan")))
     assert (event.step, event.value) == (4, 1e9)
     assert fired("loss_not_decreasing", losses(2.3, 2.4, float("nan"))) == []
+
+
+def test_negative_loss_does_not_have_to_decrease() -> None:
+    assert fired("loss_not_decreasing", losses(0.1, -0.1, *[0.2] * 300)) == []
+    assert len(fired("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300))) == 1
+
+
+def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
+    (event,) = fired("loss_spike", losses(2.3, 40.0, 4e14, 5e14))
+    assert (event.step, event.value, event.threshold) == (2, 4e14, 2300.0)
+    assert event.message == "loss spike: at step 2: 4e+14, 2.3 at first"
+    assert fired("loss_spike", losses(1e-6, 0.5, 200.0, 1.0)) == []
 
 
 def test_samples_of_one_class_are_imbalanced() -> None:

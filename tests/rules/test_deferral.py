@@ -1,6 +1,7 @@
 """Rules that read many steps at once decide as if they read each step."""
 
 import json
+from itertools import cycle, repeat
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from instrument.rules.deferral import MOST_STEPS
 from instrument.rules.rule_set import RuleEvent
 from instrument.spec.rules import default_rules
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
+MOST = 100  # steps of a training
 WATCH = {"watch": "seen", "stat": "mean", "above": 4.0, "for": 2}
 RULES: dict[str, Any] = {
     **default_rules(),
@@ -53,7 +54,7 @@ METRICS = [{"loss": 9.0}, {"loss": float("nan")}, {"lr": 0.0}, {"skipped": 1.0},
 def trainings(draw: st.DrawFn) -> list[Step]:
     """Return the steps of a training with faults, each of which lasts for some steps."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    count = draw(st.integers(1, 3 * MOST_STEPS))
+    count = draw(st.integers(1, MOST))
     sites = SITES + [PARAMETER] * draw(st.booleans())
     every = draw(st.sampled_from([1, 1, 3]))
     spread = draw(st.sampled_from([0.01, 0.5]))
@@ -83,17 +84,17 @@ def trainings(draw: st.DrawFn) -> list[Step]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(trainings(), st.integers(0, 3 * MOST_STEPS))
-def test_rules_decide_the_same_with_deferred_steps(steps: list[Step], resumed_at: int) -> None:
+@given(trainings(), st.integers(0, MOST), st.lists(st.sampled_from([1, 2, 3, 30, MOST]), min_size=1, max_size=4))
+def test_rules_decide_the_same_with_steps_read_together(steps: list[Step], resumed_at: int, sizes: list[int]) -> None:
     expected: list[RuleEvent] = []
     direct = rule_set(RULES, expected)
     feed(direct, steps)
     events: list[RuleEvent] = []
     deferred = rule_set(RULES, events)
-    feed(deferred, steps[:resumed_at], defers=True)
+    feed(deferred, steps[:resumed_at], defers=True, sizes=cycle(sizes))
     resumed = rule_set(RULES, events)
     resumed.load_state_dict(json.loads(json.dumps(deferred.state_dict())))
-    feed(resumed, steps[resumed_at:], defers=True)
+    feed(resumed, steps[resumed_at:], defers=True, sizes=cycle(sizes))
     assert events == expected
     assert json.dumps(resumed.state_dict()) == json.dumps(direct.state_dict())
 
@@ -126,4 +127,16 @@ def test_most_rules_do_not_read_an_uneventful_step(monkeypatch: pytest.MonkeyPat
     )
     row = {**GRADIENT, "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02}
     feed(rules, [Step(rows=[row], loss=1.0)] * 100, defers=True)
-    assert read == [0, 1, MOST_STEPS + 2, 2 * MOST_STEPS + 3]
+    assert read == [0]
+
+
+def test_hooks_with_different_schedules_are_deferred_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = rule_set({"gradients": {"rule": "exploding_gradient"}}, [])
+    read: list[int] = []
+    update = type(rules.rules[0]).update
+    monkeypatch.setattr(
+        type(rules.rules[0]), "update", lambda self, rows: (read.append(rows.step), update(self, rows))[1]
+    )
+    rows = [{**GRADIENT, "layer": str(i), "numel": 100, "nan_count": 0, "inf_count": 0, "l2": 0.02} for i in range(3)]
+    feed(rules, [Step(rows=rows[: 1 + i % 3], loss=1.0) for i in range(90)], defers=True, sizes=repeat(30))
+    assert read == [0, 1, 2]

@@ -68,6 +68,7 @@ def test_hydra_output_folders_are_separate_from_runs() -> None:
     assert not config.hydra.job.chdir
 
 
+@pytest.mark.usefixtures("skip_init")
 @pytest.mark.parametrize("name", options("exp"))
 def test_experiment_composes_and_its_hooks_match_its_model(name: str) -> None:
     config = config_of(f"+exp={name}")

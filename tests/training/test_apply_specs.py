@@ -112,6 +112,13 @@ def test_set_changes_an_existing_attribute(model: Net) -> None:
     assert not model.block.act.inplace
 
 
+def test_add_parameter_adds_a_missing_bias() -> None:
+    spec = {"types": "Linear", "action": "add_parameter", "parameter": "bias", "shape": [2], "value": 4}
+    layer = apply(nn.Linear(3, 2, bias=False), a=spec)
+    with torch.no_grad():
+        assert torch.equal(layer(torch.zeros(1, 3)), torch.full((1, 2), 4.0))
+
+
 def test_add_parameter_registers_a_trainable_parameter(model: Net) -> None:
     spec = {"types": ["Linear"], "action": "add_parameter", "parameter": "gain", "shape": [4], "value": 0.5}
     apply(model, a=spec)

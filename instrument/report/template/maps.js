@@ -10,15 +10,15 @@ RUN.push((report) => {
   const kinds = [...new Set(report.maps.shown.map((map) => map.what))];
   fillSelect("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
   onChange(["maps-what"], drawPlaces);
-  onChange(["maps-location"], () => drawMaps(report));
+  onChange(["maps-location", "maps-scale"], () => drawMaps(report));
   drawAndRedraw(drawPlaces);
 });
 
 function drawMaps(report) {
-  const [what, location] = ["maps-what", "maps-location"].map((id) => document.getElementById(id).value);
+  const [what, location, scale] = ["maps-what", "maps-location", "maps-scale"].map((id) => document.getElementById(id).value);
   const shown = report.maps.shown.filter((map) => map.what === what && `${map.location} — ${map.label}` === location);
-  const low = Math.min(...shown.map((map) => map.mosaic.low));
   const high = Math.max(...shown.map((map) => map.mosaic.high));
+  const shared = { low: shown.some((map) => map.mosaic.low < 0) ? -high : 0, high };
   const root = document.getElementById("maps-charts");
   root.replaceChildren();
   for (const map of shown) {
@@ -29,11 +29,12 @@ function drawMaps(report) {
     row.className = input ? "map" : "map alone";
     root.append(title, row);
     if (input) image(row, input);
-    mosaic(row, map.mosaic, low, high, map.what);
+    mosaic(row, map.mosaic, { shared, step: map.mosaic }[scale], map.what);
   }
   const { channels, pixels } = shown[0].mosaic;
   setText("maps-note",
-    `Recorded shape ${shown[0].shape.join(" × ")}; all steps share one color scale.` +
+    `Recorded shape ${shown[0].shape.join(" × ")}.` +
+    (scale === "channel" ? " Each channel of each step is divided by its largest magnitude." : "") +
     (channels[0] < channels[1] ? ` ${channels[0]} of ${channels[1]} channels are shown.` : "") +
     (pixels[0] < pixels[2] ? ` Maps are averaged over squares from ${pixels[2]} × ${pixels[3]} to ${pixels[0]} × ${pixels[1]} pixels.` : "") +
     (shown[0].samples > 1 ? ` The first of ${shown[0].samples} recorded samples is shown.` : "") +
@@ -57,15 +58,21 @@ function image(row, { z, low, high, colours }) {
   plot(at, [trace], { ...pictureLayout(at, z, 0, 22), title: { text: range, font: { size: 11 }, y: 0.99, yanchor: "top" } });
 }
 
-function mosaic(row, { z, pixels }, low, high, name) {
+/** Draw the channels side by side. Without bounds, each channel has its own color scale, up to its largest magnitude. */
+function mosaic(row, { z, pixels }, bounds, name) {
   const at = chart(row);
   const columns = Math.round((z[0].length + 1) / (pixels[1] + 1));
   const channel = (y, x) => Math.floor(y / (pixels[0] + 1)) * columns + Math.floor(x / (pixels[1] + 1));
+  const largest = [];
+  z.forEach((line, y) => line.forEach((value, x) => { largest[channel(y, x)] = Math.max(largest[channel(y, x)] ?? 0, Math.abs(value)); }));
+  const relative = (value, y, x) => (value === null ? null : value / (largest[channel(y, x)] || 1));
+  const { low, high } = bounds ?? { low: z.flat().some((value) => value < 0) ? -1 : 0, high: 1 };
   const trace = {
-    type: "heatmap", z, zmin: low, zmax: high, hoverongaps: false, colorscale: low < 0 ? SIGNED : VIRIDIS,
+    type: "heatmap", zmin: low, zmax: high, hoverongaps: false, colorscale: low < 0 ? SIGNED : VIRIDIS, customdata: z,
+    z: bounds ? z : z.map((line, y) => line.map((value, x) => relative(value, y, x))),
     text: z.map((line, y) => line.map((_, x) => channel(y, x))),
-    colorbar: { thickness: 12, title: { text: name, side: "right" } },
-    hovertemplate: "map %{text}<br>%{z:.5g}<extra></extra>",
+    colorbar: { thickness: 12, title: { text: bounds ? name : `${name} / largest of the channel`, side: "right" } },
+    hovertemplate: "map %{text}<br>%{customdata:.5g}<extra></extra>",
   };
   plot(at, [trace], pictureLayout(at, z, 75, 4));
 }

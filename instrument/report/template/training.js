@@ -20,9 +20,10 @@ function drawTraining(report) {
   }
   if (train?.bad[metric]) traces.push(crosses(train.bad[metric], `${metric} not finite`, 1));
   if (evaluation?.bad[metric]) traces.push(crosses(evaluation.bad[metric], `${metric} of an evaluation not finite`, 0.95));
-  const lanes = [...report.acted.map((one) => one.hook), ...(report.alerts.length ? ["alerts"] : [])];
+  const alertLanes = ["rules", "alerts"].filter((name) => report.alerts.some((alert) => alert.lane === name));
+  const lanes = [...report.acted.map((one) => one.hook), ...alertLanes];
   report.acted.forEach((one, i) => traces.push(lane(one, report.colours[(i + 2) % report.colours.length])));
-  if (report.alerts.length) traces.push(alertLane(report.alerts));
+  for (const name of alertLanes) traces.push(alertLane(name, report.alerts.filter((alert) => alert.lane === name)));
   const share = lanes.length ? Math.min(0.45, 0.09 * lanes.length + 0.05) : 0;
   const type = axisType([train?.[metric] ?? [], evaluation?.[metric] ?? []], document.getElementById("training-scale").value);
   const widest = train ? Math.max(1, ...train.first.map((first, i) => train.last[i] - first + 1)) : 1;
@@ -61,9 +62,9 @@ function lane(one, shade) {
   };
 }
 
-function alertLane(alerts) {
+function alertLane(name, alerts) {
   return {
-    x: alerts.map((alert) => alert.step), y: alerts.map(() => "alerts"), yaxis: "y3", name: "alerts", showlegend: false, mode: "markers",
+    x: alerts.map((alert) => alert.step), y: alerts.map(() => name), yaxis: "y3", name, showlegend: false, mode: "markers",
     marker: { symbol: "triangle-up", size: 11, color: alerts.map((alert) => colour(alert.severity === "error" ? "bad" : "warn")) },
     text: alerts.map((alert) => plain(wrapped(`${alert.rule}: ${alert.message}`)).replace(/\n/g, "<br>")),
     hovertemplate: "step %{x}<br>%{text}<extra></extra>",

@@ -1,0 +1,1 @@
+"""The comparison of what two runs recorded; see `instrument.diff`."""

@@ -1,0 +1,219 @@
+"""The rows of two runs that describe the same tensor: matched by step, layer, role and call, and read a few steps at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..analysis.frames import plain_labels
+from ..analysis.run_tables import RunTables
+from ..capture.tables import POSITION, TABLES
+from ..spec.kinds import KINDS
+from ..spec.schedule import STEP_PHASES
+
+LOCATION = ("phase", "hook", "kind", "role", "layer", "path")
+"""The columns that identify what a hook recorded in one run."""
+MOMENT = ("step", "micro_step", "rank", "call", "backward", "recompute", "scope")
+BATCH_ROWS, BATCH_BYTES = 32_768, 2**24  # a larger batch is not combined with the next one
+_AT_OPTIMIZER = frozenset(name for name, kind in KINDS.items() if kind.frequency == "step")
+T = TypeVar("T", int, str)
+_ONE_PER_RANK = ("local", "shard")  # scopes of rows that describe a part of the batch or of the tensor
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one run recorded in a table.
+
+    Attributes:
+        locations: One row per location, with the columns of `LOCATION`, `module_type`, `scope`, and `order`: its rank in
+            the order of execution.
+        rows: The number of rows by phase and step.
+        bytes: The size of recorded tensors by step and layer, with eight bytes per element; empty for statistics.
+        dtypes: The dtypes of recorded tensors; empty for statistics.
+    """
+
+    locations: pd.DataFrame
+    rows: Counter[tuple[str, int]]
+    bytes: Counter[tuple[int, str]]
+    dtypes: tuple[str, ...]
+
+
+def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorded:
+    """Return what a run recorded in a table. Only the columns that identify tensors are read.
+
+    Args:
+        run: One run.
+        table: `stats` or `tensors`.
+        steps: The condition that selects the steps; None for all.
+    """
+    is_sorted = TABLES[table].is_sorted
+    columns = ["step", "module_type", "scope", *LOCATION, *([POSITION.name] if is_sorted else ["dtype", "shape"])]
+    locations = pd.DataFrame(columns=[*columns, "order"])
+    found = Recorded(locations, Counter(), Counter(), ())
+    for batch in batches(run, table, columns, steps):
+        before = found.rows.total()
+        found.rows.update(cast("dict[tuple[str, int], int]", batch.groupby(["phase", "step"]).size().to_dict()))
+        order = pd.Series(range(before, before + len(batch)), batch.index)
+        rows = batch.assign(order=batch[POSITION.name].fillna(order) if is_sorted else order)
+        locations = pd.concat([locations, rows]) if len(locations) else rows
+        locations = locations.sort_values(["step", "order"], kind="stable").drop_duplicates(list(LOCATION))
+        if not is_sorted:
+            sizes = 8 * batch["shape"].map(math.prod)
+            of_layers = sizes.groupby([batch["step"], batch["layer"]]).sum().to_dict()
+            found.bytes.update(cast("dict[tuple[int, str], int]", of_layers))
+            found = replace(found, dtypes=tuple(dict.fromkeys([*found.dtypes, *batch["dtype"]])))
+    return replace(found, locations=locations[["step", "module_type", "scope", *LOCATION, "order"]])
+
+
+def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFrame:
+    """Return the locations of a run, each once, in the order of execution; those of training steps come first.
+
+    Args:
+        stats: The locations with statistics. Their rows have positions.
+        tensors: The locations with recorded tensors. If another hook recorded statistics of the same tensor, its order counts.
+    """
+    place = [name for name in LOCATION if name != "hook"]
+    known = tensors[[*place]].merge(stats.drop_duplicates(place)[[*place, "step", "order"]], on=place, how="left")
+    known.index = tensors.index
+    tensors = tensors.assign(**{name: known[name].fillna(tensors[name]) for name in ("step", "order")})
+    both = pd.concat([each for each in (stats, tensors) if len(each)] or [stats])
+    between = ~both["phase"].isin(STEP_PHASES)
+    ordered = both.assign(between=between).sort_values(["between", "step", "order"], kind="stable")
+    return ordered.drop_duplicates(list(LOCATION)).drop(columns=["between", "step", "order"])
+
+
+def batches(
+    run: RunTables, table: str, columns: Sequence[str], condition: ds.Expression | None
+) -> Iterator[pd.DataFrame]:
+    """Iterate over the rows of a table as DataFrames with plain labels. Small batches are combined."""
+    pending: list[pa.RecordBatch] = []
+    for batch in run.scan(table, columns, condition):
+        pending.append(batch)
+        if sum(each.num_rows for each in pending) >= BATCH_ROWS or sum(each.nbytes for each in pending) >= BATCH_BYTES:
+            yield plain_labels(pa.Table.from_batches(pending)).to_pandas()
+            pending = []
+    if any(batch.num_rows for batch in pending):
+        yield plain_labels(pa.Table.from_batches(pending)).to_pandas()
+
+
+def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:
+    """Return the hook of the first run that corresponds to each hook, kind and role of the other run.
+
+    It has the same name, kind and role. If no hook has, it is the only other hook with this kind and role.
+
+    Args:
+        one: The locations of the first run.
+        other: The locations of the other run.
+    """
+    series = ["hook", "kind", "role"]
+    first, second = (list(dict.fromkeys(frame[series].itertuples(index=False, name=None))) for frame in (one, other))
+    pairs = {key: key[0] for key in second if key in first}
+    for kind, role in dict.fromkeys(key[1:] for key in second):
+        left = [key for key in first if key[1:] == (kind, role) and key not in second]
+        right = [key for key in second if key[1:] == (kind, role) and key not in first]
+        if len(left) == len(right) == 1:
+            pairs[right[0]] = left[0][0]
+    return pairs
+
+
+def paired_locations(
+    one: pd.DataFrame, other: pd.DataFrame, layers: Mapping[str, str], hooks: Mapping[tuple[str, str, str], str]
+) -> pd.DataFrame:
+    """Return the locations of both runs.
+
+    Args:
+        one: The locations of the first run, in the order of execution.
+        other: The locations of the other run.
+        layers: The name of each layer of the first run in the other run.
+        hooks: The result of `paired_hooks`.
+
+    Returns:
+        The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b` and `layer_b` with the
+        names of the other run. The index is the number of the location.
+    """
+    names = {name: layer for layer, name in layers.items()}
+    keys = zip(other["hook"], other["kind"], other["role"], strict=True)
+    translated = other.assign(
+        hook_b=other["hook"],
+        layer_b=other["layer"],
+        hook=pd.Series([hooks.get(key) for key in keys], other.index, dtype=object),
+        layer=pd.Series([names.get(layer) for layer in other["layer"]], other.index, dtype=object),
+    )
+    found = translated.loc[translated["hook"].notna() & translated["layer"].notna(), [*LOCATION, "hook_b", "layer_b"]]
+    kept = one[[*LOCATION, "module_type"]].astype({"hook": object, "layer": object})
+    return kept.merge(found, on=list(LOCATION), how="inner").reset_index(drop=True)
+
+
+def aligned(
+    runs: Sequence[RunTables],
+    table: str,
+    columns: Sequence[str],
+    locations: pd.DataFrame,
+    conditions: Sequence[ds.Expression],
+) -> tuple[pd.DataFrame, tuple[int, int]]:
+    """Read rows of two runs and match them.
+
+    Rows that several processes write about the same values are matched with those of a single process.
+
+    Args:
+        runs: The two runs.
+        table: `stats` or `tensors`.
+        columns: The columns to read in addition to the identity columns.
+        locations: The result of `paired_locations`.
+        conditions: The condition that selects the rows of each run.
+
+    Returns:
+        The matched rows in the order of the first run, with the columns of both runs with the suffixes `_a` and `_b`,
+        and the numbers of rows of each run without a match.
+    """
+    sides = []
+    for run, suffix, condition in zip(runs, ("", "_b"), conditions, strict=True):
+        names = {"hook": f"hook{suffix}", "layer": f"layer{suffix}"}
+        known = locations.reset_index(names="location")[
+            ["location", *(names.get(name, name) for name in LOCATION)]
+        ].rename(columns={name: column for column, name in names.items()})
+        wanted = list(dict.fromkeys([*MOMENT, *LOCATION, *columns]))
+        rows = [_with_location(batch, known) for batch in batches(run, table, wanted, condition)]
+        sides.append(pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=["location", *MOMENT]))
+    keys = ["location", *MOMENT]
+    one, other = (_numbered(frame, keys) for frame in sides)
+    if one.empty or other.empty:
+        return pd.DataFrame(), (len(one), len(other))
+    matched = one.merge(other, on=[*keys, "repeat"], suffixes=("_a", "_b"), sort=False)
+    return matched, (len(one) - len(matched), len(other) - len(matched))
+
+
+def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of known locations, with the number of the location and a moment that both runs have."""
+    found = rows.merge(known, on=list(LOCATION), how="inner").drop(columns=["hook", "layer", "path", "phase"])
+    is_part = found["scope"].isin(_ONE_PER_RANK)
+    found = found[is_part | (found["rank"] == 0)]  # each rank has the same averaged value
+    return found.assign(
+        scope=found["scope"].where(is_part, "global"),
+        micro_step=found["micro_step"].mask(found["kind"].isin(_AT_OPTIMIZER), 0),
+    ).drop(columns=["kind", "role"])
+
+
+def _numbered(frame: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Add the number of each row among those with the same keys, which is 0 in almost all runs."""
+    return frame.assign(repeat=frame.groupby(list(keys), sort=False).cumcount())
+
+
+def windows(keys: Sequence[T], weights: Mapping[T, int], most: int) -> list[list[T]]:
+    """Split steps or layers into consecutive groups whose weights add up to at most `most`; each has at least one."""
+    groups: list[list[T]] = []
+    size = 0
+    for key in keys:
+        size += weights.get(key, 0)
+        if not groups or size > most:
+            groups.append([])
+            size = weights.get(key, 0)
+        groups[-1].append(key)
+    return groups

@@ -1,0 +1,273 @@
+"""`instrument.diff`: compares what two runs recorded, and finds the first tensor that differs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import pyarrow.dataset as ds
+
+from ..analysis.config_comparison import Training, to_yaml, training_of
+from ..analysis.load import Run, load
+from ..errors import ConfigError, Problem
+from ..spec.globs import ROOT
+from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
+from .layer_renaming import renamed_layers, suggested_renaming
+from .recorded_differences import Comparison, FirstDifference
+from .result import Diff
+
+METRICS = ("loss", "accuracy", "lr", "grad_norm")
+MOST_NAMES = 6  # maximum number of names in an error message
+
+
+def diff(
+    a: Run | str | Path,
+    b: Run | str | Path,
+    *,
+    rename: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+    steps: tuple[int | None, int | None] = (None, None),
+) -> Diff:
+    """Compare what two runs recorded, and find the first tensor that differs.
+
+        difference = instrument.diff("runs/fp32", "runs/bf16")
+        print(difference)
+        difference.layers
+
+    Rows are matched by phase, step, micro-step, hook, layer, kind, role, path and call. If the other run has no hook of this
+    name, its only other hook with the same kind and role is used. Rows are read a few steps at a time.
+
+    The relative difference of a statistic is |a - b| / max(size(a), size(b)). The size is the rms of the tensor for `mean`
+    and `std`, `abs_max` for `min` and `max`, and the statistic itself for the others. Fractions are not divided. The
+    differences of `mean`, `std`, `rms` and `l2` are lower bounds of the relative L2 difference of the tensors, by the
+    Cauchy-Schwarz and the triangle inequality. They and the counts decide whether tensors differ, and of recorded tensors
+    the L2 difference itself. If none of them was recorded, all statistics except fractions decide. Differences between
+    gradients of parameters are ignored if they are below the rounding error of the largest gradient of the step.
+
+    Args:
+        a: The first run: a run from `instrument.load`, its folder, or `probe.run`.
+        b: The other run.
+        rename: Layers with another name in the other run, such as `{"encoder": "backbone", "h.*.mlp": "blocks.*.ffn"}`. An
+            entry also renames everything inside the layer. `*` is one segment of a name or a part of it, `**` is any
+            number of segments, and `.` is the root.
+        tolerance: The relative difference above which tensors differ. Default: that of the coarser precision of the two runs,
+            1e-10 for float64, 6e-5 for float32, 0.005 for float16, 0.04 for bfloat16.
+        steps: Half-open range of steps (first, end); None leaves a side open.
+
+    Returns:
+        The differences.
+
+    Raises:
+        NoRunError: A folder does not exist or contains no run.
+        ConfigError: A folder contains several runs; both folders are the same; a run is still in progress and `steps` has no
+            end; the runs have no recorded tensor in common; an entry of `rename` matches nothing; or the tolerance is no
+            number of at least 0.
+    """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
+    runs = (_single_run(a), _single_run(b))
+    _check_runs(runs, steps)
+    condition = _condition(steps)
+    tables = {
+        table: (recorded(runs[0], table, condition), recorded(runs[1], table, condition))
+        for table in ("stats", "tensors")
+    }
+    one, other = (
+        in_execution_order(tables["stats"][side].locations, tables["tensors"][side].locations) for side in (0, 1)
+    )
+    names = renamed_layers(rename or {}, list(dict.fromkeys(one["layer"])), list(dict.fromkeys(other["layer"])))
+    locations = paired_locations(one, other, names, paired_hooks(one, other))
+    unmatched = _unmatched(one, other, locations)
+    suggestion = _suggestion(unmatched, names)
+    comparison = Comparison(runs, locations, tables, tolerance)
+    comparison.compare_statistics()
+    comparison.compare_tensors()
+    if not comparison.precisions:
+        recorded_steps = [
+            sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
+        ]
+        raise ConfigError(_nothing_in_common((one, other), locations, recorded_steps, suggestion))
+    first, common = comparison.first, sorted({step for steps in comparison.steps.values() for step in steps})
+    return Diff(
+        paths=(runs[0].path, runs[1].path),
+        infos=(runs[0].info, runs[1].info),
+        dtypes=(comparison.precisions[0].dtype, comparison.precisions[1].dtype),
+        tolerance=comparison.tolerance,
+        settings=_settings(runs[0].info, runs[1].info),
+        common_steps=(common[0], common[-1], len(common)),
+        first=first,
+        cause="" if first is None else _cause(runs, first),
+        layers=comparison.table(),
+        statistics=comparison.statistics,
+        steps=comparison.matrix(),
+        tensors=comparison.tensor_table(),
+        metrics=_metrics(runs, condition),
+        unmatched=unmatched,
+        unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
+        suggestion=suggestion,
+    )
+
+
+def _single_run(run: Run | str | Path) -> Run:
+    opened = run if isinstance(run, Run) else load(run)
+    if len(opened.folders) > 1:
+        some = [str(folder) for folder in opened.folders[:MOST_NAMES]]
+        message = f"the folder contains {len(opened.folders)} runs, and a comparison requires one"
+        raise ConfigError(Problem(str(opened.path), message, fix=f"pass one of them: {', '.join(some)}"))
+    return opened
+
+
+def _check_runs(runs: tuple[Run, Run], steps: tuple[int | None, int | None]) -> None:
+    folders = [run.folders[0] for run in runs]
+    if all(folder.exists() for folder in folders) and os.path.samefile(*folders):
+        raise ConfigError(Problem(str(folders[0]), "both runs are the same folder", fix="pass two different runs"))
+    for run in runs:
+        if run.info["status"] == "running" and steps[1] is None:
+            fix = "wait until it ends, or compare only steps that it has completed, such as 0:100"
+            raise ConfigError(Problem(str(run.path), "the run is still in progress", fix=fix))
+
+
+def _condition(steps: tuple[int | None, int | None]) -> ds.Expression | None:
+    first, end = steps
+    tests = [] if first is None else [ds.field("step") >= first]
+    tests += [] if end is None else [ds.field("step") < end]
+    return tests[0] & tests[-1] if tests else None
+
+
+def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) -> pd.DataFrame:
+    """Return the locations that only one of the runs recorded; see `Diff.unmatched`."""
+    keys = list(LOCATION)
+    matched = (
+        locations[keys],
+        locations.drop(columns=["hook", "layer"]).rename(columns=lambda name: name.removesuffix("_b")),
+    )
+    left = []
+    for name, place, known in zip("ab", (one, other), matched, strict=True):
+        is_known = pd.MultiIndex.from_frame(place[keys]).isin(pd.MultiIndex.from_frame(known[keys]))
+        left.append(place[~is_known].assign(run=name))
+    return pd.concat(left, ignore_index=True)[["run", *keys, "module_type", "scope"]]
+
+
+def _suggestion(unmatched: pd.DataFrame, names: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return an entry of `rename` for layers of which no location is matched; None without one."""
+    types = {
+        name: dict(zip(rows["layer"], rows["module_type"], strict=True)) for name, rows in unmatched.groupby("run")
+    }
+    one, other = types.get("a", {}), types.get("b", {})
+    return suggested_renaming(
+        {layer: kind for layer, kind in one.items() if names[layer] not in other},
+        {layer: kind for layer, kind in other.items() if layer not in names.values()},
+    )
+
+
+def _nothing_in_common(
+    places: Sequence[pd.DataFrame],
+    locations: pd.DataFrame,
+    steps: Sequence[Sequence[int]],
+    suggestion: tuple[str, str] | None,
+) -> Problem:
+    """Return the problem that no row of one run has a counterpart in the other one, with the likely reason.
+
+    Args:
+        places: The locations of each run.
+        locations: The locations that both runs recorded.
+        steps: The recorded steps of each run.
+        suggestion: An entry of `rename`; None without one.
+    """
+    layers, series, scopes = (
+        [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]
+        for columns in (["layer"], ["kind", "role"], ["scope"])
+    )
+    if not all(steps):
+        message, given = "no tensor was recorded", [_some(names) for names in series]
+        fix = "add a record hook, such as hooks=activations"
+    elif not set(layers[0]) & set(layers[1]) and locations.empty:
+        message, given = "no layer was recorded by both runs", [_some(names) for names in layers]
+        fix = "rename layers: OLD=NEW" if suggestion is None else f"rename layers: {'='.join(suggestion)}"
+    elif locations.empty:
+        message, given = "the hooks of the two runs record different tensors", [_some(names) for names in series]
+        fix = "record with the same hooks"
+    elif not set(steps[0]) & set(steps[1]):
+        message, given = "no step was recorded by both runs", [_some([str(step) for step in each]) for each in steps]
+        fix = "record with the same 'every', 'start' and 'steps'"
+    else:
+        message, given = (
+            "no row has a counterpart with the same call, rank and scope",
+            [_some(names) for names in scopes],
+        )
+        fix = "with several processes, record with reduce=global"
+    return Problem("", f"nothing to compare: {message}", f"A: {given[0]}; B: {given[1]}", fix=fix)
+
+
+def _some(names: Sequence[str]) -> str:
+    listed = ", ".join(name or ROOT for name in names[:MOST_NAMES])
+    return f"{listed}, ... ({len(names)} in all)" if len(names) > MOST_NAMES else listed or "none"
+
+
+def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:
+    """Return why a difference says nothing about its layer; see `Diff.cause`."""
+    infos = [run.info for run in runs]
+    if infos[0]["seed"] != infos[1]["seed"] and not all(_is_independent_of_the_seed(info) for info in infos):
+        return "seed"
+    samples = [_samples(run, first) for run in runs]
+    return "batches" if all(samples) and samples[0] != samples[1] else ""
+
+
+def _is_independent_of_the_seed(info: Mapping[str, Any]) -> bool:
+    """Return whether a run loads its weights, and passes the samples through the model in the order of the data."""
+    config = info.get("config")
+    is_forward = isinstance(config, Mapping) and config.get("mode") == "forward"
+    return is_forward and bool((info.get("init_from") or {}).get("path"))
+
+
+def _samples(run: Run, first: FirstDifference) -> list[tuple[Any, ...]]:
+    """Return the samples of a step in ascending order; empty if they were not recorded."""
+    condition = (ds.field("step") == first.step) & (ds.field("phase") == first.phase)
+    return sorted(
+        row
+        for rows in batches(run, "samples", ["sample", "id"], condition)
+        for row in rows.astype(str).itertuples(index=False, name=None)
+    )
+
+
+def _settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the settings, versions and devices that differ; see `Diff.settings`."""
+    known = [_flat_settings(info) for info in (one, other)]
+    keys = dict.fromkeys([*known[0], *known[1]])
+    pairs = {key: (known[0].get(key, "missing"), known[1].get(key, "missing")) for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
+    training = training_of(0, info)
+    leaves = training.leaves if isinstance(training, Training) else {}
+    versions = {f"{name} version": str(text) for name, text in (info.get("versions") or {}).items()}
+    settings = {"seed": info["seed"], "device": info.get("device"), "ranks": info.get("ranks", 1)}
+    return {
+        **{key: to_yaml(json.loads(text)) for key, text in leaves.items() if text != "{}"},
+        **{key: str(value) for key, value in settings.items()},
+        **versions,
+    }
+
+
+def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataFrame:
+    """Return the metrics of both runs; see `Diff.metrics`."""
+    keys = ["phase", "step"]
+    tables = []
+    for run in runs:
+        rows = [batch[batch["rank"] == 0] for batch in batches(run, "metrics", [*keys, "rank", *METRICS], condition)]
+        frame = pd.concat(rows) if rows else pd.DataFrame(columns=[*keys, *METRICS])
+        tables.append(frame.drop_duplicates(keys).melt(keys, list(METRICS), "metric", "value").dropna())
+    if any(table.empty for table in tables):
+        return pd.DataFrame(columns=[*keys, "metric", "a", "b", "difference"])
+    both = tables[0].merge(tables[1], on=[*keys, "metric"], suffixes=("_a", "_b"))
+    a, b = (both[f"value_{side}"].to_numpy(np.float64) for side in "ab")
+    with np.errstate(divide="ignore", invalid="ignore"):
+        difference = np.where(a == b, 0.0, np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)))
+    return both[keys].assign(metric=both["metric"], a=a, b=b, difference=difference)

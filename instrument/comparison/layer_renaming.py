@@ -1,0 +1,133 @@
+"""Layers that have other names in another run: mappings with patterns, and suggestions for such a mapping."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from ..errors import ConfigError, Problem, similar_names
+from ..spec.globs import ROOT
+
+MOST_COMPARED = 200  # layers of each run that are compared for a suggestion
+
+
+def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    """Return the name that each layer has in another run.
+
+    An entry renames a layer and everything inside it. `*` is one segment of a name or a part of it, and `**` is any
+    number of segments; the new name contains the same wildcards. `.` is the root. If several entries match a layer,
+    the one with the most segments counts.
+
+    Args:
+        rename: Names in this run and in the other run, such as `{"encoder": "backbone", "h.*.mlp": "blocks.*.ffn"}`.
+        layers: The recorded layers of this run. The name of the root is empty.
+        others: The recorded layers of the other run.
+
+    Raises:
+        ConfigError: An entry is invalid, matches no layer, or leads to no layer of the other run; or two layers get the
+            same name.
+    """
+    names = dict(zip(layers, layers, strict=True))
+    used: dict[str, list[str]] = {old: [] for old in rename}
+    rules = [(old, _pattern(old, new), new) for old, new in rename.items()]
+    for layer in layers:
+        matching = [(old, match, new) for old, pattern, new in rules if (match := pattern.fullmatch(_dotted(layer)))]
+        if matching:
+            old, match, new = max(matching, key=lambda rule: _segments(rule[0]))
+            names[layer] = _replaced(new, match)
+            used[old].append(names[layer])
+    _check(rename, used, layers, others)
+    taken = Counter(names.values())
+    if twice := [name for name in names.values() if taken[name] > 1 and name in others]:
+        same = ", ".join(_shown(layer) for layer, name in names.items() if name == twice[0])
+        raise ConfigError(Problem("rename", f"several layers of A get the name {_shown(twice[0])}", same))
+    return names
+
+
+def suggested_renaming(layers: Mapping[str, str], others: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the entry of `rename` that would match the most layers; None if no entry would match any.
+
+    Args:
+        layers: The class of each unmatched layer of a run, by name.
+        others: Those of the other run.
+    """
+    count: Counter[tuple[str, str]] = Counter()
+    for layer, module_type in list(layers.items())[:MOST_COMPARED]:
+        for other, other_type in list(others.items())[:MOST_COMPARED]:
+            if module_type == other_type:
+                count[_difference(layer, other)] += 1
+    return count.most_common(1)[0][0] if count else None
+
+
+def _difference(layer: str, other: str) -> tuple[str, str]:
+    """Return two names without the segments that they have in common at the end."""
+    one, two = layer.split("."), other.split(".")
+    while one and two and one[-1] == two[-1]:
+        one, two = one[:-1], two[:-1]
+    return ".".join(one) or ROOT, ".".join(two) or ROOT
+
+
+def _check(
+    rename: Mapping[str, str], used: Mapping[str, Sequence[str]], layers: Sequence[str], others: Sequence[str]
+) -> None:
+    problems = []
+    for old, new in rename.items():
+        where = f"rename {old}={new}"
+        if not used[old]:
+            near = similar_names(old, [_shown(layer) for layer in layers])
+            some = _some(layers)
+            problems.append(
+                Problem(where, "matches no recorded layer of A, or only layers of longer entries", old, some, near)
+            )
+        elif not set(used[old]) & set(others):
+            near = similar_names(used[old][0], [_shown(layer) for layer in others])
+            problems.append(
+                Problem(where, "no recorded layer of B has the new name", used[old][0], _some(others), near)
+            )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _some(layers: Sequence[str], most: int = 12) -> str:
+    more = f", ... ({len(layers)} in all)" if len(layers) > most else ""
+    return ", ".join(_shown(layer) for layer in layers[:most]) + more
+
+
+def _shown(layer: str) -> str:
+    return layer or ROOT
+
+
+def _segments(pattern: str) -> int:
+    return 0 if pattern == ROOT else pattern.count(".") + 1
+
+
+def _dotted(layer: str) -> str:
+    """Add a dot after every segment, so that each segment of a pattern can match its own dot."""
+    return f"{layer}." if layer else ""
+
+
+def _pattern(old: str, new: str) -> re.Pattern[str]:
+    """Return the regular expression of a pattern: one group for each wildcard, and one for the rest of the name."""
+    wildcards = _WILDCARD.findall(old)
+    if wildcards != _WILDCARD.findall(new):
+        message = "both names must contain the same wildcards, in the same order"
+        raise ConfigError(Problem(f"rename {old}={new}", message, new, ", ".join(wildcards) or "no wildcards"))
+    if not all([old, new, *old.split(".")[1:], *new.split(".")[1:]]) and ROOT not in (old, new):
+        raise ConfigError(Problem(f"rename {old}={new}", "a name has an empty segment", fix="'.' is the root module"))
+    segments = [] if old == ROOT else old.split(".")
+    parts = [
+        r"((?:[^.]+\.)*)" if each == "**" else re.escape(each).replace(r"\*", "([^.]*)") + r"\." for each in segments
+    ]
+    return re.compile("".join(parts) + "(.*)")
+
+
+_WILDCARD = re.compile(r"\*\*?")
+
+
+def _replaced(new: str, match: re.Match[str]) -> str:
+    """Return the new name, with the wildcards and the rest of the name as in the old one."""
+    *wildcards, rest = (group.removesuffix(".") for group in match.groups())
+    values = iter(wildcards)
+    start = "" if new == ROOT else _WILDCARD.sub(lambda _: next(values), new)
+    return ".".join(part for part in (*start.split("."), rest) if part)

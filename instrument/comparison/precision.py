@@ -1,0 +1,98 @@
+"""The floating-point precision of a run, and the tolerance of a comparison of two runs that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A floating-point type.
+
+    Attributes:
+        dtype: The name of the type in PyTorch.
+        digits: The number of binary digits of its significand, including the hidden one.
+        tolerance: The relative difference up to which two runs with this type are equal except for rounding errors.
+    """
+
+    dtype: str
+    digits: int
+    tolerance: float
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff: the largest relative error of a rounded number."""
+        return float(2.0**-self.digits)
+
+
+# A value in a network is the result of about 100 roundings. Rounding errors have random signs, so their sum grows with
+# the square root of their number (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019), A2815-A2835): 10 units.
+# In float32, sums are rounded to float32 too. A sum of 10,000 terms contributes another factor of 100. PyTorch computes
+# sums of float16 and bfloat16 in float32, so the factor is missing there. Statistics of float64 tensors are sums in float64
+# as well, so their own errors limit what can be compared.
+_ROUNDINGS, _TERMS = 10.0, 100.0
+PRECISIONS = {
+    precision.dtype: precision
+    for precision in (
+        Precision("float64", 53, 1e-10),
+        Precision("float32", 24, _ROUNDINGS * _TERMS * 2.0**-24),
+        Precision("float16", 11, _ROUNDINGS * 2.0**-11),
+        Precision("bfloat16", 8, _ROUNDINGS * 2.0**-8),
+    )
+}
+_AUTOCAST = {"fp16": "float16", "bf16": "bfloat16"}
+_EXTREMES = ("min", "max", "abs_max")
+_SHARE = 0.25  # fraction of the locations that determine the precision of a run
+_SPARE = 1  # binary digits that all of a few values may lack by chance
+
+
+def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Sequence[str]) -> Precision:
+    """Return the precision in which a run computes: the coarsest one of its configuration and its tensors.
+
+    Rows of statistics have no dtype, but the extremes of a tensor are elements of it. If the extremes of a location
+    never need more binary digits than a type has, the elements were rounded to this type.
+
+    Args:
+        info: The content of run.json.
+        extremes: Rows of statistics, with the columns `location`, `min`, `max` and `abs_max`.
+        dtypes: The dtypes of the recorded tensors, which may be rounded. They count if there are no extremes.
+    """
+    config = info.get("config")
+    train = config.get("train") if isinstance(config, Mapping) else None
+    named = _AUTOCAST.get(str(train.get("precision"))) if isinstance(train, Mapping) else None
+    measured = _of_extremes(extremes)
+    found = [PRECISIONS[name] for name in (named, *([measured] if measured else dtypes)) if name in PRECISIONS]
+    return coarsest(found) if found else PRECISIONS["float32"]
+
+
+def coarsest(precisions: Sequence[Precision]) -> Precision:
+    """Return the precision with the fewest binary digits."""
+    return min(precisions, key=lambda precision: precision.digits)
+
+
+def _of_extremes(extremes: pd.DataFrame) -> str | None:
+    """Return the coarsest type that a quarter of the locations have; None if that of all locations is unclear."""
+    found = [_type_of(rows) for _, rows in extremes.groupby("location")]
+    known = [name for name in found if name is not None]
+    counted = ((name, sum(PRECISIONS[each].digits <= PRECISIONS[name].digits for each in known)) for name in known)
+    enough = [PRECISIONS[name] for name, count in counted if count >= _SHARE * len(known)]
+    return coarsest(enough).dtype if enough else None
+
+
+def _type_of(extremes: pd.DataFrame) -> str | None:
+    """Return the coarsest type that represents all extremes of a location; None for integers and other numbers of few digits."""
+    values = np.unique(np.abs(extremes[[*_EXTREMES]].to_numpy(np.float64, na_value=np.nan)))
+    values = values[np.isfinite(values) & (values != np.rint(values))]
+    if not len(values):
+        return None
+    significands = (np.frexp(values)[0] * 2.0**53).astype(np.int64)
+    digits = 53 - int(np.log2((significands & -significands).min()))
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        if digits <= PRECISIONS[name].digits:
+            return name if digits >= PRECISIONS[name].digits - _SPARE else None
+    return None

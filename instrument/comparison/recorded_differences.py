@@ -1,0 +1,306 @@
+"""The comparison of the rows and tensors that two runs recorded, a few steps at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from ..analysis.plot_data import groups_of
+from ..analysis.run_tables import RunTables
+from ..analysis.tensor_decoding import array_of, is_known
+from ..capture.tables import POSITION
+from ..spec.kinds import KINDS
+from ..spec.schedule import STEP_PHASES
+from ..spec.statistics import ALL
+from .alignment import Recorded, aligned, windows
+from .precision import PRECISIONS, Precision, coarsest, run_precision
+from .statistic_differences import decisive, relative_differences
+from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
+
+MOST_ROWS = 100_000  # rows of statistics of a run that are read at once
+MOST_BYTES = 64 * 2**20  # of the recorded tensors of a run that are read at once
+MOST_COLUMNS = 200  # columns of the matrix of differences by step
+VALUES = "values"  # stands for the name of a statistic if complete tensors are compared
+_TENSOR_COLUMNS = ("dtype", "shape", "source_shape", "values", "data")
+_DIFFERENT_SHAPE = TensorErrors(math.inf, math.nan, math.inf, math.nan, np.zeros(len(ULP_BINS), np.int64))
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first tensor in time and execution order whose difference exceeds the tolerance.
+
+    Attributes:
+        step: The step.
+        phase: The phase, such as `train`.
+        location: The index of its row in `Diff.layers`.
+        call: The index of the module's call.
+        statistic: The statistic that differs most, or `values` for a recorded tensor.
+        a: The statistic in the first run; NaN for `values`.
+        b: The statistic in the other run; NaN for `values`.
+        difference: The relative difference.
+        before: The largest relative difference before it, in earlier steps and earlier in this step.
+    """
+
+    step: int
+    phase: str
+    location: int
+    call: int
+    statistic: str
+    a: float
+    b: float
+    difference: float
+    before: float
+
+
+class Comparison:
+    """Compares the tables of two runs. Each method reads a table once, in groups of steps.
+
+    Args:
+        runs: The two runs.
+        locations: The locations that both runs recorded, in the order of execution.
+        tables: What each run recorded, by table.
+        tolerance: The relative difference from which tensors differ; None for that of the coarser precision.
+
+    Attributes:
+        steps: The steps that both runs recorded, by table.
+        rows: The number of compared rows of statistics of each location; int64, shape [locations].
+        precisions: The precisions of the two runs; empty before the first rows are compared.
+        tolerance: The tolerance.
+        first: The first difference above the tolerance; None without one.
+        unmatched: For each run, the number of rows that the other run does not have at a common step.
+    """
+
+    def __init__(
+        self,
+        runs: tuple[RunTables, RunTables],
+        locations: pd.DataFrame,
+        tables: Mapping[str, tuple[Recorded, Recorded]],
+        tolerance: float | None,
+    ) -> None:
+        self.runs, self.locations, self._tables = runs, locations, tables
+        self.steps = {
+            table: sorted({step for _, step in one.rows.keys() & other.rows.keys()})
+            for table, (one, other) in tables.items()
+        }
+        self.precisions: tuple[Precision, ...] = ()
+        self._given = tolerance
+        self.tolerance = math.nan if tolerance is None else tolerance
+        self.first: FirstDifference | None = None
+        self.unmatched = [0, 0]
+        count = len(locations)
+        self.rows = np.zeros(count, np.int64)
+        self._before = 0.0
+        self._first_step, self._step_of_largest = np.full(count, np.nan), np.full(count, np.nan)
+        self._largest = np.full(count, np.nan)
+        self._largest_of: dict[str, np.ndarray] = {}
+        self._tensors: dict[int, dict[str, Any]] = {}
+        self._groups = groups_of([step for steps in self.steps.values() for step in steps], MOST_COLUMNS)
+        self._matrix = np.full((count, len(self._groups)), np.nan)
+        self._is_step = locations["phase"].isin(STEP_PHASES).to_numpy(bool)
+        self._is_of_module = locations["kind"].map(lambda kind: KINDS[kind].family == "module").to_numpy(bool)
+        is_gradient = (locations["role"] == "param_grad").to_numpy(bool)
+        self._gradients = np.where(is_gradient, locations.groupby(["phase", "kind"]).ngroup(), -1)
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The statistics that both runs recorded."""
+        return tuple(self._largest_of)
+
+    def compare_statistics(self) -> None:
+        """Compare the rows of `stats`."""
+        names = [*ALL, *(name for name in self.runs[0].custom_statistics if name in self.runs[1].custom_statistics)]
+        weights: Counter[int] = Counter()
+        for table in self._tables["stats"]:
+            for (_, step), count in table.rows.items():
+                weights[step] += count
+        for steps in windows(self.steps["stats"], weights, 2 * MOST_ROWS):
+            rows = self._aligned("stats", [*names, POSITION.name], (_between(steps),) * 2)
+            if len(rows):
+                rows = self._in_order(rows, rows[f"{POSITION.name}_a"].fillna(0))
+                self._add_statistics(rows, [name for name in names if _both_have(rows, name)])
+
+    def compare_tensors(self) -> None:
+        """Compare the recorded tensors, element by element."""
+        self._before = 0.0
+        for conditions in self._tensor_windows():
+            rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
+            rows = self._in_order(rows, rows["location"]) if len(rows) else rows
+            found = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
+            known = np.array([errors is not None for errors in found], bool)
+            if known.any():
+                self._add_tensors(rows[known].reset_index(drop=True), [each for each in found if each is not None])
+
+    def table(self) -> pd.DataFrame:
+        """Return the locations with their differences; see `Diff.layers`."""
+        return self.locations.assign(
+            rows=self.rows,
+            first_step=pd.array(self._first_step, "Int64"),
+            difference=self._largest,
+            step=pd.array(self._step_of_largest, "Int64"),
+            **self._largest_of,
+        )
+
+    def matrix(self) -> pd.DataFrame:
+        """Return the largest difference of each location at each step; see `Diff.steps`."""
+        return pd.DataFrame(self._matrix, columns=pd.Index(self._groups.first, name="step"))
+
+    def tensor_table(self) -> pd.DataFrame:
+        """Return the differences of the recorded tensors; see `Diff.tensors`."""
+        columns = ("tensors", "elements", "dtype_a", "dtype_b", *TensorErrors._fields)
+        rows = [self._tensors[location] for location in sorted(self._tensors)]
+        return pd.DataFrame(rows, index=pd.Index(sorted(self._tensors), name="location"), columns=columns)
+
+    def _aligned(self, table: str, columns: Sequence[str], conditions: Sequence[ds.Expression]) -> pd.DataFrame:
+        rows, left = aligned(self.runs, table, columns, self.locations, conditions)
+        self.unmatched = [total + count for total, count in zip(self.unmatched, left, strict=True)]
+        return rows
+
+    def _in_order(self, rows: pd.DataFrame, positions: pd.Series) -> pd.DataFrame:
+        """Return rows in the order of execution. The evaluation after N steps precedes step N."""
+        order = np.lexsort((positions, self._is_step[rows["location"]], rows["step"]))
+        return rows.iloc[order].reset_index(drop=True)
+
+    def _add_statistics(self, rows: pd.DataFrame, names: Sequence[str]) -> None:
+        locations = rows["location"].to_numpy()
+        if not self.precisions:
+            of_modules = self._is_of_module[locations]
+            self._set_precisions(rows[of_modules] if of_modules.any() else rows)
+        groups = pd.Series(self._gradients[locations], rows.index)
+        floors = None
+        if (groups >= 0).any():
+            floors = rows.assign(group=groups).groupby(["group", "step"]).ngroup().where(groups >= 0, -1)
+        floor = 2 * coarsest(self.precisions).unit / self.tolerance if self.tolerance else 0.0
+        differences = relative_differences(rows, names, floors, floor)
+        largest, which = decisive(differences)
+        self.rows += np.bincount(locations, minlength=len(self.rows))
+        for name in names:
+            of_location = differences[name].groupby(locations).max()
+            known = self._largest_of.setdefault(name, np.full(len(self.rows), np.nan))
+            known[of_location.index] = np.fmax(known[of_location.index], of_location)
+        statistics = [names[index] for index in which]
+        self._add(rows, largest, self.tolerance, statistics)
+
+    def _add_tensors(self, rows: pd.DataFrame, found: Sequence[TensorErrors]) -> None:
+        if not self.precisions:
+            self._set_precisions(rows.iloc[:0])
+        tolerance = self.tolerance
+        if self._given is None:  # a hook may round the tensors that it records
+            dtypes = [name for name in {*rows["dtype_a"], *rows["dtype_b"]} if name in PRECISIONS]
+            tolerance = max([tolerance, *(PRECISIONS[name].tolerance for name in dtypes)])
+        for row, errors in zip(rows.to_dict("records"), found, strict=True):
+            one = {"tensors": 1, "elements": math.prod(row["shape_a"]), **errors._asdict()}
+            one |= {name: row[name] for name in ("dtype_a", "dtype_b")}
+            known = self._tensors.get(row["location"])
+            self._tensors[row["location"]] = one if known is None else _merged(known, one)
+        self._add(rows, np.array([errors.l2 for errors in found]), tolerance, [VALUES] * len(rows))
+
+    def _add(self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str]) -> None:
+        """Add the differences that decide about matched rows, which are in the order of execution."""
+        locations, steps = rows["location"].to_numpy(), rows["step"].to_numpy()
+        np.fmax.at(self._matrix, (locations, self._groups.number[steps].to_numpy()), differences)
+        above = differences > tolerance
+        np.fmin.at(self._first_step, locations[above], steps[above].astype(np.float64))
+        for row in pd.Series(differences).groupby(locations).idxmax():
+            if not differences[row] <= self._largest[locations[row]]:
+                self._largest[locations[row]], self._step_of_largest[locations[row]] = differences[row], steps[row]
+        if above.any():
+            at = int(above.argmax())
+            row, name = rows.iloc[at], statistics[at]
+            a, b = (math.nan if name == VALUES else float(row[f"{name}_{side}"]) for side in "ab")
+            self._set_first(
+                FirstDifference(
+                    step=int(row["step"]),
+                    phase=str(self.locations["phase"][row["location"]]),
+                    location=int(row["location"]),
+                    call=int(row["call"]),
+                    statistic=name,
+                    a=a,
+                    b=b,
+                    difference=float(differences[at]),
+                    before=max(self._before, float(differences[:at].max(initial=0.0))),
+                )
+            )
+        self._before = max(self._before, float(differences.max(initial=0.0)))
+
+    def _set_first(self, found: FirstDifference) -> None:
+        """Keep the earlier one of two differences; of those of the same tensor, that of a statistic, which is known first."""
+
+        def moment(difference: FirstDifference) -> tuple[int, bool, int]:
+            return difference.step, bool(self._is_step[difference.location]), difference.location
+
+        if self.first is None or moment(found) < moment(self.first):
+            self.first = found
+
+    def _set_precisions(self, rows: pd.DataFrame) -> None:
+        self.precisions = tuple(
+            run_precision(run.info, _side(rows, side), table.dtypes)
+            for run, side, table in zip(self.runs, "ab", self._tables["tensors"], strict=True)
+        )
+        if math.isnan(self.tolerance):
+            self.tolerance = coarsest(self.precisions).tolerance
+
+    def _tensor_windows(self) -> Iterator[tuple[ds.Expression, ds.Expression]]:
+        """Yield the conditions that select the tensors of each run that are compared next."""
+        sizes = self._tables["tensors"][0].bytes
+        weights: Counter[int] = Counter()
+        for (step, _), size in sizes.items():
+            weights[step] += size
+        names = dict(zip(self.locations["layer"], self.locations["layer_b"], strict=True))
+        for steps in windows(self.steps["tensors"], weights, MOST_BYTES):
+            if weights[steps[0]] <= MOST_BYTES:
+                yield (_between(steps),) * 2
+                continue
+            of_layer = {layer: sizes[steps[0], layer] for layer in names}
+            for layers in windows(list(of_layer), of_layer, MOST_BYTES):
+                others = [names[layer] for layer in layers]
+                one, other = (ds.field("layer").isin(pa.array(each)) for each in (layers, others))
+                yield _between(steps) & one, _between(steps) & other
+
+
+def _both_have(rows: pd.DataFrame, name: str) -> bool:
+    """Return whether both runs recorded a statistic."""
+    return bool(rows[[f"{name}_a", f"{name}_b"]].notna().any().all())
+
+
+def _between(steps: Sequence[int]) -> ds.Expression:
+    """Return the condition that selects some ascending steps. Row groups are skipped by its bounds."""
+    step = ds.field("step")
+    return (step >= steps[0]) & (step <= steps[-1]) & step.isin(pa.array(steps))
+
+
+def _side(rows: pd.DataFrame, side: str) -> pd.DataFrame:
+    """Return the extremes of one run."""
+    names = {f"{name}_{side}": name for name in ("min", "max", "abs_max")}
+    return rows.rename(columns=names).reindex(columns=["location", *names.values()])
+
+
+def _errors_of(row: Mapping[str, Any]) -> TensorErrors | None:
+    """Return the differences between two recorded tensors; None if different parts of the tensors were recorded."""
+    if list(row["source_shape_a"]) != list(row["source_shape_b"]):
+        return _DIFFERENT_SHAPE
+    if list(row["shape_a"]) != list(row["shape_b"]) or not (is_known(row["dtype_a"]) and is_known(row["dtype_b"])):
+        return None
+    arrays = [
+        array_of(*(row[f"{name}_{side}"] for name in ("values", "data", "shape", "dtype")), copy=False) for side in "ab"
+    ]
+    # A sink with `tensors: list` stores float64 as float32.
+    dtypes = [
+        "float32" if dtype == "float64" and array.dtype == np.float32 else dtype
+        for array, dtype in zip(arrays, (row["dtype_a"], row["dtype_b"]), strict=True)
+    ]
+    return tensor_errors(arrays[0], arrays[1], (dtypes[0], dtypes[1]))
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return the differences of several tensors of one location."""
+    total = {name: one[name] + other[name] for name in ("tensors", "elements", "ulp")}
+    extreme = {name: np.fmax(one[name], other[name]) for name in ("l2", "max_abs", "max_rel")}
+    return {**one, **total, **extreme, "cosine": np.fmin(one["cosine"], other["cosine"])}

@@ -1,0 +1,264 @@
+"""The differences between two runs, and their summary as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import pandas as pd
+
+from ..rules.step_rows import location_name
+from ..spec.schedule import STEP_PHASES
+from .recorded_differences import FirstDifference
+from .tensor_errors import ULP_BINS
+
+JUMP = 10.0  # ratio of a difference to the largest one before it from which it is a jump
+MOST_LISTED = 8  # settings and unmatched layers that are listed
+
+
+@dataclass(frozen=True)
+class Diff:
+    """The differences between two runs. `print` shows a summary.
+
+    Attributes:
+        paths: The folders of the two runs.
+        infos: The content of the run.json of each run.
+        dtypes: The precision of each run, such as `bfloat16`.
+        tolerance: The relative difference above which tensors differ.
+        settings: The settings, versions and devices that differ, as pairs of texts by key.
+        common_steps: The steps that both runs recorded: the first, the last, and their number.
+        first: The first difference above the tolerance; None without one.
+        cause: Why the first difference says nothing about its layer: `seed` if the seeds differ, `batches` if the samples
+            of its step differ; otherwise empty.
+        layers: One row per location that both runs recorded, in the order of execution in the first run:
+
+            - `phase`, `hook`, `kind`, `role`, `layer`, `path`, `module_type`: the location
+            - `hook_b`, `layer_b`: the names in the other run
+            - `rows`: the number of compared rows of statistics
+            - `first_step`: the first step with a difference above the tolerance
+            - `difference`, `step`: the largest relative difference of those that decide, and its step
+            - one column for each of `statistics`: its largest relative difference
+
+        statistics: The statistics that both runs recorded.
+        steps: The largest relative difference of each location (rows, as in `layers`) at each step (columns). If there are
+            more than 200 steps, a column is a group of steps, named after the first one.
+        tensors: One row per location with recorded tensors; the index is that of `layers`:
+
+            - `tensors`, `elements`: the numbers of compared tensors and of their elements
+            - `dtype_a`, `dtype_b`: the dtypes
+            - `l2`: the largest relative difference, |a - b| / max(|a|, |b|) with L2 norms
+            - `cosine`: the smallest cosine of the angle between the tensors
+            - `max_abs`, `max_rel`: the largest |a_i - b_i|, and the largest |a_i - b_i| / max(|a_i|, |b_i|)
+            - `ulp`: the number of elements by distance in units in the last place of the coarser dtype, in the 13 bins
+              0, 1, 2, 3-4, 5-8, ..., 513-1024, > 1024
+
+        metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`.
+        unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
+        unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have.
+        suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
+    """
+
+    paths: tuple[Path, Path]
+    infos: tuple[Mapping[str, Any], Mapping[str, Any]]
+    dtypes: tuple[str, str]
+    tolerance: float
+    settings: Mapping[str, tuple[str, str]]
+    common_steps: tuple[int, int, int]
+    first: FirstDifference | None
+    cause: Literal["", "seed", "batches"]
+    layers: pd.DataFrame
+    statistics: tuple[str, ...]
+    steps: pd.DataFrame
+    tensors: pd.DataFrame
+    metrics: pd.DataFrame
+    unmatched: pd.DataFrame
+    unmatched_rows: tuple[int, int]
+    suggestion: tuple[str, str] | None
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all compared numbers are equal."""
+        numbers = (self.layers[[*self.statistics]], self.steps, self.metrics[["difference"]])
+        return not any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
+
+    def only(self, locations: pd.Index) -> Diff:
+        """Return the differences of some rows of `layers`."""
+        place = {old: new for new, old in enumerate(locations)}
+        tensors = self.tensors[self.tensors.index.isin(locations)]
+        return replace(
+            self,
+            layers=self.layers.loc[locations].reset_index(drop=True),
+            steps=self.steps.loc[locations].reset_index(drop=True),
+            tensors=tensors.rename(index=place),
+            first=None if self.first is None else replace(self.first, location=place[self.first.location]),
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(summary(self))
+
+    __repr__ = __str__
+
+
+def summary(diff: Diff) -> list[str]:
+    """Return the summary: the two runs, what was compared, the verdict, and what was not compared."""
+    return [
+        *_runs(diff),
+        *_settings(diff),
+        "",
+        *_compared(diff),
+        "",
+        *verdict(diff),
+        *_metrics(diff),
+        *_unmatched(diff),
+    ]
+
+
+def verdict(diff: Diff) -> Iterator[str]:
+    """Yield the result of the comparison, and how to read it. Lines after the first one are indented."""
+    first = diff.first
+    if diff.is_identical:
+        yield "IDENTICAL: all compared numbers are equal"
+    elif first is None:
+        largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
+        yield f"WITHIN THE TOLERANCE: the largest relative difference is {largest['difference']:.2g}"
+        yield f"  at {place(largest)}, step {largest['step']}"
+    elif diff.cause:
+        yield f"DIFFERENT from {_step(first)} on, and no layer is the reason:"
+        seeds = [info["seed"] for info in diff.infos]
+        yield from (f"  {line.format(*seeds)}" for line in _REASONS[diff.cause])
+    else:
+        yield f"DIFFERENT: the first difference is at {_step(first)}, {place(records(diff.layers)[first.location], first.call)}"
+        yield f"  {_numbers(first)}"
+        yield from (f"  {line}" for line in _before(first))
+
+
+_REASONS = {
+    "seed": (
+        "The seeds are {} and {}, so the initial weights and the batches differ.",
+        "Repeat one of the runs with the seed of the other one.",
+    ),
+    "batches": (
+        "The batches of this step consist of different samples.",
+        "Repeat one of the runs with the data and the order of the other one.",
+    ),
+}
+
+
+def _numbers(first: FirstDifference) -> str:
+    difference = f"relative difference {first.difference:.2g}"
+    if math.isnan(first.a) and math.isnan(first.b):
+        return f"element by element: {difference}"
+    return f"{first.statistic} {first.a:.6g} and {first.b:.6g}: {difference}"
+
+
+def _before(first: FirstDifference) -> Iterator[str]:
+    if first.location == 0 and first.before == 0.0:
+        yield "It is the first tensor that both runs recorded, so the weights or the batches may differ too. To exclude them,"
+        yield "record the inputs (kind: forward_pre) and the parameters (kind: step_pre, role: param)."
+    elif first.before == 0.0:
+        yield "All tensors before it are equal."
+    elif (ratio := first.difference / first.before) >= JUMP:
+        yield f"It is a jump: {ratio:,.0f} times the largest difference before it, {first.before:.2g}."
+    else:
+        yield f"It is no jump: the largest difference before it is {first.before:.2g}. Rounding errors grow from layer to layer"
+        yield "and from step to step."
+
+
+def place(row: Mapping[str, Any], call: int = 0) -> str:
+    """Return a row of `Diff.layers` as text, such as `encoder.1 (ReLU), forward output`."""
+    layer, tensor = place_cells(row)
+    return f"{layer} ({row['module_type']}), {tensor}" + (f", call {call}" if call else "")
+
+
+def place_cells(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the layer of a row of `Diff.layers`, with its name in the other run, and what was recorded of it."""
+    name = location_name(row["layer"], row["path"], row["kind"])
+    other = location_name(row["layer_b"], row["path"], row["kind"])
+    phase = "" if row["phase"] in STEP_PHASES else f" ({row['phase']})"
+    return name if name == other else f"{name} = {other}", f"{row['kind']} {row['role']}{phase}"
+
+
+def records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows of a table as dictionaries."""
+    return cast("list[dict[str, Any]]", table.to_dict("records"))
+
+
+def number_text(value: Any) -> str:
+    """Return a number of a table with two digits; empty for a missing value."""
+    if pd.isna(value):
+        return ""
+    return f"{value:,}" if isinstance(value, int | np.integer) else "0" if value == 0.0 else f"{value:.2g}"
+
+
+def ulp_text(counts: Sequence[int]) -> str:
+    """Return a histogram of distances as text, such as `0: 81%, 1: 19%`; empty without elements."""
+    total = sum(counts)
+    return ", ".join(
+        f"{name}: {_percent(count / total)}" for name, count in zip(ULP_BINS, counts, strict=True) if count
+    )
+
+
+def _percent(fraction: float) -> str:
+    return (
+        f"{fraction:.0%}"
+        if 0.01 <= fraction <= 0.99 or fraction == 1.0
+        else f"{fraction:.1%}"
+        if fraction > 0.001
+        else "<0.1%"
+    )
+
+
+def _step(first: FirstDifference) -> str:
+    return f"step {first.step}" + ("" if first.phase in STEP_PHASES else f" ({first.phase})")
+
+
+def _runs(diff: Diff) -> Iterator[str]:
+    for name, path, info, dtype in zip("AB", diff.paths, diff.infos, diff.dtypes, strict=True):
+        version = (info.get("versions") or {}).get("torch")
+        facts = [info["status"], f"seed {info['seed']}", dtype, info.get("device"), version and f"torch {version}"]
+        yield f"{name}  {path}  ({', '.join(str(fact) for fact in facts if fact)})"
+
+
+def _settings(diff: Diff) -> Iterator[str]:
+    if diff.settings:
+        yield "settings that differ:"
+    width = max(map(len, diff.settings), default=0)
+    for key, (one, other) in list(diff.settings.items())[:MOST_LISTED]:
+        yield f"  {key:<{width}}  {one} | {other}"
+    if len(diff.settings) > MOST_LISTED:
+        yield f"  ... ({len(diff.settings)} in all)"
+
+
+def _compared(diff: Diff) -> Iterator[str]:
+    first, last, count = diff.common_steps
+    rows = diff.layers["rows"].sum()
+    tensors = f" and {diff.tensors['tensors'].sum():,} complete tensors" if len(diff.tensors) else ""
+    when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
+    yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
+    yield f"tolerance: {diff.tolerance:.2g}"
+
+
+def _metrics(diff: Diff) -> Iterator[str]:
+    losses = diff.metrics[(diff.metrics["metric"] == "loss") & (diff.metrics["difference"] > diff.tolerance)]
+    for row in records(losses.sort_values("step").head(1)):
+        yield f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
+
+
+def _unmatched(diff: Diff) -> Iterator[str]:
+    for name in "ab":
+        rows = diff.unmatched[diff.unmatched["run"] == name]
+        if rows.empty:
+            continue
+        places = [location_name(*each) for each in rows[["layer", "path", "kind"]].itertuples(index=False)]
+        listed = ", ".join(list(dict.fromkeys(places))[:MOST_LISTED])
+        more = f", ... ({len(rows):,} in all)" if len(rows) > MOST_LISTED else ""
+        yield f"only in {name.upper()}: {listed}{more}"
+    if diff.suggestion is not None:
+        yield f"  rename {'='.join(diff.suggestion)} would match more layers"
+    for name, count in zip("AB", diff.unmatched_rows, strict=True):
+        if count:
+            yield f"rows only in {name} at common locations: {count:,} (another number of calls, ranks or micro-steps)"

@@ -1,0 +1,103 @@
+"""Relative differences of the statistics of matched tensors.
+
+The difference of a statistic is divided by the size of the tensor, so that a mean near zero is no special case. Let
+rms be the root mean square of a tensor, and d = rms(a - b) / rms(a) the relative difference of two tensors. Then
+
+    |mean(a) - mean(b)|, |std(a) - std(b)|, |rms(a) - rms(b)| <= rms(a - b)
+
+by the Cauchy-Schwarz and the triangle inequality. So each of these differences, divided by the rms, is a lower bound of
+d: if it exceeds a tolerance, the tensors differ by more than that. Extremes, l1 and ratios have no such bound, and
+fractions jump if a single element is rounded across zero. These statistics do not decide whether tensors differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from ..spec.statistics import COUNTS, statistic_of
+
+BOUNDS = ("mean", "std", "rms", "l2")
+"""The statistics whose relative difference is a lower bound of that of the tensors."""
+_FRACTIONS = ("fraction", "units")
+
+
+def relative_differences(
+    rows: pd.DataFrame, names: Sequence[str], floors: pd.Series | None, floor: float
+) -> pd.DataFrame:
+    """Return the relative difference of each statistic.
+
+    It is |a - b| / max(size(a), size(b)). The size is the rms for `mean` and `std`, `abs_max` for `min` and `max`, and
+    the statistic itself for the others. Fractions are not divided.
+
+    Args:
+        rows: Matched rows, with the columns of both runs.
+        names: The statistics.
+        floors: For each row, the number of the group whose largest size limits the size of each member from below; -1
+            for no group. None if no row has a group.
+        floor: The limit, relative to the largest size of the group.
+
+    Returns:
+        One column per statistic; NaN if one of the runs has no value.
+    """
+    found = {}
+    for name in names:
+        a, b = (_values(rows, name, side) for side in "ab")
+        gap = np.abs(a - b)
+        if statistic_of(name).unit in _FRACTIONS:
+            found[name] = gap
+            continue
+        size = np.fmax(_sizes(rows, names, name, "a"), _sizes(rows, names, name, "b"))
+        if floors is not None:
+            largest = pd.Series(size, rows.index).groupby(floors).transform("max").to_numpy()
+            size = np.where(floors >= 0, np.fmax(size, floor * largest), size)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found[name] = np.where(gap == 0.0, 0.0, gap / size)
+    return pd.DataFrame(found, index=rows.index)
+
+
+def decisive(differences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Return the difference that decides about each row, and its statistic.
+
+    It is the largest one of the statistics that are lower bounds and of the counts. Rows without such bounds are
+    decided by all statistics except fractions.
+
+    Returns:
+        The differences, float64, shape [rows], 0 for rows without any value; and the indices of their columns.
+    """
+    names = [str(name) for name in differences]
+    values = differences.to_numpy(np.float64)
+    is_bound = np.array([name in BOUNDS for name in names])
+    is_count = np.array([name in COUNTS for name in names])
+    is_other = np.array([statistic_of(name).unit not in _FRACTIONS for name in names])
+    has_bounds = ~np.isnan(values[:, is_bound]).all(axis=1, keepdims=True)
+    counted = np.where(has_bounds, is_bound | is_count, is_other) & ~np.isnan(values)
+    deciding = np.where(counted, values, -1.0)
+    largest = deciding.argmax(axis=1)
+    return np.maximum(deciding[np.arange(len(values)), largest], 0.0), largest
+
+
+def _values(rows: pd.DataFrame, name: str, side: str) -> np.ndarray:
+    values: np.ndarray = rows[f"{name}_{side}"].to_numpy(np.float64, na_value=np.nan)
+    return values
+
+
+def _sizes(rows: pd.DataFrame, names: Sequence[str], name: str, side: str) -> np.ndarray:
+    """Return the size of each tensor of a run, to which a statistic is compared.
+
+    Without a recorded rms, it is computed from the mean and the standard deviation, or it is `abs_max`, which is larger.
+    """
+    own: np.ndarray = np.abs(_values(rows, name, side))
+    sizes = []
+    if name in ("mean", "std"):
+        sizes = [_values(rows, "rms", side)] if "rms" in names else []
+        sizes += (
+            [np.hypot(_values(rows, "mean", side), _values(rows, "std", side))] if {"mean", "std"} <= {*names} else []
+        )
+    if name in ("mean", "std", "min", "max") and "abs_max" in names:
+        sizes.append(_values(rows, "abs_max", side))
+    for size in sizes[::-1]:
+        own = np.where(np.isnan(size), own, size)
+    return own

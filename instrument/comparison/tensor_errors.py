@@ -1,0 +1,93 @@
+"""Differences between two tensors, element by element."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .precision import PRECISIONS, coarsest
+
+_Array = np.ndarray[Any, Any]
+ULP_BINS = ("0", "1", "2", *(f"{2**k + 1}-{2 ** (k + 1)}" for k in range(1, 10)), "> 1024")
+"""The bins of the histogram of distances, in units in the last place."""
+_BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16}
+
+
+class TensorErrors(NamedTuple):
+    """The differences between two tensors a and b of the same shape.
+
+    Attributes:
+        l2: The relative error |a - b| / max(|a|, |b|) with L2 norms; infinite if other elements are not finite.
+        cosine: The cosine of the angle between a and b; 1 if both are zero, 0 if one of them is.
+        max_abs: The largest |a_i - b_i|.
+        max_rel: The largest |a_i - b_i| / max(|a_i|, |b_i|), from 0 to 2.
+        ulp: The number of elements whose distance is in each bin of `ULP_BINS`, in units in the last place of the
+            coarser type; int64, shape [13]. Zeros for types that are not floating-point types of 16 to 64 bits.
+    """
+
+    l2: float
+    cosine: float
+    max_abs: float
+    max_rel: float
+    ulp: _Array
+
+
+def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> TensorErrors:
+    """Compare two tensors.
+
+    Args:
+        one: The elements of one tensor, in any shape.
+        other: The elements of the other tensor, in the same shape.
+        dtypes: The dtypes of the tensors in PyTorch.
+    """
+    a, b = _real(one), _real(other)
+    finite = np.isfinite(a) & np.isfinite(b)
+    same = finite.all() or np.array_equal(a[~finite], b[~finite], equal_nan=True)
+    x, y = a[finite].astype(np.float64), b[finite].astype(np.float64)
+    gap = np.abs(x - y)
+    sizes = np.linalg.norm(x), np.linalg.norm(y)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(gap > 0, gap / np.maximum(np.abs(x), np.abs(y)), 0.0)
+    both_zero = float(max(sizes) == 0.0)
+    cosine = float(np.clip(x / sizes[0] @ (y / sizes[1]), -1.0, 1.0)) if min(sizes) else both_zero
+    l2 = float(np.linalg.norm(gap) / max(sizes)) if max(sizes) else 0.0
+    return TensorErrors(
+        l2 if same else np.inf,
+        cosine,
+        float(gap.max(initial=0.0)) if same else np.inf,
+        float(relative.max(initial=0.0)),
+        _ulp_histogram(a[finite], b[finite], dtypes),
+    )
+
+
+def _real(values: _Array) -> _Array:
+    """Return the elements as a flat array of real numbers; complex numbers are pairs."""
+    flat = np.ascontiguousarray(values).reshape(-1)
+    return flat.view(flat.real.dtype) if np.iscomplexobj(flat) else flat.astype(np.float64, copy=False)
+
+
+def _ulp_histogram(a: _Array, b: _Array, dtypes: tuple[str, str]) -> _Array:
+    counts = np.zeros(len(ULP_BINS), np.int64)
+    if not all(name in PRECISIONS for name in dtypes):
+        return counts
+    dtype = coarsest([PRECISIONS[name] for name in dtypes]).dtype
+    (size_a, negative_a), (size_b, negative_b) = _patterns(a, dtype), _patterns(b, dtype)
+    between = np.where(size_a > size_b, size_a - size_b, size_b - size_a)
+    distance = np.where(negative_a == negative_b, between, size_a + size_b)  # -0 and +0 are one number
+    bins = np.searchsorted([0, 1, *(2**k for k in range(1, 11))], distance, side="left")
+    counts += np.bincount(bins, minlength=len(ULP_BINS))
+    return counts
+
+
+def _patterns(values: _Array, dtype: str) -> tuple[_Array, _Array]:
+    """Return the bits of rounded values without the sign, which number the values of a type, and whether each is negative."""
+    bits = _BITS[dtype]
+    if dtype == "bfloat16":
+        wide = values.astype(np.float32).view(np.uint32)
+        pattern = (wide + 0x7FFF + (wide >> 16 & 1)) >> 16  # round to nearest, ties to even
+    else:
+        with np.errstate(over="ignore"):
+            pattern = values.astype(f"f{bits // 8}").view(f"u{bits // 8}")
+    pattern = pattern.astype(np.uint64)
+    return pattern & np.uint64((1 << bits - 1) - 1), pattern >> np.uint64(bits - 1) > 0

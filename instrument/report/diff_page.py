@@ -1,0 +1,67 @@
+"""Texts, tables and the picture of the page of a comparison of two runs."""
+
+from __future__ import annotations
+
+import base64
+from io import BytesIO
+from typing import Any
+
+import pandas as pd
+
+from ..comparison.result import Diff, number_text, place_cells, records, summary, ulp_text
+from ..plot.diff import diff as plot_diff
+
+DPI = 110
+MOST_PICTURED = 400  # locations; a longer chart is not readable
+TENSOR_COLUMNS = ("tensors", "elements", "l2", "cosine", "max_abs", "max_rel")
+
+
+def content(difference: Diff) -> dict[str, Any]:
+    """Return the values of the template."""
+    layers = difference.layers
+    columns = ("difference", "step", "first_step", *difference.statistics)
+    rows = records(layers)
+    return {
+        "title": " and ".join(path.name for path in difference.paths),
+        "path": " and ".join(map(str, difference.paths)),
+        "summary": "\n".join(summary(difference)),
+        "statistics": difference.statistics,
+        "rows": [
+            {
+                "cells": place_cells(row),
+                "numbers": [number_text(row[name]) for name in columns],
+                "above": row["difference"] > difference.tolerance,
+            }
+            for row in rows
+        ],
+        "tensor_columns": TENSOR_COLUMNS,
+        "tensors": [
+            {
+                "cells": place_cells(rows[row["location"]]),
+                "numbers": [number_text(row[name]) for name in TENSOR_COLUMNS],
+                "ulp": ulp_text(row["ulp"]),
+            }
+            for row in records(difference.tensors.reset_index())
+        ],
+        "unmatched": [
+            {
+                "run": row["run"].upper(),
+                "cells": place_cells(row | {"layer_b": row["layer"]}),
+                "type": row["module_type"],
+            }
+            for row in records(difference.unmatched)
+        ],
+        "picture": _picture(difference),
+    }
+
+
+def _picture(difference: Diff) -> str:
+    """Return the chart as base64; of many locations, those with the largest differences."""
+    largest = difference.layers["difference"].fillna(0.0).nlargest(MOST_PICTURED).index
+    shown = pd.Index(difference.layers.index[difference.layers.index.isin(largest)])
+    first = difference.first
+    if first is not None and first.location not in shown:
+        shown = shown.append(pd.Index([first.location])).sort_values()
+    file = BytesIO()
+    plot_diff(difference.only(shown)).savefig(file, format="png", dpi=DPI)
+    return base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,91 @@
+"""`python -m instrument.diff A B`: output, options and exit codes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_folders import write_run
+
+import instrument.diff as diff_command
+from instrument.diff import main
+
+
+def run(folder: Path, rms: float = 1.0, layers: int = 2) -> str:
+    rows = [
+        {"layer": f"layers.{layer}", "mean": 0.1, "std": 1.0, "rms": rms if layer else 1.0, "step": step}
+        for step in (0, 1)
+        for layer in range(layers)
+    ]
+    tensor = {"layer": "layers.1", "hook": "kept", "dtype": "float32", "shape": [2], "source_shape": [2]}
+    tables = {"stats": rows, "tensors": [{**tensor, "values": [1.0, rms]}]}
+    return str(write_run(folder, rows=tables))
+
+
+def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "pages" / "diff.html"
+    assert main([run(tmp_path / "a"), run(tmp_path / "b", 1.1), "--html", str(page)]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT: the first difference is at step 0, layers.1 (Linear), forward output" in out
+    assert "rms 1 and 1.1: relative difference 0.091" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["layers.0", "forward", "output", "0", "0", "0", "0", "0"] in lines
+    assert ["layers.1", "forward", "output", "0.091", "0", "0", "0", "0", "0.091"] in lines
+    assert "0: 50%, > 1024: 50%" in out
+    assert f"{page}  (" in out
+    assert "DIFFERENT" in page.read_text()
+
+
+def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = run(tmp_path / "a"), run(tmp_path / "b", 1.1)
+    assert main([one, run(tmp_path / "same")]) == 0
+    assert "IDENTICAL" in capsys.readouterr().out
+    assert main([one, other, "--tolerance", "0.2"]) == 0
+    assert "WITHIN THE TOLERANCE: the largest relative difference is 0.091" in capsys.readouterr().out
+
+
+def test_many_layers_are_listed_if_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([run(tmp_path / "a", layers=60), run(tmp_path / "b", 1.1, layers=60), "--steps", "0:1"]) == 1
+    out = capsys.readouterr().out
+    assert "layers.39" in out
+    assert "layers.0 " not in out.partition("differs from step")[2]
+    assert "... and 21 more: --html FILE shows all" in out
+    assert "at 61 locations, step 0\n" in out
+    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "layers.39" in out
+    assert "... and 21 more: --html FILE shows all" in out
+
+
+def test_table_fits_a_narrow_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff_command, "PIPE_WIDTH", 72)
+    main([run(tmp_path / "a"), run(tmp_path / "b", 1.1)])
+    table = capsys.readouterr().out.partition("in the order of execution:\n")[2].partition("\n\n")[0]
+    names, *rows = table.splitlines()
+    assert names.endswith("difference  at step  differs from step  mean")
+    assert [line.split()[0] for line in rows] == ["layers.0", "layers.1", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rename", "layers"], "--rename: must be OLD=NEW"),
+        (["--rename", "layer=x"], "rename layer=x: matches no recorded layer of A"),
+        (["--tolerance", "-1"], "tolerance: must be a number of at least 0"),
+        (["--steps", "5"], "--steps: must be a range such as 0:100"),
+        (["--steps", "7:9"], "no tensor was recorded"),
+        (["--html", "/dev/null/diff.html"], "/dev/null"),
+    ],
+)
+def test_invalid_arguments_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([run(tmp_path / "a"), run(tmp_path / "b"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([run(tmp_path / "a"), str(tmp_path / "missing")]) == 2
+    assert "folder not found" in capsys.readouterr().err
