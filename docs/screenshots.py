@@ -1,10 +1,10 @@
-"""Create the pictures in docs/images: screenshots of reports, and figures of the guides.
+"""Create the pictures in docs/images: screenshots of reports, and figures of the guides and the gallery.
 
-The script repeats the runs of docs/report.md and opens their reports, and runs the code of the guides in FIGURES.
+The script repeats the runs of docs/report.md and opens their reports, and runs the code of the pages in FIGURES.
 
     python docs/screenshots.py
 
-It requires Chromium (Debian: chromium) and takes about two minutes.
+It requires Chromium (Debian: chromium) and takes about four minutes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,28 @@ from playwright.sync_api import Browser, sync_playwright
 import instrument.report
 
 IMAGES = Path(__file__).parent / "images"
-GUIDES = Path(__file__).parent / "guides"
-# The figures that the code of each guide saves. A guide may use the runs of the guides before it.
+DOCS = Path(__file__).parent
+# The figures that the code of each page saves. A page may use the runs of the pages before it.
 FIGURES = {
-    "attention": ("attention", "positions", "lens"),
-    "induction": ("induction-attention", "induction-ablation", "induction-training"),
-    "causal_tracing": ("causal-tracing",),
-    "linear_steering": ("linear-steering",),
-    "examples": ("feature-maps", "gradient-maps", "gradient-change", "cam", "grad-cam"),
-    "replay": ("replay",),
-    "diff": ("diff",),
+    "guides/attention": ("attention", "positions", "lens"),
+    "guides/induction": ("induction-attention", "induction-ablation", "induction-training"),
+    "guides/causal_tracing": ("causal-tracing",),
+    "guides/linear_steering": ("linear-steering",),
+    "guides/examples": ("feature-maps", "gradient-maps", "gradient-change", "cam", "grad-cam"),
+    "guides/replay": ("replay",),
+    "guides/diff": ("diff",),
+    "gallery/glorot_init": ("glorot-init-std", "glorot-init-histograms"),
+    "gallery/he_init": ("he-init",),
+    "gallery/batch_norm": ("batch-norm-inputs", "batch-norm-gradients", "batch-norm-noise"),
+    "gallery/leaky_relu": ("leaky-relu",),
+    "gallery/recurrent_gradients": ("recurrent-gradients", "recurrent-clipping"),
+    "gallery/adam_update": ("adam-update",),
+    "gallery/residual_stream": ("residual-stream",),
+    "gallery/random_labels": ("random-labels-accuracy", "random-labels-gradients"),
+    "gallery/lottery_ticket": ("lottery-ticket",),
+    "gallery/neural_collapse": ("neural-collapse",),
+    "gallery/noise_scale": ("noise-scale",),
+    "gallery/gradient_tails": ("gradient-tails",),
 }
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"# ([\w-]+\.py)$", re.M)
@@ -114,10 +126,10 @@ def take_screenshot(browser: Browser, shot: Shot, folder: Path) -> Image.Image:
 
 
 def make_figures(folder: Path) -> None:
-    """Run the commands and the Python code of the guides in a folder, and copy their figures."""
-    for guide, names in FIGURES.items():
+    """Run the commands and the Python code of the pages in a folder, and copy their figures."""
+    for page, names in FIGURES.items():
         namespace: dict[str, object] = {}
-        for language, text in BLOCK.findall((GUIDES / f"{guide}.md").read_text(encoding="utf-8")):
+        for language, text in BLOCK.findall((DOCS / f"{page}.md").read_text(encoding="utf-8")):
             if language == "sh":
                 command = re.sub("^python", shlex.quote(sys.executable), text, flags=re.M)
                 subprocess.run(command, shell=True, check=True, cwd=folder)
@@ -128,7 +140,8 @@ def make_figures(folder: Path) -> None:
             with contextlib.chdir(folder), contextlib.redirect_stdout(None):
                 exec(text, namespace)
         for name in names:
-            Image.open(folder / f"{name}.png").convert("RGB").save(IMAGES / f"guide-{name}.png", optimize=True)
+            prefix = page.partition("/")[0].removesuffix("s")
+            Image.open(folder / f"{name}.png").convert("RGB").save(IMAGES / f"{prefix}-{name}.png", optimize=True)
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ DOCS = REPOSITORY / "docs"
 PAGES = [
     *(DOCS / f"{name}.md" for name in ("index", "start", "concepts", "hooks")),
     *sorted((DOCS / "guides").glob("*.md")),
+    *sorted((DOCS / "gallery").glob("*.md")),
 ]
 # These pages use the model that the first one trains.
 SERIES = [DOCS / "guides" / f"{name}.md" for name in ("induction", "causal_tracing", "linear_steering")]

@@ -104,7 +104,7 @@ def cifar10(split: str, root: str, download: bool = True) -> Images:
     return Images(torch.from_numpy(dataset.data).permute(0, 3, 1, 2), torch.tensor(dataset.targets), CIFAR10_STATS)
 
 
-def digits(split: str, size: int = 8) -> Images:
+def digits(split: str, size: int = 8, random_labels: float = 0.0, seed: int = 0) -> Images:
     """Load the handwritten digits of scikit-learn: 1,437 training and 360 test images, float32 [1, size, size].
 
     The dataset is part of scikit-learn and needs no download. The last 360 images are the test split. They are from
@@ -113,18 +113,28 @@ def digits(split: str, size: int = 8) -> Images:
     Args:
         split: `train` or `test`.
         size: Height and width in pixels. The original size is 8; other sizes are interpolated bilinearly. Default: 8.
+        random_labels: The probability with which a training image gets a random class instead of its own, as in Zhang et
+            al. 2017, "Understanding deep learning requires rethinking generalization". Default: 0.
+        seed: The seed of the random classes. Default: 0.
 
     Raises:
         DatasetMissingError: scikit-learn is not installed.
+        ValueError: `random_labels` is not a probability.
     """
+    if not 0 <= random_labels <= 1:
+        raise ValueError(f"random_labels must be from 0 to 1, got {random_labels}")
     table = _digits_table()
     images = table[:, :-1].float().div(16).view(-1, 1, 8, 8)
     targets = table[:, -1]
     split_slice = slice(0, 1437) if split == "train" else slice(1437, None)
-    images = images[split_slice]
+    images, targets = images[split_slice], targets[split_slice]
     if size != 8:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    return Images(images, targets[split_slice], DIGITS_STATS)
+    if split == "train":
+        generator = torch.Generator().manual_seed(seed)
+        is_random = torch.rand(len(targets), generator=generator) < random_labels
+        targets = torch.where(is_random, torch.randint(10, (len(targets),), generator=generator), targets)
+    return Images(images, targets, DIGITS_STATS)
 
 
 def random_tensors(

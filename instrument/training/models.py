@@ -136,6 +136,32 @@ class LeNet(nn.Module):
         return self.classifier(torch.flatten(maps, 1))  # type: ignore[no-any-return]
 
 
+class RNN(nn.Module):
+    """A recurrent network with tanh and a linear classifier of its last hidden state.
+
+    `cell` is called once for each time step, so that hooks on it see each step: the column `call` is the time.
+
+    Args:
+        inputs: The number of features of a time step. Default: 8, a row of an image of 8x8 pixels.
+        hidden: The number of features of the hidden state. Default: 64.
+        classes: The number of classes. Default: 10.
+    """
+
+    def __init__(self, inputs: int = 8, hidden: int = 64, classes: int = 10) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.cell = nn.RNNCell(inputs, hidden)
+        self.classifier = nn.Linear(hidden, classes)
+
+    def forward(self, sequences: Tensor) -> Tensor:
+        """Map sequences [N, ...], read as [N, T, inputs], to logits [N, classes]."""
+        steps = sequences.flatten(1).unflatten(1, (-1, self.inputs)).unbind(1)  # T tensors [N, inputs]
+        hidden = self.cell(steps[0])  # the first state is zero
+        for step in steps[1:]:
+            hidden = self.cell(step, hidden)
+        return self.classifier(hidden)  # type: ignore[no-any-return]
+
+
 class Autoencoder(nn.Module):
     """A dense encoder and a dense decoder with mirrored sizes. The output has the shape of the input.
 

@@ -104,7 +104,8 @@ def test_every_option_composes_with_every_experiment(group: str, experiment: str
     for option in options(group):
         # The experiments set `steps`; `epochs` requires `steps` to be null. Some hooks require an optimizer step, which the
         # mode of some experiments does not have.
-        more = ["train.steps=null"] if option == "epochs" else ["mode=train"] if group == "hooks" else []
+        training = ["mode=train", "forward.grad=false"]
+        more = ["train.steps=null"] if option == "epochs" else training if group == "hooks" else []
         assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
 
 

@@ -31,6 +31,17 @@ def test_digits_equal_scikit_learn() -> None:
     assert (len(train), len(test)) == (1437, 360)
 
 
+def test_digits_have_random_labels_with_a_probability() -> None:
+    true, half, other = digits("train"), digits("train", random_labels=0.5), digits("train", random_labels=0.5, seed=1)
+    assert torch.equal(half.images, true.images)
+    changed = sum(a != b for a, b in zip(true.targets, half.targets, strict=True)) / len(true)
+    assert changed == pytest.approx(0.45, abs=0.04)  # a random class is the true one in a tenth of the cases
+    assert digits("train", random_labels=0.5).targets == half.targets != other.targets
+    assert digits("test", random_labels=1.0).targets == digits("test").targets
+    with pytest.raises(ValueError, match=r"random_labels must be from 0 to 1, got 1\.5"):
+        digits("train", random_labels=1.5)
+
+
 def test_english_has_the_descriptions_of_scikit_learn() -> None:
     from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 

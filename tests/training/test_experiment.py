@@ -78,6 +78,7 @@ def trained(experiment: Experiment) -> MemorySink:
         ),
         ({"_target_": "instrument.training.models.LeNet"}, (1, 28, 28)),
         ({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]}, (1, 8, 8)),
+        ({"_target_": "instrument.training.models.RNN"}, (1, 8, 8)),
         ({"_target_": "instrument.training.models.MnistCNN", "encoder": [4, 8, 8], "decoder": [16, 12]}, (1, 28, 28)),
         ({"_target_": f"{__name__}.Lazy"}, (3, 12, 12)),
     ],

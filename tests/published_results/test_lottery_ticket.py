@@ -1,0 +1,64 @@
+"""Frankle & Carbin 2019: lottery tickets. The experiment of docs/gallery/lottery_ticket.md, with several seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from conftest import run_in
+
+import instrument
+
+pytestmark = pytest.mark.slow
+
+ROUND = "apply.ticket.fn.round"
+SEEDS = (0, 1, 2)
+SPARSE = (3, 4, 5)  # 12.5%, 6.3% and 3.1% of the weights
+
+
+def evaluations(folder: Path, rounds: str, seed: int, name: str) -> pd.DataFrame:
+    """Run the rounds of a seed, and return the evaluations by round and step."""
+    sweep = f"hydra.sweep.dir=runs/{name}"
+    answer = run_in(folder, "-m", "+exp=lottery_ticket", f"{ROUND}={rounds}", f"seed={seed}", sweep, "quiet=true")
+    assert answer.code == 0, answer.err
+    metrics = instrument.load(folder / f"runs/{name}").metrics.query("phase == 'eval'")
+    return metrics.set_index([ROUND, "step"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The evaluations of tickets and of the same masks with other initial weights: means over the seeds."""
+    tickets, others = [], []
+    for seed in SEEDS:
+        folder = tmp_path_factory.mktemp(f"seed_{seed}")
+        tickets.append(evaluations(folder, "0,1,2,3,4,5", seed, "lottery_ticket"))
+        others.append(evaluations(folder, "1,2,3,4,5", seed + 10, "other_weights"))
+    columns = ["loss", "accuracy"]
+    means = [pd.concat(frames)[columns].groupby(level=[0, 1]).mean() for frames in (tickets, others)]
+    return means[0], means[1]
+
+
+def test_ticket_with_a_quarter_of_the_weights_is_as_accurate_as_the_dense_network(
+    trained: tuple[pd.DataFrame, pd.DataFrame],
+) -> None:
+    tickets, _ = trained
+    accuracy = tickets["accuracy"]
+    assert accuracy[2, 300] > accuracy[0, 300] - 0.015
+    assert accuracy[1, 300] > accuracy[0, 300] - 0.01
+
+
+def test_tickets_learn_faster_than_the_dense_network(trained: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    tickets, _ = trained
+    loss = tickets["loss"]
+    assert loss[1, 30] < loss[0, 30]
+    assert loss[2, 30] < loss[0, 30]
+
+
+def test_other_initial_weights_learn_slower_and_are_less_accurate(trained: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    tickets, others = trained
+    for index in SPARSE:
+        assert tickets["accuracy"][index, 50] > others["accuracy"][index, 50] + 0.05
+        assert tickets["loss"][index, 300] < others["loss"][index, 300]
+    final = tickets["accuracy"][:, 300] - others["accuracy"][:, 300]
+    assert final[list(SPARSE)].mean() > 0.005

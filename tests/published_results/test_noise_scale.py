@@ -1,0 +1,65 @@
+"""McCandlish et al. 2018: the gradient noise scale. The experiment of docs/gallery/noise_scale.md, with several seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import run_in
+
+import instrument
+from instrument.analysis.load import Run
+
+pytestmark = pytest.mark.slow
+
+EXPERIMENT = ("+exp=noise_scale", "quiet=true")
+SMALL, MICRO_BATCHES = 32, 16
+LARGE = SMALL * MICRO_BATCHES
+SEEDS = (0, 1, 2)
+
+
+def run(folder: Path, name: str, *arguments: str) -> Run:
+    answer = run_in(folder, *EXPERIMENT, *arguments, f"hydra.run.dir=runs/{name}")
+    assert answer.code == 0, answer.err
+    return instrument.load(folder / "runs" / name)
+
+
+def estimates(run: Run) -> pd.DataFrame:
+    """Return the estimates of |G|^2 and S of each step, from the equations in appendix A.1 of the paper."""
+    squares = run.stats["l2"] ** 2
+    is_small = run.stats["hook"] == "small"
+    large = squares[~is_small].groupby(run.stats["step"]).sum()
+    # The loss of a micro-batch is divided by their number.
+    small = squares[is_small].groupby(run.stats["step"]).sum() * MICRO_BATCHES
+    signal = (LARGE * large - SMALL * small) / (LARGE - SMALL)
+    return pd.DataFrame({"signal": signal, "noise": (small - large) / (1 / SMALL - 1 / LARGE)})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_scale_grows_while_the_loss_falls(tmp_path: Path, seed: int) -> None:
+    trained = run(tmp_path, "trained", f"seed={seed}")
+    table = estimates(trained)
+    table["loss"] = trained.metrics.query("phase == 'train'").set_index("step")["loss"]
+    means = table.groupby(table.index // 15).mean()
+    scales = means["noise"] / means["signal"]
+    assert 30 < scales[0] < 150
+    assert scales.iloc[-3:].mean() > 7 * scales[0]
+    assert np.corrcoef(np.log(means["loss"]), np.log(scales))[0, 1] < -0.9
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_estimate_equals_the_noise_scale_of_all_samples(tmp_path: Path, seed: int) -> None:
+    means = estimates(run(tmp_path, "fixed", f"seed={seed}", "optimizer.lr=0", "train.steps=60")).mean()
+
+    def squared_norms(name: str, batch_size: int) -> float:
+        arguments = ("mode=forward", "forward.grad=true", "hooks.large=null", f"train.batch_size={batch_size}")
+        recorded = run(tmp_path, name, f"seed={seed}", "train.accumulate=1", "data.sampler=null", *arguments)
+        return float((recorded.stats["l2"] ** 2).groupby(recorded.stats["step"]).sum().mean())
+
+    signal = squared_norms("all", 1024)
+    noise = squared_norms("each", 1) - signal
+    assert means["signal"] == pytest.approx(signal, rel=0.1)
+    assert means["noise"] == pytest.approx(noise, rel=0.05)
+    assert means["noise"] / means["signal"] == pytest.approx(noise / signal, rel=0.12)

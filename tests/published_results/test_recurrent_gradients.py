@@ -1,0 +1,53 @@
+"""Pascanu et al. 2013, as docs/gallery/recurrent_gradients.md describes it: gradients through time, and clipping."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import run_in
+
+import instrument
+
+pytestmark = pytest.mark.slow
+
+GAINS, LAST, EARLY = [0.5, 0.8, 1.0, 1.25, 1.5], 31, 3
+
+
+@pytest.fixture(scope="module")
+def norms(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
+    """The norm of the gradient of each hidden state (rows) for each singular value and seed (columns)."""
+    folder = tmp_path_factory.mktemp("recurrent_gradients")
+    gains = f"apply.recurrent.gain={','.join(map(str, GAINS))}"
+    command = "-m +exp=recurrent_gradients seed=0,1,2 train.steps=1 quiet=true hydra.sweep.dir=runs"
+    answer = run_in(folder, *command.split(), gains)
+    assert answer.code == 0, answer.err
+    rows = instrument.load(folder / "runs").stats.query("hook == 'through_time'")
+    return rows.pivot(index="call", columns=["apply.recurrent.gain", "seed"], values="l2")
+
+
+def test_gradient_is_bounded_by_the_power_of_the_singular_value(norms: pd.DataFrame) -> None:
+    back = LAST - norms.index.to_numpy()
+    for gain, seed in norms.columns:
+        assert (norms[gain, seed].to_numpy() <= norms[gain, seed][LAST] * gain**back * 1.001).all(), (gain, seed)
+
+
+def test_rate_per_time_step_follows_the_singular_value(norms: pd.DataFrame) -> None:
+    rates = ((norms.loc[EARLY] / norms.loc[LAST]) ** (1 / (LAST - EARLY))).unstack()
+    assert rates.loc[0.5].to_numpy() == pytest.approx(0.5, abs=0.03)
+    assert rates.loc[0.8].to_numpy() == pytest.approx(0.8, abs=0.05)
+    assert rates.loc[1.0].max() < 1
+    assert rates.loc[1.5].min() > 1.02
+    assert (np.diff(rates.to_numpy(), axis=0) > 0).all()
+
+
+def test_exploding_gradients_need_a_clip(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("clipping")
+    command = "-m +exp=recurrent_gradients apply.recurrent.gain=1.25 optimizer.lr=0.5 seed=0,1,2 quiet=true rules=none"
+    for name, fields in (("clipped", ()), ("unclipped", ("hooks.clip=null",))):
+        answer = run_in(folder, *command.split(), *fields, f"hydra.sweep.dir={name}")
+        assert answer.code == 0, answer.err
+    runs = instrument.load(folder).runs
+    accuracy = runs.groupby(runs.run.str.partition("/")[0]).accuracy
+    assert accuracy.min()["clipped"] > accuracy.max()["unclipped"] + 0.2
+    assert accuracy.mean()["clipped"] > 0.65
