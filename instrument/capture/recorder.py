@@ -33,7 +33,7 @@ from .rank_merging import (
     effect_piece,
     statistics_piece,
 )
-from .row_cells import effect_cells
+from .row_cells import changes, effect_cells
 from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
 from .step_statistics import ColumnCache, StatisticsRows, StepStatistics
@@ -87,7 +87,7 @@ class Recorder:
         self._stats = StepStatistics()
         self._columns = ColumnCache()
         self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]] = []
-        self._effects: list[tuple[Row, Effect]] = []
+        self._effects: list[tuple[Row, Effect | None]] = []  # identity and effect, or the complete row
         self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[Callable[[], MetricsRow]] = []  # rows of metrics of this step
@@ -185,6 +185,19 @@ class Recorder:
         elif not self._merger.is_duplicate(context):
             self._effects.append((self._merger.identity(context), effect))
 
+    def add_plain_effect(
+        self,
+        moment: StepContext,
+        site: Row,
+        numel: int,
+        measures: list[float],
+        factor: float | None,
+        held: bool | None,
+    ) -> None:
+        """Add the effect of one intervention on a plain tensor."""
+        changed, before, after = measures
+        self._effects.append(((*moment, *site, *changes(numel, int(changed), before, after, factor, held)), None))
+
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
         return count_at_site(self.bytes, attached)
@@ -230,7 +243,8 @@ class Recorder:
         for *_, found, decisions in distributions:
             on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
         for _, effect in effects:
-            on_device += effect.numbers
+            if effect is not None:
+                on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
         for *_, values, decisions in lines:
             on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
@@ -278,7 +292,7 @@ class Recorder:
             for key, levels, bins, values, decisions in step.distributions
             if (numbers := _read(values, decisions, fetched)) is not None
         ]
-        effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
+        effects = [row if effect is None else row + effect_cells(effect, fetched) for row, effect in step.effects]
         tables = {"distributions": distributions, "effects": effects}
         if step.merged is not None:
             _add_merged(step.merged.build(*(next(fetched) for _ in step.merged.numbers)), step.stats, tables)
@@ -314,7 +328,7 @@ class _Step(NamedTuple):
 
     stats: StepStatistics
     distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]]
-    effects: list[tuple[Row, Effect]]
+    effects: list[tuple[Row, Effect | None]]
     merged: MergedRows | None
     batches: list[SampleBatch]
     lines: list[tuple[str, tuple[str, ...], Values, Decisions]]
