@@ -12,7 +12,6 @@ from ..spec.rules import WatchRule
 from .rule import BoundsRule, CatalogueRule, Firing
 from .step_rows import Bounds, Location, StepRows
 
-
 ADVICE = "Compare it with the steps before, and repeat them with more hooks: python -m instrument.replay."
 
 
