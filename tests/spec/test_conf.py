@@ -104,7 +104,7 @@ def test_every_option_composes_with_every_experiment(group: str, experiment: str
     for option in options(group):
         # The experiments set `steps`; `epochs` requires `steps` to be null. Some hooks require an optimizer step, which the
         # mode of some experiments does not have.
-        training = ["mode=train", "forward.grad=false"]
+        training = ["mode=train", "forward.grad=false", "forward.of=null"]
         more = ["train.steps=null"] if option == "epochs" else training if group == "hooks" else []
         assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
 
@@ -275,7 +275,7 @@ DATA: dict[str, tuple[str, ...]] = {
     "induction prompts": ("data=induction_prompts",),
 }
 FIT = {
-    *{("mlp", data) for data in ("digits", "digits of 28", "random", "colour")},
+    *{(model, data) for model in ("mlp", "rnn") for data in ("digits", "digits of 28", "random", "colour")},
     *{(model, data) for model in ("mnist_cnn", "lenet") for data in ("digits of 28", "random")},
     *{(model, "digits") for model in ("autoencoder", "dense_gan")},
     *{(model, "colour") for model in ("resnet18", "vgg11", "vit")},
