@@ -66,8 +66,8 @@ def diff(
     Raises:
         NoRunError: A folder does not exist or contains no run.
         ConfigError: A folder contains several runs; both folders are the same; a run is still in progress and `steps` has no
-            end; the runs have no recorded tensor in common, or only counts and fractions of them; an entry of `rename` matches nothing; or the tolerance is no
-            number of at least 0.
+            end; the runs have no recorded tensor in common, or only counts and fractions of them; an entry
+            of `rename` matches nothing; or the tolerance is no number of at least 0.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
