@@ -10,7 +10,7 @@ from run_folders import write_run
 
 from instrument.verification.replay_certificate import ReplayCertificate, certify_replay
 
-FAILED = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
+FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
 
 
 def folder(path: Path, steps: range, status: str = "done", used: dict[str, Any] | None = None) -> Path:
@@ -30,8 +30,9 @@ def certified(path: Path, run: dict[str, Any], replay: dict[str, Any], **fields:
         "changes_left_out": [],
     }
     used = {**replay.get("used", {}), "replay": {**entry, **fields}}
-    replayed = folder(path / "replay", **{"steps": range(4, 7), **replay, "used": used})
-    return certify_replay(folder(path / "run", **{"steps": range(7), **run}), replayed)
+    recorded: dict[str, Any] = {"steps": range(7), **run}
+    repeated: dict[str, Any] = {"steps": range(4, 7), **replay, "used": used}
+    return certify_replay(folder(path / "run", **recorded), folder(path / "replay", **repeated))
 
 
 def test_equal_steps_hold(tmp_path: Path) -> None:
