@@ -48,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tolerance", metavar="X", type=float, help="the relative difference above which tensors differ"
     )
-    parser.add_argument("--steps", metavar="FIRST:END", default=":", help="compare these steps only, such as 0:100")
+    parser.add_argument(
+        "--steps", metavar="FIRST:END", default=":", help="compare only these steps, such as 0:100 for steps 0 to 99"
+    )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
     args = parser.parse_args(arguments)
     try:
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(found: Diff, file: Path) -> bool:
-    """Write the page. Return false if it cannot be written, and print why."""
+    """Write the page. If it cannot be written, print the reason and return false."""
     from .report import make
 
     try:
@@ -110,7 +112,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 
 
 def _print_tables(found: Diff) -> None:
-    """Print the layers and the recorded tensors: of many, those above the tolerance or with the largest differences."""
+    """Print the layers and the recorded tensors. Of more than `MOST_LISTED`, print the most important ones; see `_listed`."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -137,7 +139,7 @@ def _print_tables(found: Diff) -> None:
 
 
 def _listed(found: Diff) -> pd.DataFrame:
-    """Return the rows of `layers` to print."""
+    """Return the rows of `layers` to print: of many, those above the tolerance, or those with the largest differences."""
     layers = found.layers
     above = layers[layers["difference"] > found.tolerance]
     if len(layers) <= MOST_LISTED:
@@ -154,7 +156,7 @@ def _table(*names: str) -> Table:
 
 
 class _CallableModule(ModuleType):
-    """This module, which is also the function: `instrument.diff(a, b)`."""
+    """This module, which can be called like its function: `instrument.diff(a, b)`."""
 
     __call__ = staticmethod(diff)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .analysis.findings import Finding, findings, recorded_events, rule_findings
+from .analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
 from .analysis.folders import NoRunError
 from .analysis.load import Run, load
 from .analysis.rule_events import rule_events
@@ -34,7 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run = load(args.run)
         fired = check(run)
-        others = [finding for finding in findings(run) if not finding.advice and finding.severity != "info"]
+        names = {finding.what for finding in fired}
+        others = [
+            each
+            for each in findings(run)
+            if each.severity != "info" and not each.advice and each.what not in names  # no finding of a rule
+        ]
     except NoRunError as error:
         print(error, file=sys.stderr)
         return 2
@@ -69,7 +74,8 @@ def check(run: Run) -> list[Finding]:
     rules = (run.info.get("config") or {}).get("rules") or default_rules()
     custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
     again = parse_rules({name: _without_actions(entry) for name, entry in rules.items() if name not in custom})
-    return [*rule_findings([*rule_events(run, again), *recorded_events(run, custom)], rules)]
+    events = [*rule_events(run, again), *recorded_events(run, custom)]
+    return [*rule_findings(events, advice_by_rule(rules, run.info))]
 
 
 def _without_actions(entry: Any) -> Any:

@@ -1,9 +1,9 @@
 """`python -m instrument.replay RUN [--steps 48:53] hooks=everything`: repeat steps of a run with other record hooks.
 
-The replay begins at the nearest checkpoint of the run, or at its start, and has a folder of its own. Loss, accuracy,
-gradient norm and learning rate of each repeated step and evaluation are compared with the recorded ones.
+The replay begins at the last checkpoint before these steps, or at the start of the run, and writes to a new folder. Loss,
+accuracy, gradient norm and learning rate of each repeated step and evaluation are compared with the recorded ones.
 
-With `--intervene`, interventions may differ from those of the run inside the window: a counterfactual.
+With `--intervene`, interventions may differ from those of the run in these steps: the replay is a counterfactual.
 
 Exit codes: 0, equal; 1, a value differs, no step could be compared, or the replay fails; 2, the arguments are invalid, or
 an exact replay cannot be expected (see `--force`).
@@ -62,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="allow interventions to be added, changed and removed: a counterfactual",
     )
-    parser.add_argument("--force", action="store_true", help="repeat the run also in another environment")
+    parser.add_argument(
+        "--force", action="store_true", help="repeat the run even if an exact replay cannot be expected"
+    )
     args = parser.parse_intermixed_args(arguments)
     try:
         run = RecordedRun.open(args.run, force=args.force)
@@ -73,25 +75,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_rank_zero():
             print(error, file=sys.stderr)
         return error.exit_code
-    line = sys.argv
+    command_line = sys.argv
 
     def job(config: DictConfig) -> None:
-        sys.argv = line  # for the entry `command` of run.json
+        sys.argv = command_line  # for the entry `command` of run.json
         _replay(config, run, window, force=args.force, intervene=args.intervene)
 
-    sys.argv = [line[0], *args.overrides]
+    sys.argv = [command_line[0], *args.overrides]
     try:
         command(job, CONFIG_NAME)
     finally:
-        sys.argv = line
+        sys.argv = command_line
     return 0
 
 
 def _check_processes(run: RecordedRun) -> None:
-    """Check that there are as many processes as in the run.
+    """Check that the number of processes is that of the run.
 
     Raises:
-        ConfigError: There are more or fewer.
+        ConfigError: The numbers differ.
     """
     ranks, present = run.record.get("ranks", 1), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != present:
@@ -156,7 +158,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
 
 
 def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: ReplaySource) -> RunConfig:
-    """Return the configuration with the hooks and rules of the replay. The weights are those of a checkpoint, if there is one."""
+    """Return the configuration with the hooks and rules of the replay. If it begins at a checkpoint, it has no `init_from`."""
     changes: dict[str, object] = {"hooks": hooks.specs, "rules": run.rules_of_replay(hooks.specs)}
     if source.begin and config.mode == "train":
         changes["init_from"] = InitFromConfig()
@@ -208,7 +210,7 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path,
         lines.append("the replay failed with the error of the run")
     elif has_failed:
         is_failed = source.record["status"] == "failed"
-        lines.append(f"the replay failed{' with another error than the run' if is_failed else ', and the run did not'}")
+        lines.append(f"the replay failed{' with a different error' if is_failed else ', and the run did not'}")
     elif certificate.repeats_failure is False:
         lines.append("the replay completed the step in which the run failed")
     lines.append(f"certificate  {folder / CERTIFICATE}")

@@ -28,8 +28,9 @@ PIPE_WIDTH = 160
 OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
 READING_SECONDS = 0.1  # for earlier steps, in each later frame
 INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
-PAUSE = 19  # A pause takes at least this many times as long as reading, so that a watcher uses a twentieth of a core.
+PAUSE = 19  # A pause takes this many times the processor time of reading, so that a watcher uses a twentieth of a core.
 NICENESS = 10  # priority of the process; a training that uses all cores comes first
+MOST_PORT = 65_535
 SUCCESSFUL = ("done", "running")
 
 
@@ -99,7 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     how.add_argument(
         "--web", action="store_true", help="serve the report, updated while the run or the sweep is in progress"
     )
-    parser.add_argument("--port", type=int, default=0, help="the port of --web on this machine (default: a free one)")
+    parser.add_argument(
+        "--port", type=port_number, default=0, help="the port of --web on this machine (default: a free one)"
+    )
     parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
     args = parser.parse_args(arguments)
     if args.control and not args.web:
@@ -129,6 +132,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def port_number(text: str) -> int:
+    """Convert an argument to the number of a port.
+
+    Raises:
+        ArgumentTypeError: It is too large or negative.
+    """
+    port = int(text)
+    if not 0 <= port <= MOST_PORT:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to {MOST_PORT}, given: {text}")
+    return port
 
 
 def open_view(folder: str) -> View:
@@ -164,7 +179,7 @@ def _follow(view: View, console: Console, interval: float) -> None:
     seconds = OPENING_SECONDS
     with Live(console=console, auto_refresh=False) as shown:
         while True:
-            began = time.monotonic()
+            began = time.process_time()
             view.refresh(seconds)
             is_over = not view.is_running and view.is_complete
             shown.update(view.frame(height()), refresh=True)
@@ -172,7 +187,7 @@ def _follow(view: View, console: Console, interval: float) -> None:
                 return
             if view.is_running:
                 seconds = READING_SECONDS
-                time.sleep(max(interval, PAUSE * (time.monotonic() - began)))
+                time.sleep(max(interval, PAUSE * (time.process_time() - began)))
 
 
 def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:

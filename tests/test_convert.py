@@ -74,6 +74,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
         ("nvdlfw", "[1, 2]", "is not a configuration of nvidia-dlfw-inspect"),
         ("nvdlfw", "task: statistics", "is not a configuration of nvidia-dlfw-inspect"),
         ("nvdlfw", "a: {enabled: true", "is not valid YAML"),
+        ("nvdlfw", "a: !!bool x", "is not valid YAML"),
         ("nvdlfw", "a: {enabled: true, layers: {}}", "a.layers: selects no layers"),
         ("nvdlfw", "a: {enabled: true, layers: 3}", "a.layers: must be a mapping"),
         ("nvdlfw", "a: {enabled: maybe}", "a.enabled: must be true or false"),

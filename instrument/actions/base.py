@@ -235,6 +235,26 @@ class Rows(Effects, Protocol):
             Whether the row was added. False if the tensor is not plain.
         """
 
+    def add_plain_effect(
+        self,
+        moment: StepContext,
+        site: tuple[Any, ...],
+        numel: int,
+        measures: list[float],
+        factor: float | None,
+        held: bool | None,
+    ) -> None:
+        """Add the effect of one intervention on a plain tensor, which is not merged from several processes; see `Effect`.
+
+        Args:
+            moment: Step, micro-step, epoch and phase.
+            site: The other identity columns of the row.
+            numel: The number of elements.
+            measures: The number of changed elements, the L2 norm before and the L2 norm after.
+            factor: The factor; None without one.
+            held: Whether the condition of the hook held; None without a condition.
+        """
+
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
 

@@ -15,7 +15,7 @@ from ..dtensor import full_tensor
 from ..spec.clip_and_scale import ClipSpec
 from ..stats.device_numbers import widest
 from ..stats.directed_rounding import round_down, round_up, toward_zero
-from ..stats.single_pass import avoids
+from ..stats.single_pass import effect_of_clip
 from .base import Context
 
 EPSILON = 1e-6  # As in `torch.nn.utils.clip_grad_norm_`: added to the norm, which may be zero.
@@ -39,14 +39,37 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
     Returns:
         The clipped tensor, same shape and dtype.
     """
-    if tensor.element_size() < 4:
-        low = None if low is None else round_up(low, tensor.dtype)
-        high = None if high is None else round_down(high, tensor.dtype)
-    if tensor.requires_grad and torch.is_grad_enabled():
+    low, high = _representable(low, high, tensor.dtype)
+    is_inside, _ = (effect_of_clip(tensor, low, high) if _has_graph(tensor) else None) or (False, None)
+    return _clamp(tensor, low, high, is_inside=is_inside)
+
+
+def clip_and_measure(tensor: Tensor, low: float | None, high: float | None) -> tuple[Tensor, list[float] | None]:
+    """Clamp all values to [low, high], see `clip_values`, and measure the effect on a plain tensor in one pass.
+
+    Returns:
+        The clipped tensor, same shape and dtype, and the result of `instrument.stats.single_pass.effect_of_plain`.
+    """
+    low, high = _representable(low, high, tensor.dtype)
+    is_inside, effect = effect_of_clip(tensor, low, high) or (False, None)
+    return _clamp(tensor, low, high, is_inside=is_inside and _has_graph(tensor)), effect
+
+
+def _representable(low: float | None, high: float | None, dtype: torch.dtype) -> tuple[float | None, float | None]:
+    if dtype.itemsize >= 4:
+        return low, high
+    return None if low is None else round_up(low, dtype), None if high is None else round_down(high, dtype)
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _clamp(tensor: Tensor, low: float | None, high: float | None, *, is_inside: bool) -> Tensor:
+    """Clamp values. With `is_inside`, a gradient is required, all elements are finite, and none equals a bound."""
+    if is_inside:
         # Same values, and one operation for the gradient instead of five. At a bound, only the gradient of clamp passes.
-        lower, upper = -math.inf if low is None else low, math.inf if high is None else high
-        if lower <= upper and avoids(tensor, lower, upper):
-            return F.hardtanh(tensor, lower, upper)
+        return F.hardtanh(tensor, -math.inf if low is None else low, math.inf if high is None else high)
     return tensor.clamp(low, high)
 
 
@@ -169,8 +192,21 @@ class Clip:
         if spec.ratio is not None:
             assert context.value is not None, "clipping by ratio requires the weight"
             return clip_ratio(tensor, context.value, spec.ratio), None
-        low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
-        return clip_values(tensor, low, high), None
+        return clip_values(tensor, *self._bounds), None
+
+    def change_and_measure(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None, list[float] | None]:
+        """Return the new tensor, the factor, and for a clip by value the effect; see `clip_and_measure`."""
+        low, high = self._bounds
+        if low is None and high is None:
+            return *self(tensor, context), None
+        new, effect = clip_and_measure(tensor, low, high)
+        return new, None, effect
+
+    @property
+    def _bounds(self) -> tuple[float | None, float | None]:
+        """The bounds of the values. Both are None for other clips. `instrument.control` may change them during a run."""
+        spec = self.spec
+        return (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
 
     def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
         if self.spec.norm_scope == "all":

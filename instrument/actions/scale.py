@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,11 +12,14 @@ from torch import Tensor
 
 from ..spec.clip_and_scale import ScaleSpec
 from ..stats.device_numbers import constants
+from ..stats.single_pass import effect_of_plain
 from .base import Context
 
+_EXACT = (torch.float32, torch.float64)  # dtypes in which products with numbers are computed
 
-def scale(tensor: Tensor, factor: float) -> Tensor:
-    """Multiply a tensor by `factor`. Shape and dtype are kept."""
+
+def scale(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """Multiply a tensor by `factor`, a number or a scalar of the same dtype. Shape and dtype are kept."""
     return tensor * factor
 
 
@@ -69,6 +73,7 @@ class Scale:
 
     def __init__(self, spec: ScaleSpec) -> None:
         self.spec = spec
+        self._constant = (math.nan, torch.zeros(()))  # the latest factor as a number and as a tensor
 
     @property
     def entrywise(self) -> bool:
@@ -85,4 +90,23 @@ class Scale:
         number = scheduled(factor, context.step) if isinstance(factor, Mapping) else factor
         if self.spec.reverse:
             return reverse_gradient(tensor, number), -number
+        if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
+            return scale(tensor, self._constant_of(number, tensor.dtype)), number
         return scale(tensor, number), number
+
+    def change_and_measure(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | None, list[float] | None]:
+        """Return the new tensor, the factor, and the result of `instrument.stats.single_pass.effect_of_plain`."""
+        new, factor = self(tensor, context)
+        return new, factor, effect_of_plain(tensor, new)
+
+    def _constant_of(self, factor: float, dtype: torch.dtype) -> Tensor:
+        """Return a factor as a tensor. The product and its gradient have the same bits, and take half the time.
+
+        `instrument.control` may change the factor during a run.
+        """
+        known, constant = self._constant
+        if known is not factor or constant.dtype != dtype:
+            with torch.inference_mode(False):
+                constant = torch.tensor(factor, dtype=dtype, device="cpu")
+            self._constant = factor, constant
+        return constant

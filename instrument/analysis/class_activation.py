@@ -19,7 +19,7 @@ from .tensor_images import maps_in
 if TYPE_CHECKING:
     from torch import Tensor
 
-OF_A_SCORE = "run mode=forward forward.grad=true 'forward.of=\"[:, 3]\"'"
+SCORE_ARGUMENTS = "run mode=forward forward.grad=true 'forward.of=\"[:, 3]\"'"
 
 
 class ClassActivation(NamedTuple):
@@ -27,7 +27,7 @@ class ClassActivation(NamedTuple):
 
     Attributes:
         maps: One map per sample and class, float64 [samples, classes, H, W].
-        classes: The class of each map, int64 [samples, classes]; None for Grad-CAM, whose score the run has chosen.
+        classes: The class of each map, int64 [samples, classes]; None for Grad-CAM, whose score `forward.of` selects.
         y: The target of each sample, [samples]; None if no targets were recorded.
         ids: The id of each sample, [samples].
         layer: The layer of the feature maps.
@@ -87,7 +87,7 @@ def class_activation_map(
         raise InstrumentError(str(Problem("layer", message, f"{name} {list(features.X.shape)}")))
     if classifier is None:
         if classes is not None:
-            message = "the run has chosen the score: its gradients are those of forward.of"
+            message = "the recorded gradients are those of one score, which forward.of selects"
             raise InstrumentError(
                 str(Problem("classes", message, classes, fix="pass classifier=, or leave classes out"))
             )
@@ -158,7 +158,9 @@ def _check_step(run: Run, recorded: Recorded, layer: str) -> None:
     last = steps[steps["phase"].isin(STEP_PHASES) & (steps["phase"] != "forward")]["step"].max() + 1
     early = rows[(rows["phase"] != "forward") & (rows["step"] < last)]
     if len(early):
-        message = f"the saved weights are those after {last} steps, and the feature maps have other ones"
+        message = (
+            f"the saved weights are those after {last} steps, and the feature maps were recorded with earlier weights"
+        )
         fix = f"record with phase: probe at step {last}, or in a run with mode=forward init_from={run.path}"
         raise InstrumentError(str(Problem("step", message, int(early["step"].min()), fix=fix)))
 
@@ -168,7 +170,9 @@ def _of_gradients(run: Run, layer: str, features: Features, recorded: Recorded) 
     config = run.info.get("config") or {}
     if "mode" in config and not (config.get("forward") or {}).get("of"):
         message = "the gradients of this run are those of its loss, and Grad-CAM requires those of a score"
-        raise InstrumentError(str(Problem("run", message, str(run.path), fix=f"{OF_A_SCORE}, or pass classifier=")))
+        raise InstrumentError(
+            str(Problem("run", message, str(run.path), fix=f"{SCORE_ARGUMENTS}, or pass classifier="))
+        )
     rows = run.read("tensors", ["layer", "role"])
     if not ((rows["layer"] == ("" if layer == "." else layer)) & (rows["role"] == "grad_output")).any():
         fix = "record it with {kind: full_backward_pre, action: record, tensors: true}, or pass classifier="
@@ -176,7 +180,7 @@ def _of_gradients(run: Run, layer: str, features: Features, recorded: Recorded) 
     gradients = recorded.read(run, layer)
     at = positions_of(gradients.ids, features.ids)
     if (at < 0).any() or gradients.X.shape[1:] != features.X.shape[1:]:
-        message = "the gradients are of other samples or another shape than the feature maps"
+        message = "the gradients are those of other samples, or have another shape than the feature maps"
         given = f"{list(gradients.X.shape)}, not {list(features.X.shape)}"
         raise InstrumentError(str(Problem("layer", message, given, fix="use the same selection in both hooks")))
     weight = gradients.X[at].astype(np.float64).mean((2, 3))  # [N, C]

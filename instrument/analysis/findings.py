@@ -26,6 +26,7 @@ from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.rule_set import RuleEvent
 from ..rules.saturated_activation import SaturatedActivation
 from ..rules.step_rows import location_name
+from ..rules.watch import ADVICE as WATCH_ADVICE
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks, parse_rules
@@ -98,8 +99,8 @@ def _rules(run: RunTables) -> Iterator[Finding]:
     config = run.info.get("config") or {}
     if "rules" in config:
         rules = config["rules"] or {}
-        return rule_findings(recorded_events(run, rules), rules)
-    return rule_findings(rule_events(run, parse_rules(default_rules())), default_rules())
+        return rule_findings(recorded_events(run, rules), advice_by_rule(rules, run.info))
+    return rule_findings(rule_events(run, parse_rules(default_rules())), advice_by_rule(default_rules(), run.info))
 
 
 def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
@@ -114,14 +115,13 @@ def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
     return [RuleEvent(**row) for batch in run.scan("events", columns, fired) for row in batch.to_pylist()]
 
 
-def rule_findings(events: Sequence[RuleEvent], rules: Mapping[str, Any]) -> Iterator[Finding]:
+def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Iterator[Finding]:
     """Yield one finding for each rule that fired: its first event, and how many more there are.
 
     Args:
         events: The events in order.
-        rules: The entries of the configuration.
+        advice: See `advice_by_rule`.
     """
-    advice = advice_by_rule(rules)
     groups: dict[tuple[str, bool], list[RuleEvent]] = {}
     for event in events:
         if event.value is not None:
@@ -143,14 +143,19 @@ def rule_findings(events: Sequence[RuleEvent], rules: Mapping[str, Any]) -> Iter
         )
 
 
-def advice_by_rule(rules: Mapping[str, Any]) -> dict[str, str]:
-    """Return what to do next if a rule fires, by its name. Custom rules have none.
+def advice_by_rule(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, str]:
+    """Return what to do next if a rule fires, by its name.
 
     Args:
         rules: The entries of the configuration.
+        info: The content of run.json, which has the advice of custom rules.
     """
-    kinds = {name: str(entry.get("rule")) for name, entry in rules.items() if isinstance(entry, Mapping)}
-    return {name: CATALOGUE[kind].advice for name, kind in kinds.items() if kind in CATALOGUE}
+    entries = {name: entry for name, entry in rules.items() if isinstance(entry, Mapping)}
+    of_catalogue = {
+        name: CATALOGUE[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in CATALOGUE
+    }
+    of_watch = {name: WATCH_ADVICE for name, entry in entries.items() if "watch" in entry}
+    return {**of_catalogue, **of_watch, **(info.get("advice") or {})}
 
 
 def _loss(run: RunTables) -> Iterator[Finding]:

@@ -14,12 +14,15 @@ import pyarrow.dataset as ds
 from ..rules.rule import LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..rules.step_rows import FloatArray, Site, StepRows, time_order
+from ..spec.kinds import KINDS
 from ..spec.rules import METRIC_NAMES, RuleBase
+from ..spec.run_changes import Settings
 from ..spec.statistics import ALL
 from .run_tables import RunTables
 
 Moment = tuple[int, str]
 _Rows = tuple[list[Site], dict[str, FloatArray]]
+_BATCH = ("step", "phase", "micro_step")
 _COUNTS = ("numel", "nan_count", "inf_count")
 _METRICS = (*METRIC_NAMES, "skipped")
 
@@ -116,13 +119,31 @@ def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]
 
 
 def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArray]:
-    """Return the targets of the samples of each step and phase that has any."""
+    """Return the targets of the samples of each step and phase that has any.
+
+    Without those that were written late, with tensors from memory: during the run, the rules did not read them.
+    """
     found: dict[Moment, list[Any]] = {}
-    for batch in run.scan("samples", ["step", "phase", "target"], condition & ds.field("target_dtype").is_valid()):
-        cells = zip(batch["step"].to_pylist(), batch["phase"].to_pylist(), _floats(batch["target"]), strict=True)
-        for step, phase, target in cells:
-            found.setdefault((step, phase), []).append(target)
+    in_time = _batches_in_time(run, condition)
+    columns = [*_BATCH, "target"]
+    for batch in run.scan("samples", columns, condition & ds.field("target_dtype").is_valid()):
+        batches = zip(*(batch[name].to_pylist() for name in _BATCH), strict=True)
+        for key, target in zip(batches, _floats(batch["target"]), strict=True):
+            if in_time is None or key in in_time:
+                found.setdefault(key[:2], []).append(target)
     return {moment: np.array(values) for moment, values in found.items()}
+
+
+def _batches_in_time(run: RunTables, condition: ds.Expression) -> set[tuple[int, str, int]] | None:
+    """Return the batches whose tensors were written in their step; None for all batches."""
+    config = run.info.get("config") or {}
+    keeping = [name for name, spec in Settings.of(config).hooks.items() if spec.get("keep") is not None]
+    if not keeping or (config.get("data") or {}).get("ids") == "all":
+        return None
+    kinds = [kind.name for kind in KINDS.values() if kind.frequency == "micro_step"]
+    others = ds.field("kind").isin(kinds) & ~ds.field("hook").isin(keeping)
+    scanned = run.scan("tensors", _BATCH, condition & others)
+    return {key for batch in scanned for key in zip(*(batch[name].to_pylist() for name in _BATCH), strict=True)}
 
 
 def _floats(column: pa.Array | pa.ChunkedArray) -> FloatArray:

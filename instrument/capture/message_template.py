@@ -91,6 +91,7 @@ class RowsTemplate:
                     return False
             elif None in cells:
                 return False
-            else:
+            elif numbers.dtype.kind != "i" or cells != known:
                 numbers[:] = cells
+        self._columns = columns
         return True

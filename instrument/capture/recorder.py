@@ -33,7 +33,7 @@ from .rank_merging import (
     effect_piece,
     statistics_piece,
 )
-from .row_cells import effect_cells
+from .row_cells import changes, effect_cells
 from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
 from .step_statistics import ColumnCache, StatisticsRows, StepStatistics
@@ -87,7 +87,7 @@ class Recorder:
         self._stats = StepStatistics()
         self._columns = ColumnCache()
         self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]] = []
-        self._effects: list[tuple[Row, Effect]] = []
+        self._effects: list[tuple[Row, Effect | None]] = []  # identity and effect, or the complete row
         self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[Callable[[], MetricsRow]] = []  # rows of metrics of this step
@@ -185,20 +185,33 @@ class Recorder:
         elif not self._merger.is_duplicate(context):
             self._effects.append((self._merger.identity(context), effect))
 
+    def add_plain_effect(
+        self,
+        moment: StepContext,
+        site: Row,
+        numel: int,
+        measures: list[float],
+        factor: float | None,
+        held: bool | None,
+    ) -> None:
+        """Add the effect of one intervention on a plain tensor."""
+        changed, before, after = measures
+        self._effects.append(((*moment, *site, *changes(numel, int(changed), before, after, factor, held)), None))
+
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
         return count_at_site(self.bytes, attached)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, as numbers and lists."""
+        """Return the counts, and the hooks whose kept tensors were never written, as numbers and lists."""
         counts = {"dropped": self.dropped, "bytes": self.bytes}
-        return {"rows_written": self.rows_written} | {
-            name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()
-        }
+        first = {"rows_written": self.rows_written, "unwritten": self.flight_recorder.unwritten}
+        return first | {name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the counts."""
+        """Restore the state."""
         self.rows_written = state["rows_written"]
+        self.flight_recorder.unwritten = list(state["unwritten"])
         self.dropped, self.bytes = (
             Counter({(hook, layer, path): count for hook, layer, path, count in state[name]})
             for name in ("dropped", "bytes")
@@ -230,7 +243,8 @@ class Recorder:
         for *_, found, decisions in distributions:
             on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
         for _, effect in effects:
-            on_device += effect.numbers
+            if effect is not None:
+                on_device += effect.numbers
         on_device += [] if merged is None else merged.numbers
         for *_, values, decisions in lines:
             on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
@@ -278,7 +292,7 @@ class Recorder:
             for key, levels, bins, values, decisions in step.distributions
             if (numbers := _read(values, decisions, fetched)) is not None
         ]
-        effects = [key + effect_cells(effect, fetched) for key, effect in step.effects]
+        effects = [row if effect is None else row + effect_cells(effect, fetched) for row, effect in step.effects]
         tables = {"distributions": distributions, "effects": effects}
         if step.merged is not None:
             _add_merged(step.merged.build(*(next(fetched) for _ in step.merged.numbers)), step.stats, tables)
@@ -298,7 +312,8 @@ class Recorder:
         for name, deferred in step.deferred:
             self.write(name, [deferred()])
         if self.on_rows is not None:
-            self.on_rows(stats, [row() for row in step.metrics], samples)
+            in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
+            self.on_rows(stats, [row() for row in step.metrics], in_time)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
@@ -313,7 +328,7 @@ class _Step(NamedTuple):
 
     stats: StepStatistics
     distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]]
-    effects: list[tuple[Row, Effect]]
+    effects: list[tuple[Row, Effect | None]]
     merged: MergedRows | None
     batches: list[SampleBatch]
     lines: list[tuple[str, tuple[str, ...], Values, Decisions]]

@@ -46,8 +46,10 @@ def changes(
     numel: int, changed: int, before: float | None, after: float | None, factor: float | None, held: bool | None
 ) -> Row:
     """Return the columns of an effect. A NaN norm becomes None, and so does the factor if the condition did not hold."""
-    norms = [None if norm is None or math.isnan(norm) else norm for norm in (before, after)]
-    return (numel, changed, changed / numel if numel else 0.0, *norms, None if held is False else factor, held)
+    before = None if before is None or math.isnan(before) else before
+    after = None if after is None or math.isnan(after) else after
+    factor = None if held is False else factor
+    return (numel, changed, changed / numel if numel else 0.0, before, after, factor, held)
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:

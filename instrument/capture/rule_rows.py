@@ -1,4 +1,4 @@
-"""The rows of steps as rules see them, from the recorder's rows on the host. Most are kept for a short time and read together."""
+"""Converts the rows of the recorder, on the host, to the rows that rules read. Rows of several steps are kept and read together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .step_statistics import StatisticsRows
 from .tables import IDENTITY, MOMENT
 
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
-MOST_SECONDS = 0.2  # so much later than its step a warning can be written, or one step later if that is longer
+MOST_SECONDS = 0.2  # maximum delay of a warning after its step, or one step if that is longer
 _NO_ROWS: list[Any] = []
 _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute")
 
@@ -30,12 +30,12 @@ _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute"
 class RuleRows:
     """Keeps the rows of some steps, and passes them to the rules together.
 
-    It passes them if there are many, if the last time is long ago, after an evaluation, and if a loss is not finite. It keeps no
-    rows if something follows when a rule fires, or if a rule is custom.
+    It passes them when there are many rows, when `MOST_SECONDS` are over, after an evaluation, and when a loss is not finite. It
+    keeps no rows if a rule does more than warn, or if a rule is custom.
 
     Args:
         rules: The rules.
-        actions: What follows when a rule fires.
+        actions: The actions of the rules that fired.
     """
 
     def __init__(self, rules: RuleSet, actions: RuleActions) -> None:
@@ -67,7 +67,7 @@ class RuleRows:
             self.actions.act(step)
 
     def read(self) -> bool:
-        """Pass the kept rows to the rules. Return whether there are any."""
+        """Pass the kept rows to the rules. Return whether there were any."""
         kept, self._kept, self._count = self._kept, [], 0
         ends, self._ends = self._ends, deque(maxlen=2)
         begin = 0
@@ -85,7 +85,7 @@ class RuleRows:
 
 
 def _is_usual(metrics: Sequence[MetricsRow]) -> bool:
-    """Return whether these are metrics of steps, and not of an evaluation, without a loss that is not finite."""
+    """Return whether all metrics are those of steps, not of an evaluation, and every loss is finite."""
     for _, phase, row in metrics:
         loss = row["loss"]
         if phase not in STEP_PHASES or (loss is not None and not math.isfinite(loss)):

@@ -35,6 +35,7 @@ class SampleBatch:
         ids: One id per sample: int64 [samples], or strings.
         targets: One number per sample: [samples]; None if they are unknown or not scalar.
         is_checked: Whether a recorded tensor must have as many samples in dimension 0.
+        is_late: Whether the rows are written with a later step, because the tensors were in memory until then.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class SampleBatch:
         # The loop may modify its tensors in place before the step ends.
         self.targets = None if targets is None else targets.detach().clone()
         self.is_checked = is_checked
+        self.is_late = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -223,7 +225,10 @@ class Samples:
         Args:
             periods: The steps and phases of these tensors.
         """
-        self._finished += [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
+        written = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
+        for batch in written:
+            batch.is_late = True
+        self._finished += written
         self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) not in periods]
 
     def take(self) -> list[SampleBatch]:

@@ -46,9 +46,9 @@ class RecordedRun:
 
     Attributes:
         folder: The folder of the run.
-        record: The content of its run.json, with the present status.
+        record: The content of its run.json, with the current status.
         done: The number of completed steps that were recorded.
-        steps: The number of steps that the run was to make; None if it is given in epochs.
+        steps: The planned number of steps; None if the length is given in epochs or the run does not train.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class RecordedRun:
 
         Args:
             path: The folder.
-            force: Whether a run is accepted whose environment is unknown.
+            force: Whether to accept a run whose environment is unknown.
 
         Raises:
             ConfigError: The folder contains no run, or the run cannot be replayed.
@@ -71,7 +71,7 @@ class RecordedRun:
         folder = Path(path)
         jobs = sorted(file.parent for file in folder.glob("*/run.json")) if not (folder / "run.json").exists() else []
         if jobs:
-            message = f"this is no run but a folder of several: pass one of them, such as {path}/{jobs[0].name}"
+            message = f"the folder contains several runs: pass one of them, such as {path}/{jobs[0].name}"
             raise ConfigError(Problem(RUN, message, given=path))
         record = read_record(folder, RUN)
         config = record["config"]
@@ -103,7 +103,7 @@ class RecordedRun:
 
     @property
     def is_done(self) -> bool:
-        """Whether the run made all of its steps."""
+        """Whether the run completed all of its steps."""
         return bool(self.record["status"] == "done")
 
     def window(self, text: str | None, before_failure: int | None, *, is_counterfactual: bool) -> range:
@@ -111,8 +111,8 @@ class RecordedRun:
 
         Args:
             text: `START:STOP`, `START:`, `:STOP` or `STEP`; None for all recorded steps.
-            before_failure: The number of steps before the end of a run that is not done; None without it.
-            is_counterfactual: Whether the steps after the last recorded one can be made too.
+            before_failure: The number of steps before the end of a run that did not complete; None to use `text`.
+            is_counterfactual: Whether steps after the last recorded one are allowed too.
 
         Raises:
             ConfigError: The steps are invalid, or the run does not have them.
@@ -146,7 +146,7 @@ class RecordedRun:
         return range(max(0, self.done - count), self.done)
 
     def begin(self, window: range) -> int:
-        """Return the number of completed steps of the nearest checkpoint at or before a window; 0 for the start.
+        """Return the number of completed steps of the last checkpoint at or before a window; 0 for the start of the run.
 
         If interventions depend on the values of earlier steps, the replay begins at the start.
         """
@@ -198,7 +198,7 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
         overrides: The overrides of the command line.
 
     Raises:
-        ConfigError: An override changes more than what is recorded.
+        ConfigError: An override changes the training.
     """
     replaces = _check_overrides(overrides)
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(dict(run.record["config"])))  # type: ignore[assignment]
@@ -207,7 +207,7 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     specs = run.hooks
     hooks = dict(zip(specs, entries, strict=True))
     kept = [name for name in specs if not replaces or name in run.required_hooks]
-    sink = {key: value for key, value in (config.get("sink") or {}).items() if key in _PARQUET}
+    sink = {key: value for key, value in (config.get("sink") or {}).items() if key in _PARQUET_FIELDS}
     config |= {"plan": False, "resume": None, "report": False, "quiet": False, "objective": "loss", "sink": sink}
     config |= {"budget": {"time": None, "bytes": None}, "hooks": {name: hooks[name] for name in kept} or None}
     config["train"] |= {"checkpoint": {"every": 0}, "save": False}
@@ -217,14 +217,14 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     ConfigStore.instance().store(CONFIG_NAME, node, provider="instrument.replay")
 
 
-_PARQUET = set(SinkConfig.model_fields) - {"remote", "keep_local", "custom", *TRACKERS}
+_PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custom", *TRACKERS}
 
 
 def _check_overrides(overrides: Sequence[str]) -> bool:
-    """Check that the overrides change only what is recorded. Return whether they choose a hook set.
+    """Check that the overrides do not change the training. Return whether they choose a hook set.
 
     Raises:
-        ConfigError: They change more, or cannot be parsed.
+        ConfigError: An override changes the training, or cannot be parsed.
     """
     replaces = False
     try:
@@ -261,9 +261,9 @@ class ReplayHooks:
         specs: The hooks by name, in order.
         left_out: The record hooks of the run that are not scheduled in the window.
         changed: The interventions that differ from those of the run.
-        first_step: The first step, or number of steps before an evaluation, at which one of them runs or is missing; None
-            if there are none.
-        changes_evaluation: Whether one of them runs in evaluations or on the probe batch.
+        first_step: The first step at which a changed intervention runs or is missing; for an evaluation, the number of
+            completed steps. None without changed interventions.
+        changes_evaluation: Whether a changed intervention runs in evaluations or on the probe batch.
     """
 
     specs: dict[str, HookSpec]
@@ -286,7 +286,7 @@ class ReplayHooks:
             intervene: Whether interventions may differ from those of the run.
 
         Raises:
-            ConfigError: A hook is not scheduled in the window, or an intervention differs although it must not.
+            ConfigError: A hook is not scheduled in the window, or an intervention differs without `intervene`.
         """
         original, before = run.hooks, run.required_hooks
         after = {name: spec for name, spec in given.items() if name in before or is_required(spec)}
@@ -326,8 +326,8 @@ class ReplayHooks:
 def repeated_changes(run: RecordedRun, hooks: ReplayHooks, window: range) -> RepeatedChanges:
     """Return the changes that `instrument.control` made during a run, as its replay repeats them.
 
-    These are the changes of the learning rate and of the interventions of the run. An intervention that a counterfactual
-    changes is as in the run before the window, so its changes are repeated except for those of its schedule.
+    These are the changes of the learning rate and of the interventions of the run. If a counterfactual changes an
+    intervention, the original one acts before the window. Its changes are repeated, except for changes of the schedule.
 
     Args:
         run: The run.
@@ -357,7 +357,7 @@ def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec],
     if changed and not intervene:
         name = changed[0]
         what = "is changed or removed" if name in before else "is not part of the run"
-        message = f"this intervention {what}, so the replay would be another training"
+        message = f"this intervention {what}, so the replay would not repeat the training of the run"
         fix = "pass --intervene for a counterfactual, which is compared with the run from that step on"
         raise ConfigError(Problem(f"hooks.{name}", message, fix=fix))
     if intervene and not changed:
@@ -368,8 +368,8 @@ def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec],
 def _within(spec: HookSpec, steps: range) -> HookSpec | None:
     """Return a spec that runs only in some steps; None if it is not scheduled there.
 
-    An evaluation or a pass of the probe batch has the number of completed steps. The evaluation after the last step
-    belongs to the steps.
+    The step of an evaluation or of a pass of the probe batch is the number of completed steps. The evaluation after the last
+    of the given steps is included.
     """
     schedule = spec.schedule
     offset = int(schedule.phase == "eval")

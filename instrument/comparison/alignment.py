@@ -1,4 +1,4 @@
-"""The rows of two runs that describe the same tensor: matched by step, layer, role and call, and read a few steps at a time."""
+"""Matches the rows of two runs that describe the same tensor, by step, layer, role and call. Reads a few steps at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Recorded:
     """What one run recorded in a table.
 
     Attributes:
-        locations: One row per location, with the columns of `LOCATION`, `module_type`, `scope`, and `order`: its rank in
+        locations: One row per location, with the columns of `LOCATION`, `module_type`, `scope`, and `order`: its index in
             the order of execution.
         rows: The number of rows by phase and step.
         bytes: The size of recorded tensors by step and layer, with eight bytes per element; empty for statistics.
@@ -73,7 +73,7 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
 
 
 def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFrame:
-    """Return the locations of a run, each once, in the order of execution; those of training steps come first.
+    """Return the locations of a run, each once, in the order of execution; locations of training steps come first.
 
     Args:
         stats: The locations with statistics. Their rows have positions.
@@ -106,7 +106,8 @@ def batches(
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """Return the hook of the first run that corresponds to each hook, kind and role of the other run.
 
-    It has the same name, kind and role. If no hook has, it is the only other hook with this kind and role.
+    The corresponding hook has the same name, kind and role. If there is none, it is the only remaining hook with this kind and
+    role.
 
     Args:
         one: The locations of the first run.
@@ -191,7 +192,7 @@ def aligned(
 
 
 def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of known locations, with the number of the location and a moment that both runs have."""
+    """Return the rows of known locations, with the number of the location. Scope and micro-step are made comparable."""
     found = rows.merge(known, on=list(LOCATION), how="inner").drop(columns=["hook", "layer", "path", "phase"])
     is_part = found["scope"].isin(_ONE_PER_RANK)
     found = found[is_part | (found["rank"] == 0)]  # each rank has the same averaged value

@@ -44,10 +44,11 @@ def diff(
     name, its only other hook with the same kind and role is used. Rows are read a few steps at a time.
 
     The relative difference of a statistic is |a - b| / max(size(a), size(b)). The size is the rms of the tensor for `mean`
-    and `std`, `abs_max` for `min` and `max`, and the statistic itself for the others. Fractions are not divided. The
+    and `std`, `abs_max` for `min` and `max`, and the statistic itself for the others. For fractions, it is |a - b|. The
     differences of `mean`, `std`, `rms` and `l2` are lower bounds of the relative L2 difference of the tensors, by the
-    Cauchy-Schwarz and the triangle inequality. They and the counts decide whether tensors differ, and of recorded tensors
-    the L2 difference itself. If none of them was recorded, all statistics except fractions decide. Differences between
+    Cauchy-Schwarz and the triangle inequality. These differences and those of the counts decide whether tensors differ. For
+    recorded tensors, the L2 difference itself decides. If none of the four statistics was recorded, all statistics except
+    fractions decide. Differences between
     gradients of parameters are ignored if they are below the rounding error of the largest gradient of the step.
 
     Args:
@@ -66,8 +67,8 @@ def diff(
     Raises:
         NoRunError: A folder does not exist or contains no run.
         ConfigError: A folder contains several runs; both folders are the same; a run is still in progress and `steps` has no
-            end; the runs have no recorded tensor in common, or only counts and fractions of them; an entry
-            of `rename` matches nothing; or the tolerance is no number of at least 0.
+            end; the runs have no recorded tensor in common, or only counts and fractions of them; an entry of `rename`
+            matches nothing; or the tolerance is not a number of at least 0.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
@@ -156,7 +157,7 @@ def _unmatched(one: pd.DataFrame, other: pd.DataFrame, locations: pd.DataFrame) 
 
 
 def _suggestion(unmatched: pd.DataFrame, names: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return an entry of `rename` for layers of which no location is matched; None without one."""
+    """Return an entry of `rename` for layers without a matched location; None if no entry would match any."""
     types = {
         name: dict(zip(rows["layer"], rows["module_type"], strict=True)) for name, rows in unmatched.groupby("run")
     }
@@ -173,7 +174,7 @@ def _nothing_in_common(
     steps: Sequence[Sequence[int]],
     suggestion: tuple[str, str] | None,
 ) -> Problem:
-    """Return the problem that no values of one run have a counterpart in the other one, with the likely reason.
+    """Return the problem that no value has a counterpart in the other run, with the likely reason.
 
     Args:
         places: The locations of each run.
@@ -219,7 +220,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:
-    """Return why a difference says nothing about its layer; see `Diff.cause`."""
+    """Return the reason why the first difference is not evidence against its layer; see `Diff.cause`."""
     infos = [run.info for run in runs]
     if infos[0]["seed"] != infos[1]["seed"] and not all(_is_independent_of_the_seed(info) for info in infos):
         return "seed"

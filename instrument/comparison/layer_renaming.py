@@ -50,7 +50,7 @@ def suggested_renaming(layers: Mapping[str, str], others: Mapping[str, str]) -> 
 
     Args:
         layers: The class of each unmatched layer of a run, by name.
-        others: Those of the other run.
+        others: The class of each unmatched layer of the other run, by name.
     """
     count: Counter[tuple[str, str]] = Counter()
     for layer, module_type in list(layers.items())[:MOST_COMPARED]:
@@ -78,7 +78,9 @@ def _check(
             near = similar_names(old, [_shown(layer) for layer in layers])
             some = _some(layers)
             problems.append(
-                Problem(where, "matches no recorded layer of A, or only layers of longer entries", old, some, near)
+                Problem(
+                    where, "matches no recorded layer of A, or only layers that a longer entry renames", old, some, near
+                )
             )
         elif not set(used[old]) & set(others):
             near = similar_names(used[old][0], [_shown(layer) for layer in others])

@@ -1,4 +1,4 @@
-"""The floating-point precision of a run, and the tolerance of a comparison of two runs that follows from it."""
+"""The floating-point precision of a run, and the tolerance that follows from it for a comparison of two runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Precision:
     Attributes:
         dtype: The name of the type in PyTorch.
         digits: The number of binary digits of its significand, including the hidden one.
-        tolerance: The relative difference up to which two runs with this type are equal except for rounding errors.
+        tolerance: The largest relative difference of two runs with this type that rounding errors explain.
     """
 
     dtype: str
@@ -33,8 +33,8 @@ class Precision:
 # A value in a network is the result of about 100 roundings. Rounding errors have random signs, so their sum grows with
 # the square root of their number (N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019), A2815-A2835): 10 units.
 # In float32, sums are rounded to float32 too. A sum of 10,000 terms contributes another factor of 100. PyTorch computes
-# sums of float16 and bfloat16 in float32, so the factor is missing there. Statistics of float64 tensors are sums in float64
-# as well, so their own errors limit what can be compared.
+# sums of float16 and bfloat16 in float32, so these types do not have this factor. Statistics of float64 tensors are sums in float64
+# as well, so the errors of the statistics limit the accuracy.
 _ROUNDINGS, _TERMS = 10.0, 100.0
 PRECISIONS = {
     precision.dtype: precision
@@ -47,8 +47,8 @@ PRECISIONS = {
 }
 _AUTOCAST = {"fp16": "float16", "bf16": "bfloat16"}
 _EXTREMES = ("min", "max", "abs_max")
-_SHARE = 0.25  # fraction of the locations that determine the precision of a run
-_SPARE = 1  # binary digits that all of a few values may lack by chance
+_FRACTION = 0.25  # of the locations: so many determine the precision of a run
+_UNUSED_DIGITS = 1  # last binary digits that can be zero by chance in all extremes of a location
 
 
 def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Sequence[str]) -> Precision:
@@ -76,11 +76,11 @@ def coarsest(precisions: Sequence[Precision]) -> Precision:
 
 
 def _of_extremes(extremes: pd.DataFrame) -> str | None:
-    """Return the coarsest type that a quarter of the locations have; None if that of all locations is unclear."""
+    """Return the coarsest type such that a quarter of the locations have it or a coarser one; None if all types are unclear."""
     found = [_type_of(rows) for _, rows in extremes.groupby("location")]
     known = [name for name in found if name is not None]
     counted = ((name, sum(PRECISIONS[each].digits <= PRECISIONS[name].digits for each in known)) for name in known)
-    enough = [PRECISIONS[name] for name, count in counted if count >= _SHARE * len(known)]
+    enough = [PRECISIONS[name] for name, count in counted if count >= _FRACTION * len(known)]
     return coarsest(enough).dtype if enough else None
 
 
@@ -94,5 +94,5 @@ def _type_of(extremes: pd.DataFrame) -> str | None:
     digits = 53 - int(np.log2((significands & -significands).min()))
     for name in ("bfloat16", "float16", "float32", "float64"):
         if digits <= PRECISIONS[name].digits:
-            return name if digits >= PRECISIONS[name].digits - _SPARE else None
+            return name if digits >= PRECISIONS[name].digits - _UNUSED_DIGITS else None
     return None

@@ -28,7 +28,7 @@ from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
 MOST_ROWS = 100_000  # rows of statistics of a run that are read at once
 MOST_BYTES = 64 * 2**20  # of the recorded tensors of a run that are read at once
 MOST_COLUMNS = 200  # columns of the matrix of differences by step
-VALUES = "values"  # stands for the name of a statistic if complete tensors are compared
+VALUES = "values"  # instead of the name of a statistic, if full tensors are compared
 _TENSOR_COLUMNS = ("dtype", "shape", "source_shape", "values", "data")
 _DIFFERENT_SHAPE = TensorErrors(math.inf, math.nan, math.inf, math.nan, np.zeros(len(ULP_BINS), np.int64))
 
@@ -67,7 +67,7 @@ class Comparison:
         runs: The two runs.
         locations: The locations that both runs recorded, in the order of execution.
         tables: What each run recorded, by table.
-        tolerance: The relative difference from which tensors differ; None for that of the coarser precision.
+        tolerance: The relative difference above which tensors differ; None for that of the coarser precision.
 
     Attributes:
         steps: The steps that both runs recorded, by table.
@@ -211,7 +211,7 @@ class Comparison:
         self._add(rows, np.array([errors.l2 for errors in found]), tolerance, [VALUES] * len(rows))
 
     def _add(self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str]) -> None:
-        """Add the differences that decide about matched rows, which are in the order of execution."""
+        """Add the decisive differences of matched rows, which are in the order of execution."""
         locations, steps = rows["location"].to_numpy(), rows["step"].to_numpy()
         np.fmax.at(self._matrix, (locations, self._groups.number[steps].to_numpy()), differences)
         above = differences > tolerance
@@ -239,7 +239,7 @@ class Comparison:
         self._before = max(self._before, float(differences.max(initial=0.0)))
 
     def _set_first(self, found: FirstDifference) -> None:
-        """Keep the earlier one of two differences; of those of the same tensor, that of a statistic, which is known first."""
+        """Keep the earlier one of two differences. If both are at the same tensor, keep that of a statistic, which is found first."""
 
         def moment(difference: FirstDifference) -> tuple[int, bool, int]:
             return difference.step, bool(self._is_step[difference.location]), difference.location

@@ -16,7 +16,7 @@ from ..spec.schedule import STEP_PHASES
 from .recorded_differences import FirstDifference
 from .tensor_errors import ULP_BINS
 
-JUMP = 10.0  # ratio of a difference to the largest one before it from which it is a jump
+JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
 MOST_LISTED = 8  # settings and unmatched layers that are listed
 
 
@@ -32,15 +32,15 @@ class Diff:
         settings: The settings, versions and devices that differ, as pairs of texts by key.
         common_steps: The steps that both runs recorded: the first, the last, and their number.
         first: The first difference above the tolerance; None without one.
-        cause: Why the first difference says nothing about its layer: `seed` if the seeds differ, `batches` if the samples
-            of its step differ; otherwise empty.
+        cause: The reason why the first difference is not evidence against its layer: `seed` if the seeds differ, `batches` if
+            the samples of its step differ; otherwise empty.
         layers: One row per location that both runs recorded, in the order of execution in the first run:
 
             - `phase`, `hook`, `kind`, `role`, `layer`, `path`, `module_type`: the location
             - `hook_b`, `layer_b`: the names in the other run
             - `rows`: the number of compared rows of statistics
             - `first_step`: the first step with a difference above the tolerance
-            - `difference`, `step`: the largest relative difference of those that decide, and its step
+            - `difference`, `step`: the largest relative difference of the statistics that decide, and its step
             - one column for each of `statistics`: its largest relative difference
 
         statistics: The statistics that both runs recorded.
@@ -181,7 +181,7 @@ def _before(first: FirstDifference) -> Iterator[str]:
     elif (ratio := first.difference / first.before) >= JUMP:
         yield f"It is a jump: {ratio:,.0f} times the largest difference before it, {first.before:.2g}."
     else:
-        yield f"It is no jump: the largest difference before it is {first.before:.2g}. Rounding errors grow from layer to layer"
+        yield f"It is not a jump: the largest difference before it is {first.before:.2g}. Rounding errors grow from layer to layer"
         yield "and from step to step."
 
 
@@ -253,7 +253,7 @@ def _settings(diff: Diff) -> Iterator[str]:
 def _compared(diff: Diff) -> Iterator[str]:
     first, last, count = diff.common_steps
     rows = diff.layers["rows"].sum()
-    tensors = f" and {diff.tensors['tensors'].sum():,} complete tensors" if len(diff.tensors) else ""
+    tensors = f" and {diff.tensors['tensors'].sum():,} full tensors" if len(diff.tensors) else ""
     when = f"step {first:,}" if count == 1 else f"{count:,} steps from {first:,} to {last:,}"
     yield f"compared: {rows:,} rows{tensors} at {len(diff.layers):,} locations, {when}"
     yield f"tolerance: {diff.tolerance:.2g}"

@@ -30,14 +30,13 @@ def relative_differences(
     """Return the relative difference of each statistic.
 
     It is |a - b| / max(size(a), size(b)). The size is the rms for `mean` and `std`, `abs_max` for `min` and `max`, and
-    the statistic itself for the others. Fractions are not divided.
+    the statistic itself for the others. For fractions, it is |a - b|.
 
     Args:
         rows: Matched rows, with the columns of both runs.
         names: The statistics.
-        floors: For each row, the number of the group whose largest size limits the size of each member from below; -1
-            for no group. None if no row has a group.
-        floor: The limit, relative to the largest size of the group.
+        floors: The number of the group of each row; -1 for no group. None if no row has a group.
+        floor: The lower limit of the size of a row in a group, relative to the largest size of the group.
 
     Returns:
         One column per statistic; NaN if one of the runs has no value.
@@ -64,10 +63,10 @@ def is_of_values(name: str) -> bool:
 
 
 def decisive(differences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Return the difference that decides about each row, and its statistic.
+    """Return the decisive difference of each row, and its statistic.
 
-    It is the largest one of the statistics that are lower bounds and of the counts. Rows without such bounds are
-    decided by all statistics except fractions.
+    It is the largest difference of the statistics in `BOUNDS` and of the counts. For rows without these statistics, it is the
+    largest difference of all statistics except fractions.
 
     Returns:
         The differences, float64, shape [rows], 0 for rows without any value; and the indices of their columns.
@@ -92,7 +91,7 @@ def _values(rows: pd.DataFrame, name: str, side: str) -> np.ndarray:
 def _sizes(rows: pd.DataFrame, names: Sequence[str], name: str, side: str) -> np.ndarray:
     """Return the size of each tensor of a run, to which a statistic is compared.
 
-    Without a recorded rms, it is computed from the mean and the standard deviation, or it is `abs_max`, which is larger.
+    Without a recorded rms, the size is computed from the mean and the standard deviation, or it is `abs_max`, which is larger.
     """
     own: np.ndarray = np.abs(_values(rows, name, side))
     sizes = []

@@ -18,8 +18,8 @@ class TensorErrors(NamedTuple):
     """The differences between two tensors a and b of the same shape.
 
     Attributes:
-        l2: The relative error |a - b| / max(|a|, |b|) with L2 norms; infinite if other elements are not finite.
-        cosine: The cosine of the angle between a and b; 1 if both are zero, 0 if one of them is.
+        l2: The relative error |a - b| / max(|a|, |b|) with L2 norms; infinite if the non-finite elements of a and b differ.
+        cosine: The cosine of the angle between a and b; 1 if both are zero, 0 if only one is.
         max_abs: The largest |a_i - b_i|.
         max_rel: The largest |a_i - b_i| / max(|a_i|, |b_i|), from 0 to 2.
         ulp: The number of elements whose distance is in each bin of `ULP_BINS`, in units in the last place of the
@@ -81,7 +81,7 @@ def _ulp_histogram(a: _Array, b: _Array, dtypes: tuple[str, str]) -> _Array:
 
 
 def _patterns(values: _Array, dtype: str) -> tuple[_Array, _Array]:
-    """Return the bits of rounded values without the sign, which number the values of a type, and whether each is negative."""
+    """Round values to a type. Return their bits without the sign, which count the numbers from zero, and whether each is negative."""
     bits = _BITS[dtype]
     if dtype == "bfloat16":
         wide = values.astype(np.float32).view(np.uint32)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, Problem
+from ..spec.spec_file import YAML_ERRORS
 from .experiment import Experiment
 
 UNKNOWN = "no counterpart"
@@ -36,7 +37,7 @@ def read_source(path: Path) -> Any:
         if is_json:
             return json.loads(_STRING_OR_COMMENT.sub(lambda match: match[1] or "", text))
         return yaml.safe_load(text)
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
+    except YAML_ERRORS as error:
         message = f"is not valid {'JSON' if is_json else 'YAML'}: {error}"
         raise ConfigError(Problem("FILE", message, given=str(path))) from None
 

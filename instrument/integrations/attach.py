@@ -134,10 +134,12 @@ def attach(
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
-    settings = {
+    settings: dict[str, Any] = {
         section: {name: spec.model_dump(exclude_unset=True, by_alias=True) for name, spec in specs_by_name.items()}
         for section, specs_by_name in (("hooks", hooks), ("rules", judged))
     }
+    if ids == "all":
+        settings["data"] = {"ids": ids}
     probe = AttachedProbe(
         plan,
         _sink(out, sink),
@@ -156,6 +158,8 @@ def attach(
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
+    if folder is not None:
+        folder.update(advice=probe.rules.custom_advice)
     if ranks is None:
         probe.accept_changes()
     try:

@@ -79,7 +79,8 @@ class AttachedProbe(Probe):
         super().__exit__(exc_type, exc, tb)
 
     def _run_info(self) -> dict[str, Any]:
-        return {**self._info, "status": self._status, "overrides": {}, "metrics": {}}
+        advice = self.rules.custom_advice
+        return {**self._info, "status": self._status, "overrides": {}, "metrics": {}, "advice": advice}
 
     def __repr__(self) -> str:
         sites, hooks = len(self.plan.sites), len(self.plan.specs)

@@ -167,7 +167,7 @@ class AttachedHook(HookCoverage):
             ConfigError: The spec does not fit the shape of the site's first tensor.
         """
         shard = is_sharded(tensor)
-        self._check_shape(path, tensor)
+        self.check_shape(path, tensor)
         if shard and value is not None:
             value = (local_shard if self.is_record_hook else full_tensor)(value)
         context = self.context(path, firing, value)
@@ -197,7 +197,7 @@ class AttachedHook(HookCoverage):
             The tensors that replace them; the same object for a tensor that is unchanged.
         """
         for path, tensor in tensors.items():
-            self._check_shape(path, tensor)
+            self.check_shape(path, tensor)
         context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
         if any(map(is_sharded, tensors.values())):
             context.scope = "averaged"
@@ -212,7 +212,8 @@ class AttachedHook(HookCoverage):
             new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
         return {path: _replaced(tensor, parts[path], new[path]) for path, tensor in tensors.items()}
 
-    def _check_shape(self, path: str, tensor: Tensor) -> None:
+    def check_shape(self, path: str, tensor: Tensor) -> None:
+        """Check once for each path that the spec fits the shape; see `fire`."""
         if self.checked_paths is not None and path not in self.checked_paths and not is_sharded(tensor):
             self.checked_paths.add(path)
             check_shape(self.site, path, tensor)
@@ -278,7 +279,7 @@ class AttachedHook(HookCoverage):
             return self._run(tensor, context)
 
     def _run(self, tensor: Tensor, context: Context) -> Tensor:
-        _check_not_captured(tensor, context)
+        check_not_captured(tensor, context)
         name = self.site.spec.keep_as
         if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
             if name is not None:
@@ -289,7 +290,7 @@ class AttachedHook(HookCoverage):
             action = partial(self.condition.apply, action)
         if self.selector is not None:
             action = partial(self.selector.apply, action)
-        new = _call(action, tensor, context)
+        new = call_action(action, tensor, context)
         result = tensor if new is None else new
         if name is not None:
             self._keep(name, result, context)
@@ -299,17 +300,18 @@ class AttachedHook(HookCoverage):
         assert self.together is not None, "only its hooks get several tensors"
         with nullcontext() if self.clock.timer is None else self.clock.timer.measure_action(self):
             for tensor in tensors.values():
-                _check_not_captured(tensor, context)
+                check_not_captured(tensor, context)
             change = self.together.change
             action = change if self.selector is None else partial(self.selector.apply_together, self.together)
-            new = _call(action, tensors, context)
+            new = call_action(action, tensors, context)
             if (name := self.site.spec.keep_as) is not None:
                 for path, tensor in new.items():
                     self._keep(name, tensor, replace(context, path=path))
             return new
 
 
-def _check_not_captured(tensor: Tensor, context: Context) -> None:
+def check_not_captured(tensor: Tensor, context: Context) -> None:
+    """Raise a `HookError` if the current code becomes a CUDA graph."""
     if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise HookError(
             f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
@@ -317,7 +319,7 @@ def _check_not_captured(tensor: Tensor, context: Context) -> None:
         )
 
 
-def _call(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
+def call_action(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
     """Call an action. An error of another class becomes a `HookError` that names the hook."""
     try:
         return action(given, context)

@@ -2,8 +2,8 @@
 
 Most record hooks write the statistics of plain tensors of one process. For these, `PlainRecord` replaces
 `AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel compute the numbers.
-`PlainIntervention` keeps the context of a clip or scale hook. All other hooks and tensors take the general path, and both
-give the same rows.
+`PlainIntervention` does the same for clip and scale hooks and their effects. All other hooks and tensors take the general
+path, and both give the same rows.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..actions.base import Context
+from ..actions.base import Context, Rows
 from ..actions.clip import Clip
-from ..actions.intervention import Intervention
+from ..actions.intervention import Intervention, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
 from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
-from .attached_hook import AttachedHook, fire_all
+from .attached_hook import AttachedHook, call_action, check_not_captured, fire_all
 from .clock import Firing
 
 Hook = Callable[[Tensor | None], Tensor | None]
 
 
-class PlainRecord:
-    """Records the statistics of plain tensors at one site.
+class PlainHook:
+    """A hook on plain tensors at one site.
 
     Attributes:
         attached: The hook at the site.
@@ -41,6 +41,39 @@ class PlainRecord:
         self._clock = attached.clock
         self._class: type[nn.Module] = nn.Module  # of the module; a parametrization changes it
         self._sites: dict[tuple[int, int, str], tuple[Any, ...]] = {}
+
+    def _site(self, call: int, backward: int = 0, path: str = "") -> tuple[Any, ...]:
+        """Return the identity columns of the rows of one call, without the moment."""
+        module_class = type(self.attached.site.layer.module)
+        if module_class is not self._class:
+            self._sites.clear()
+            self._class = module_class
+        site = self._sites.get((call, backward, path))
+        if site is None:
+            site = self._sites[call, backward, path] = self._context(call, backward, path).site
+        return site
+
+    def _context(self, call: int = 0, backward: int = 0, path: str = "") -> Context:
+        spec, layer = self.attached.site.spec, self.attached.site.layer
+        return Context(
+            hook=spec.name,
+            kind=spec.kind,
+            role=spec.tensor_role,
+            layer=layer.name,
+            module=layer.module,
+            path=path,
+            moment=self._clock.moment,
+            call=call,
+            backward=backward,
+            scope=self.attached.scope,
+            rank=self._clock.rank,
+        )
+
+
+class PlainRecord(PlainHook):
+    """Records the statistics of plain tensors at one site."""
+
+    __slots__ = ()
 
     @classmethod
     def of(cls, attached: AttachedHook) -> PlainRecord | None:
@@ -72,9 +105,7 @@ class PlainRecord:
             path: The path of the tensor, for the functions of a module.
         """
         clock, action = self._clock, cast(Record, self.attached.action)  # a budget may replace it
-        if type(self.attached.site.layer.module) is not self._class:
-            self._sites.clear()
-        site = self._sites.get((call, backward, path)) or self._new_site(call, backward, path)
+        site = self._site(call, backward, path)
         timer = clock.timer
         if timer is None:
             return action.rows.record_plain(tensor, action.bits, clock.moment, site)
@@ -84,38 +115,21 @@ class PlainRecord:
             timer.firings[self.attached] -= 1  # `AttachedHook.fire` counts it again
         return is_plain
 
-    def _new_site(self, call: int, backward: int, path: str) -> tuple[Any, ...]:
-        """Return the identity columns of the rows of one call, without the moment."""
-        site, spec, clock = self.attached.site, self.attached.site.spec, self._clock
-        self._class = type(site.layer.module)
-        self._sites[call, backward, path] = columns = Context(
-            hook=spec.name,
-            kind=spec.kind,
-            role=spec.tensor_role,
-            layer=site.layer.name,
-            module=site.layer.module,
-            path=path,
-            moment=clock.moment,
-            call=call,
-            backward=backward,
-            scope=self.attached.scope,
-            rank=clock.rank,
-        ).site
-        return columns
 
+class PlainIntervention(PlainHook):
+    """Clips or scales plain tensors at one site, with the same operations as the general path.
 
-class PlainIntervention:
-    """Clips or scales plain tensors at one site.
-
-    Attributes:
-        attached: The hook at the site.
+    The checks for the results of custom functions are left out, and the native kernel measures the effect.
     """
 
-    __slots__ = ("_contexts", "attached")
+    __slots__ = ("_any_call", "_change", "_held", "_rows")
 
-    def __init__(self, attached: AttachedHook) -> None:
-        self.attached = attached
-        self._contexts: dict[int, Context] = {}
+    def __init__(self, attached: AttachedHook, change: Clip | Scale, rows: Rows) -> None:
+        super().__init__(attached)
+        self._change = change
+        self._rows = rows
+        self._any_call = self._context()
+        self._held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
 
     @classmethod
     def of(cls, attached: AttachedHook) -> PlainIntervention | None:
@@ -125,17 +139,13 @@ class PlainIntervention:
             isinstance(action, Intervention)
             and isinstance(action.change, Clip | Scale)
             and attached.selector is None
+            and attached.condition is None
             and attached.site.spec.keep_as is None
             and attached.matches_path("")
             and attached.clock.parallel is None
         ):
-            return cls(attached)
+            return cls(attached, action.change, cast(Rows, action.rows))
         return None
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether the shape of the tensor was checked."""
-        return self.attached.checked_paths is None or "" in self.attached.checked_paths
 
     def __call__(self, tensor: Tensor, call: int) -> Tensor:
         """Return the changed tensor.
@@ -144,12 +154,26 @@ class PlainIntervention:
             tensor: A tensor of class `Tensor` with floating-point elements in memory.
             call: The index of the module's call.
         """
-        attached = self.attached
-        context = self._contexts.get(call)
-        if context is None:
-            context = self._contexts[call] = attached.context("", Firing(call))
-        context.moment = attached.clock.moment
-        return attached.run(tensor, context)
+        self.attached.check_shape("", tensor)
+        timer = self._clock.timer
+        if timer is None:
+            return self._run(tensor, call)
+        with timer.measure_action(self.attached):
+            return self._run(tensor, call)
+
+    def _run(self, tensor: Tensor, call: int) -> Tensor:
+        context, moment = self._any_call, self._clock.moment
+        context.moment = moment
+        if not tensor.is_cpu:
+            check_not_captured(tensor, context)
+        new, factor, measures = call_action(self._change.change_and_measure, tensor, context)
+        if measures is not None and not isinstance(factor, Tensor):
+            self._rows.add_plain_effect(moment, self._site(call), tensor.numel(), measures, factor, self._held)
+            return new
+        effect = effect_of(tensor, new, factor, tensor.numel())
+        effect.held = self._held
+        self._rows.add_effect(self._context(call), effect)
+        return new
 
 
 class PlainModuleHooks:
@@ -197,10 +221,9 @@ class PlainModuleHooks:
             type(output) is Tensor
             and output.is_floating_point()
             and output.layout is torch.strided
-            and output.device.type in ("cpu", "cuda")
+            and (output.is_cpu or output.is_cuda)
             and not output.is_nested
             and not output.is_inference()
-            and all(intervention.is_checked for intervention in self.interventions)
         ):
             return None
         for intervention in self.interventions:

@@ -334,7 +334,7 @@ class LiveRun:
     def findings(self) -> list[Finding]:
         """Return warnings and errors, the most severe ones first; events of the same rule and layer are one finding."""
         groups = [group for group in self._groups.values() if group.severity != "info"]
-        advice = advice_by_rule((self.info.get("config") or {}).get("rules") or {})
+        advice = advice_by_rule((self.info.get("config") or {}).get("rules") or {}, self.info)
         return [
             Finding(
                 group.rule,

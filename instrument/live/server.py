@@ -78,7 +78,7 @@ class LiveServer:
 
     Args:
         folder: The folder of the run.
-        pause: Returns the seconds to wait after a refresh, given its duration in seconds.
+        pause: Returns the seconds to wait after a refresh, given its processor time in seconds.
         opening_seconds: The time to read earlier rows before a page is shown, in seconds.
         reading_seconds: The time to read earlier rows in each later refresh, in seconds.
         sweep: The folder of a sweep, as a path or an address, to be shown instead of a run. Default: None.
@@ -182,23 +182,23 @@ class LiveServer:
 
     async def _refresh_forever(self) -> None:
         while self._failure is None:
-            began = time.monotonic()
             try:
-                is_complete = await asyncio.to_thread(self._refresh)
+                is_complete, seconds = await asyncio.to_thread(self._refresh)
             except Exception as error:  # a page that is not updated any more must not look current
                 self._failure = error
                 self.stop()
                 return
             if self.page.is_running or is_complete:
-                await asyncio.sleep(self._pause(time.monotonic() - began))
+                await asyncio.sleep(self._pause(seconds))
 
-    def _refresh(self) -> bool:
-        """Refresh the pages. Return whether all rows have been read."""
+    def _refresh(self) -> tuple[bool, float]:
+        """Refresh the pages. Return whether all rows have been read, and the processor time in seconds."""
+        began = time.thread_time()
         pages = [self.page, *list(self._jobs.values())]
         for page in pages:
             with self._lock:
                 page.refresh(self._reading_seconds)
-        return all(page.is_complete for page in pages)
+        return all(page.is_complete for page in pages), time.thread_time() - began
 
     async def _show_page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse

@@ -13,14 +13,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..sweeps.jobs import DONE, MISSING, RUNNING, SweepJob, count_by_status
+from ..sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status
 from ..sweeps.lookup import jobs_in
 from .live_run import LiveRun
 from .terminal import STATUS_COLOURS, format_value, sparkline
 
 OTHER_LINES = 5
 SHOWN = ("loss", "accuracy")
-ORDER = (RUNNING, "failed", "killed", "interrupted")  # other jobs come last
+ORDER = (RUNNING, "failed", KILLED, INTERRUPTED)  # other jobs come last
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,9 @@ class LiveSweep:
 
     @property
     def is_running(self) -> bool:
-        """Whether a job is running or was not started yet."""
-        return any(job.status in (RUNNING, MISSING) for job in self.jobs)
+        """Whether a job is running or will be started. After a kill or Ctrl-C, the sweep starts no more jobs."""
+        found = {job.status for job in self.jobs}
+        return RUNNING in found or (MISSING in found and not found & {KILLED, INTERRUPTED})
 
     @property
     def is_successful(self) -> bool:
@@ -144,7 +145,7 @@ class LiveSweep:
         """
         table = Table(box=None, pad_edge=False)
         for name in ("job", "status", "overrides"):
-            table.add_column(name, no_wrap=True)
+            table.add_column(name, no_wrap=name != "overrides")  # the column that is shortened on a narrow screen
         for name in ("step", "loss over the steps", *SHOWN):
             table.add_column(name, no_wrap=True, justify="left" if " " in name else "right")
         jobs = sorted(self.jobs, key=lambda job: ORDER.index(job.status) if job.status in ORDER else len(ORDER))
@@ -158,6 +159,7 @@ class LiveSweep:
                 last = {name: format_value(view.last.get(name, float("nan"))) for name in SHOWN}
             status = Text(job.status, style=STATUS_COLOURS.get(job.status, "yellow"))
             cells = (step, line, *last.values())
-            table.add_row(Text(job.name), status, Text(self.source.label(job)), *(Text(cell) for cell in cells))
+            label = Text(self.source.label(job), no_wrap=True, overflow="ellipsis")
+            table.add_row(Text(job.name), status, label, *(Text(cell) for cell in cells))
         more = f"\n{len(self.jobs) - len(shown)} more jobs" if len(shown) < len(self.jobs) else ""
         return Group(table, Text(f"{more}\n{len(self.jobs)} jobs: {count_by_status(self.jobs)}"))

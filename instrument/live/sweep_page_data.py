@@ -12,6 +12,7 @@ import yaml
 from ..report.make_report import render, with_vocabulary
 from ..report.numbers import rounded
 from ..report.sweep_page import METRICS, PARTS
+from ..spec.spec_file import YAML_ERRORS
 from ..sweeps.jobs import SweepJob, count_by_status
 from .page_data import ChangedBlocks, metric_curves
 from .sweep import JobView, LiveSweep
@@ -171,7 +172,7 @@ def _cell(value: str) -> float | str:
     """Return a finite number as a number, and other values as text."""
     try:
         number = yaml.safe_load(value)
-    except yaml.YAMLError:
+        is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
+    except (*YAML_ERRORS, OverflowError):
         return value
-    is_number = isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number)
     return number if is_number else value

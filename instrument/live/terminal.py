@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -79,8 +81,8 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
         table = _table("Findings", *(("rule", "left"), ("layer", "left"), ("step", "right"), ("message", "left")))
         for finding in shown:
             step = "" if finding.when is None else f"{finding.when:,}"
-            cells = (finding.what, finding.where, step, finding.value)
-            table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])
+            cells = (Text(finding.what), _Name(finding.where), Text(step), Text(finding.value))
+            table.add_row(*cells, style=COLOURS[finding.severity])
         parts.append(table)
         if len(findings) > len(shown):
             parts.append(Text(f"{len(findings) - len(shown)} more findings", style="dim"))
@@ -142,10 +144,10 @@ def _layers(live: LiveRun, room: int | None) -> Table:
     for view in shown:
         hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
         ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
-        cells = (hook, view.location, view.statistic, sparkline(view.values, view.not_finite))
-        numbers = (format_value(view.last), ratio)
+        line = sparkline(view.values, view.not_finite)
+        numbers = (view.statistic, line, format_value(view.last), ratio)
         style = COLOURS["error"] if view.not_finite.any() else ""
-        table.add_row(*(Text(cell) for cell in (*cells, *numbers)), style=style)
+        table.add_row(_Name(hook), _Name(view.location), *(Text(cell) for cell in numbers), style=style)
     return table
 
 
@@ -195,6 +197,25 @@ def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: i
     return "".join(marks)
 
 
+@dataclass(frozen=True)
+class _Name:
+    """A name of which a narrow column shows the end, since the names of layers differ there.
+
+    Attributes:
+        text: The name.
+    """
+
+    text: str
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, cell_len(self.text)).with_maximum(options.max_width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        cut = Text(self.text[::-1])
+        cut.truncate(options.max_width, overflow="ellipsis")
+        yield Text(cut.plain[::-1], no_wrap=True)
+
+
 def format_value(value: float) -> str:
     """Format a number with four digits; an empty string for NaN."""
     return "" if np.isnan(value) else f"{value:.4g}"
@@ -203,5 +224,6 @@ def format_value(value: float) -> str:
 def _table(title: str, *columns: tuple[str, str]) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=name != "message")  # type: ignore[arg-type]
+        # These columns are shortened on a narrow screen.
+        table.add_column(name, justify=justify, no_wrap=name not in ("message", "layer", "hook"))  # type: ignore[arg-type]
     return table

@@ -153,11 +153,15 @@ class FunctionMode(TorchFunctionMode):
         frame = self._calling_module()
         owners = []
         for spec in specs if frame is not None else ():
-            running = next((each for each in reversed(self.running) if spec.name in each.observers), None)
-            if running is not None and (not spec.own or running.frame is frame):
-                number = running.counts[spec.name, name]
-                running.counts[spec.name, name] += 1
-                owners.append(Owner(running, running.observers[spec.name], f"{name}.{number}"))
+            for running in reversed(self.running):
+                observer = running.observers.get(spec.name)
+                if observer is None:
+                    continue
+                if not spec.own or running.frame is frame:
+                    number = running.counts[spec.name, name]
+                    running.counts[spec.name, name] = number + 1
+                    owners.append(Owner(running, observer, f"{name}.{number}"))
+                break
         return owners
 
     def _calling_module(self) -> FrameType | None:

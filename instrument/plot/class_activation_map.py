@@ -49,7 +49,7 @@ def class_activation_map(
         run: A run with recorded feature maps [N, C, H, W]. If the input of the model was recorded too, it is shown.
         layer: The layer of the feature maps. Default: the last one, in forward order.
         classifier: The weights [classes, C] of the linear layer that reads the means of the maps, or its name in the saved
-            weights (CAM). Default: none; the recorded gradients of the maps are used (Grad-CAM).
+            weights (CAM). Default: use the recorded gradients of the maps (Grad-CAM).
         classes: The class or the classes, with `classifier`. Default: the class with the highest score of each sample.
         samples: The id of a sample, or a list of ids. Default: the first 4.
         hook: Name of the hook that recorded the feature maps; required if several hooks recorded the layer.

@@ -77,8 +77,3 @@ def _custom_rule(spec: CustomRule) -> Rule:
         message = "a rule requires the method update(rows); see instrument.Rule"
         raise ConfigError(Problem(where, message, given=type(made).__name__))
     return made  # type: ignore[no-any-return]
-
-
-def advice_of(spec: RuleBase) -> str:
-    """Return what to do next if a rule fires; empty for a custom rule."""
-    return CATALOGUE[spec.rule].advice if hasattr(spec, "rule") else ""

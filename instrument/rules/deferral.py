@@ -1,6 +1,7 @@
-"""Steps that most rules read later, many at once, because it is certain that these rules do not fire in them.
+"""Deferral of steps in which most rules certainly do not fire. These rules read many such steps at once, later.
 
-Most steps of a training are like the steps before. One comparison of all statistics of many steps with bounds shows that.
+Most steps of a training are similar to the steps before them. One comparison of the statistics of many steps with bounds finds
+these steps.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .rule import CatalogueRule, LocatedRule, Rule
 from .step_rows import TARGETS, BoolArray, FloatArray, IndexArray, Layout, Locations, QuietSteps, StepRows
 
 MOST_STEPS, MOST_ROWS = 128, 10_000  # the memory of deferred steps is bounded
-FIRST_STEPS = 32  # after so many steps, it is checked whether a rule that reads each step still has to
+FIRST_STEPS = 32  # number of steps until the first check whether an immediate rule can be deferred again
 MOST_LAYOUTS = 64
 _FINITE = (-sys.float_info.max, sys.float_info.max)
 
@@ -33,7 +34,7 @@ class _RowBounds(NamedTuple):
 
 
 class DeferredSteps:
-    """Decides which steps are deferred, for which rules, and passes them to these rules.
+    """Decides which steps are deferred for which rules, and passes the deferred steps to these rules.
 
     Args:
         rules: All rules by name.
@@ -61,7 +62,7 @@ class DeferredSteps:
         self._of_layout: dict[Layout, _RowBounds] = {}
 
     def accept(self, steps: Sequence[StepRows]) -> int:
-        """Return how many of the first steps only the immediate rules have to read now. They are kept for the others."""
+        """Defer the first steps that are within all bounds, and return their number. Only the immediate rules have to read them now."""
         count = self._count_quiet_metrics(steps[: self._left])
         with_rows = [(at, rows) for at, rows in enumerate(steps[:count]) if rows.numbers is not None]
         for layout, group in groupby(with_rows, key=lambda item: item[1].layout):
@@ -86,7 +87,7 @@ class DeferredSteps:
         return count
 
     def _count_quiet_metrics(self, steps: Sequence[StepRows]) -> int:
-        """Return how many of the first steps are steps of a loop whose metrics are within their bounds."""
+        """Return how many of the first steps are no evaluations and have metrics within their bounds."""
         bounds = [(name, low, high) for name, (low, high) in self._metrics.items() if name != TARGETS]
         _, most_targets = self._metrics.get(TARGETS, (0, math.inf))
         for at, rows in enumerate(steps):
@@ -159,7 +160,7 @@ class DeferredSteps:
     def plan(self, rows: StepRows) -> None:
         """Decide which of the next steps can be deferred.
 
-        A rule whose bounds do not hold in the last step reads each step at once.
+        A rule whose bounds do not hold in this step is immediate: it reads each of the next steps at once.
 
         Args:
             rows: A step that all rules have read.
@@ -182,7 +183,7 @@ class DeferredSteps:
             self._left = min(self._left, self._patience)
 
     def _defer(self, rule: CatalogueRule[Any], rows: StepRows) -> bool:
-        """Add the bounds of a rule. Return false if it has to read each step."""
+        """Add the bounds of a rule. Return false if the rule has to read each step at once."""
         if isinstance(rule, LocatedRule):
             return self._defer_located(rule, rows)
         bounds = rule.quiet_bounds(rows)
@@ -231,7 +232,7 @@ def _at(bound: float | FloatArray, slots: IndexArray) -> float | FloatArray:
 
 
 def _is_outside(values: FloatArray, low: float | FloatArray, high: float | FloatArray) -> BoolArray:
-    """Return which values are outside of their bounds. NaN, a missing value, is not."""
+    """Return which values are outside of their bounds. NaN is a missing value and never outside."""
     outside: BoolArray = (values < low) | (values > high)
     return outside
 

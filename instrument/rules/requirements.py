@@ -7,7 +7,16 @@ from collections.abc import Iterator, Mapping
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.rules import CustomRule, DisableAction, EnableAction, NonFiniteRule, PersistentRule, RuleBase, WatchRule
+from ..spec.rules import (
+    CustomRule,
+    DisableAction,
+    EnableAction,
+    LossSpikeRule,
+    NonFiniteRule,
+    PersistentRule,
+    RuleBase,
+    WatchRule,
+)
 from ..spec.schedule import STEP_PHASES
 from .catalogue import make_rule
 from .rule import LocatedRule
@@ -135,6 +144,9 @@ def _requirement_problems(
     if evaluated and isinstance(rule, PersistentRule) and evaluations is not None and evaluations < rule.for_:
         message = f"cannot be reached: the run has {evaluations} evaluations"
         yield Problem(f"{where}.for", message, rule.for_, fix="set train.eval_every to a smaller number")
+    if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:
+        message = f"cannot be reached: the run has {steps} steps"
+        yield Problem(f"{where}.after", message, rule.after, fix="reduce 'after'")
     if read is None:
         return
     if not read:

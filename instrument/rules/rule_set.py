@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import HookError, user_code_location
-from ..spec.rules import Action, RuleBase
+from ..spec.rules import Action, CustomRule, RuleBase
 from .catalogue import make_rule
 from .deferral import MOST_LAYOUTS, DeferredSteps
 from .rule import CatalogueRule, Firing, Rule
@@ -133,6 +133,12 @@ class RuleSet:
     def actions_of(self, rule: str) -> tuple[Action, ...]:
         """Return what happens if a rule fires, in addition to the event."""
         return self.specs[rule].actions
+
+    @property
+    def custom_advice(self) -> dict[str, str]:
+        """What to do next if a custom rule fires, by its name."""
+        custom = {name: rule for name, rule in self._rules.items() if isinstance(self.specs[name], CustomRule)}
+        return {name: text for name, rule in custom.items() if (text := getattr(rule, "advice", ""))}
 
     @property
     def has_custom_rules(self) -> bool:

@@ -12,11 +12,14 @@ from ..spec.rules import WatchRule
 from .rule import BoundsRule, CatalogueRule, Firing
 from .step_rows import Bounds, Location, StepRows
 
+ADVICE = "Compare it with the steps before, and repeat them with more hooks: python -m instrument.replay."
+
 
 class WatchStatistic(BoundsRule[WatchRule]):
     """A statistic of a hook is above or below a number. Of several values in a step, the most extreme one counts."""
 
     what = "watched statistic"
+    advice = ADVICE
 
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)
@@ -32,6 +35,7 @@ class WatchMetric(CatalogueRule[WatchRule]):
     """A metric of training steps is above or below a number."""
 
     what = "watched metric"
+    advice = ADVICE
 
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)

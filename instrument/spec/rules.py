@@ -20,6 +20,7 @@ from .statistics import STATISTICS, unreachable_bound
 FLOAT16_MAX = 65504.0
 SIMPLE_ACTIONS = ("warn", "stop", "prune", "checkpoint")
 METRIC_NAMES = ("loss", "accuracy", "lr", "grad_norm", "seconds")
+NONNEGATIVE_METRICS = ("accuracy", "lr", "grad_norm", "seconds")
 
 
 class EnableAction(Spec):
@@ -333,7 +334,8 @@ class TensorVarianceRule(PersistentRule):
 class ClassImbalanceRule(RuleBase):
     """The most frequent class has many more samples than the rarest one (SageMaker Debugger: ClassImbalance, 10), or all samples.
 
-    It reads the targets of the table `samples`: those of batches in which a tensor is recorded, or all with `data.ids=all`.
+    It reads the targets of the table `samples`: those of batches in which a tensor is recorded, without `keep`, or all with
+    `data.ids=all`.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "samples"
@@ -391,6 +393,8 @@ class WatchRule(PersistentRule):
             raise ValueError("'hook' cannot be combined with 'watch', which names the hooks")
         if self.is_of_metrics and self.stat not in METRIC_NAMES:
             raise UnknownNameError("metric", self.stat, METRIC_NAMES)
+        if self.is_of_metrics and self.stat in NONNEGATIVE_METRICS and self.below is not None and self.below <= 0:
+            raise ValueError(f"below ({self.below:g}) cannot be reached: {self.stat} is at least 0")
         if not self.is_of_metrics and self.stat in STATISTICS:
             problem = unreachable_bound(self.stat, self.above, self.below)
             if problem:
@@ -458,6 +462,7 @@ RESERVED = frozenset(
     [
         "budget",
         "compiled",
+        "control",
         "coverage",
         "data",
         "device_statistics",

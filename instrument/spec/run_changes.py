@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,12 +12,14 @@ import yaml
 from ..errors import ConfigError, Problem, similar_names
 from .hooks import HookSpec
 from .parse import parse_hooks
+from .spec_file import YAML_ERRORS
 
 SCHEDULE_FIELDS = ("every", "start", "stop", "steps")
 FIELDS_OF_ACTIONS = {"clip": ("norm", "min", "max", "value", "quantile", "ratio"), "scale": ("factor",)}
 COMMANDS = ("checkpoint", "stop")
 """Changes that are requests: they are made once, and not repeated when the run is resumed."""
 SCALE = "lr_scale"
+MOST_CHARACTERS = 80  # of an invalid value in a message
 SWITCHES = {"enable": True, "disable": False}
 ALLOWED = "hooks.NAME.FIELD=VALUE, enable=NAME, disable=NAME, lr_scale=FACTOR, checkpoint, stop"
 NOT_IN_CUSTOM_LOOPS = {
@@ -160,10 +163,7 @@ def _with(text: str, request: Request) -> Request:
     if text in COMMANDS:
         return replace(request, commands=[*request.commands, text])
     key, equals, written = text.partition("=")
-    try:
-        value = yaml.safe_load(written)
-    except yaml.YAMLError:
-        raise ConfigError(Problem(key, "the value is not valid YAML", given=written)) from None
+    value = _value(key, written)
     if equals and key in SWITCHES:
         name = _known_hook(str(value), key, settings)
         disabled = settings.disabled - {name} if SWITCHES[key] else settings.disabled | {name}
@@ -172,7 +172,7 @@ def _with(text: str, request: Request) -> Request:
         )
         return replace(request, settings=replace(settings, disabled=disabled), changes=[*request.changes, change])
     if equals and key == SCALE:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ConfigError(Problem(key, "must be a number that is at least 0", given=value))
         change = Change(key, settings.lr_scale, float(value))
         return replace(request, settings=replace(settings, lr_scale=float(value)), changes=[*request.changes, change])
@@ -180,6 +180,14 @@ def _with(text: str, request: Request) -> Request:
         return _with_field(key, value, request)
     known = (*COMMANDS, *SWITCHES, SCALE)
     raise ConfigError(Problem("", "unknown change", given=text, allowed=ALLOWED, similar=similar_names(key, known)))
+
+
+def _value(key: str, written: str) -> Any:
+    """Return the value of a change."""
+    try:
+        return yaml.safe_load(written)
+    except YAML_ERRORS:
+        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MOST_CHARACTERS])) from None
 
 
 def _with_field(key: str, value: Any, request: Request) -> Request:

@@ -14,6 +14,9 @@ from .hooks import HookSpec
 from .parse import parse_hooks, parse_rules
 from .rules import RuleSpec, default_rules
 
+YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""The errors of PyYAML for invalid YAML. A date that does not exist, for example, raises ValueError."""
+
 Specs = str | Path | Mapping[str, Any] | Sequence[Any]
 
 
@@ -77,7 +80,7 @@ def _read_file(path: Path) -> Any:
         return yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(Problem("specs", f"the file cannot be read: {error.strerror}", given=str(path))) from None
-    except yaml.YAMLError as error:
+    except YAML_ERRORS as error:
         raise ConfigError(Problem("specs", f"the file is not YAML: {error}", given=str(path))) from None
 
 

@@ -20,10 +20,11 @@
    Returns three numbers: how many elements differ (two NaN are equal), and the L2 norms over the finite elements (NaN if
    there is none). None for tensors that `record` does not support, or that differ in dtype or strides.
 
-   avoids(tensor, low, high) -> bool
+   effect_of_clip(tensor, low, high) -> (is_inside, effect) or None
 
-   Whether all elements are finite and none equals low or high, as numbers of the tensor's dtype. False for tensors that
-   `record` does not support.
+   Returns whether all elements are finite and none equals low or high, as numbers of the tensor's dtype, and `effect` for
+   the tensor and its elements clamped to [low, high]. low must not exceed high. None for tensors that `record` does not
+   support.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -372,96 +373,122 @@ static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyBytes_FromStringAndSize((const char *)row, sizeof row);
 }
 
-#define CHANGED(NAME, ELEMENT, READ)                                                                                  \
-    FOR_EACH_PROCESSOR                                                                                                \
-    static int64_t NAME(const ELEMENT *before, const ELEMENT *after, size_t count) {                                  \
-        int64_t changed = 0;                                                                                          \
-        for (size_t start = 0; start < count; start += CHUNK) {                                                       \
-            const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
-            int32_t part = 0;                                                                                         \
-            for (size_t i = start; i < start + size; i++) {                                                           \
-                const int differ = READ(before[i]) != READ(after[i]);                                                 \
-                const int both_nan = (READ(before[i]) != READ(before[i])) & (READ(after[i]) != READ(after[i]));        \
-                part += differ & !both_nan;                                                                           \
-            }                                                                                                         \
-            changed += part;                                                                                          \
+/* How many elements differ between two tensors, and the sums of the squares of both over their finite elements. */
+typedef struct {
+    int64_t changed, n[2];
+    double squares[2];
+    int is_outside; /* whether any element is not finite, or equals a bound */
+} Effect;
+
+#define GIVEN(was, is) (is)
+#define CLIPPED(was, is) ((was) < low ? low : (was) > high ? high : (was))
+
+/* AFTER is GIVEN, or CLIPPED, which ignores the second tensor. */
+#define EFFECT(NAME, ELEMENT, VALUE, READ, AFTER)                                                                     \
+    static void NAME##_slowly(const ELEMENT *before, const ELEMENT *after, size_t count, VALUE low, VALUE high,       \
+                              Effect *e) {                                                                            \
+        (void)after;                                                                                                  \
+        for (size_t i = 0; i < count; i++) {                                                                          \
+            const VALUE was = READ(before[i]), is = AFTER(was, READ(after[i]));                                       \
+            const double both[] = {was, is};                                                                          \
+            e->changed += was != is && !(isnan(was) && isnan(is));                                                    \
+            e->is_outside |= !isfinite(was) || was == low || was == high;                                             \
+            for (int k = 0; k < 2; k++)                                                                               \
+                if (isfinite(both[k])) {                                                                              \
+                    e->n[k]++;                                                                                        \
+                    e->squares[k] += both[k] * both[k];                                                               \
+                }                                                                                                     \
         }                                                                                                             \
-        return changed;                                                                                               \
-    }
-
-CHANGED(changed_float32, float, AS_IT_IS)
-CHANGED(changed_bfloat16, uint16_t, from_bfloat16)
-CHANGED(changed_float64, double, AS_IT_IS)
-
-#define AVOIDS(NAME, ELEMENT, READ, NUMBER)                                                                            \
+    }                                                                                                                 \
+                                                                                                                      \
     FOR_EACH_PROCESSOR                                                                                                \
-    static int NAME(const ELEMENT *x, size_t count, double low, double high) {                                        \
-        const NUMBER lower = (NUMBER)low, upper = (NUMBER)high;                                                       \
+    static void NAME(const ELEMENT *before, const ELEMENT *after, size_t count, double lower, double upper,           \
+                     Effect *e) {                                                                                     \
+        const VALUE low = (VALUE)lower, high = (VALUE)upper;                                                          \
         for (size_t start = 0; start < count; start += CHUNK) {                                                       \
+            const ELEMENT *old = before + start, *new = after + start;                                                \
             const size_t size = count - start < CHUNK ? count - start : CHUNK;                                        \
-            int found = 0;                                                                                            \
-            for (size_t i = start; i < start + size; i++) {                                                           \
-                const NUMBER value = READ(x[i]);                                                                      \
-                found |= (value == lower) | (value == upper) | (value - value != 0);                                  \
+            const size_t whole = size - size % LANES;                                                                 \
+            double first[LANES] = {0}, second[LANES] = {0}, total = 0.0;                                              \
+            int32_t changed[LANES] = {0}, at_bound[LANES] = {0};                                                      \
+            for (size_t i = 0; i < whole; i += LANES) {                                                               \
+                PREFETCH(old + i + AHEAD);                                                                            \
+                PREFETCH(new + i + AHEAD);                                                                            \
+                for (int j = 0; j < LANES; j++) {                                                                     \
+                    const VALUE was = READ(old[i + j]), is = AFTER(was, READ(new[i + j]));                            \
+                    first[j] += (double)was * (double)was;                                                            \
+                    second[j] += (double)is * (double)is;                                                             \
+                    changed[j] += was != is;                                                                          \
+                    at_bound[j] |= (was == low) | (was == high);                                                      \
+                }                                                                                                     \
             }                                                                                                         \
-            if (found)                                                                                                \
-                return 0;                                                                                             \
+            for (int j = 0; j < LANES; j++)                                                                           \
+                total += first[j] + second[j];                                                                        \
+            if (!isfinite(total)) {                                                                                   \
+                NAME##_slowly(old, new, size, low, high, e);                                                          \
+                continue;                                                                                             \
+            }                                                                                                         \
+            for (int j = 0; j < LANES && whole; j++) {                                                                \
+                e->squares[0] += first[j];                                                                            \
+                e->squares[1] += second[j];                                                                           \
+                e->changed += changed[j];                                                                             \
+                e->is_outside |= at_bound[j];                                                                         \
+            }                                                                                                         \
+            e->n[0] += whole;                                                                                         \
+            e->n[1] += whole;                                                                                         \
+            NAME##_slowly(old + whole, new + whole, size - whole, low, high, e);                                      \
         }                                                                                                             \
-        return 1;                                                                                                     \
     }
 
-AVOIDS(avoids_float32, float, AS_IT_IS, float)
-AVOIDS(avoids_bfloat16, uint16_t, from_bfloat16, float)
-AVOIDS(avoids_float64, double, AS_IT_IS, double)
+EFFECT(effect_of_float32, float, float, AS_IT_IS, GIVEN)
+EFFECT(effect_of_bfloat16, uint16_t, float, from_bfloat16, GIVEN)
+EFFECT(effect_of_float64, double, double, AS_IT_IS, GIVEN)
+EFFECT(clip_of_float32, float, float, AS_IT_IS, CLIPPED)
+EFFECT(clip_of_bfloat16, uint16_t, float, from_bfloat16, CLIPPED)
+EFFECT(clip_of_float64, double, double, AS_IT_IS, CLIPPED)
 
-static int avoids_any(const void *memory, size_t count, int kind, double low, double high) {
-    return kind == FLOAT32    ? avoids_float32(memory, count, low, high)
-           : kind == BFLOAT16 ? avoids_bfloat16(memory, count, low, high)
-                              : avoids_float64(memory, count, low, high);
-}
-
-static PyObject *avoids(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    DLTensor t;
-    int kind, result;
-    const void *memory;
-    (void)self;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "avoids takes three arguments");
-        return NULL;
-    }
-    const double low = PyFloat_AsDouble(args[1]), high = PyFloat_AsDouble(args[2]);
-    if (PyErr_Occurred())
-        return NULL;
-    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
-    if (!numel)
-        Py_RETURN_FALSE;
-    if (numel <= SMALL) {
-        result = avoids_any(memory, numel, kind, low, high);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        result = avoids_any(memory, numel, kind, low, high);
-        Py_END_ALLOW_THREADS
-    }
-    return PyBool_FromLong(result);
-}
-
-static int write_effect(const void *before, const void *after, size_t count, int kind, double *out) {
-    const void *both[] = {before, after};
-    out[0] = (double)(kind == FLOAT32    ? changed_float32(before, after, count)
-                      : kind == BFLOAT16 ? changed_bfloat16(before, after, count)
-                                         : changed_float64(before, after, count));
+/* `after` is NULL for the clamped elements of `before`. Returns false if squares have overflowed or underflowed. */
+static int write_effect(const void *before, const void *after, size_t count, int kind, double low, double high,
+                        int *is_inside, double *out) {
+    Effect e = {0};
+    if (!after && kind == FLOAT32)
+        clip_of_float32(before, before, count, low, high, &e);
+    else if (!after && kind == BFLOAT16)
+        clip_of_bfloat16(before, before, count, low, high, &e);
+    else if (!after)
+        clip_of_float64(before, before, count, low, high, &e);
+    else if (kind == FLOAT32)
+        effect_of_float32(before, after, count, low, high, &e);
+    else if (kind == BFLOAT16)
+        effect_of_bfloat16(before, after, count, low, high, &e);
+    else
+        effect_of_float64(before, after, count, low, high, &e);
+    *is_inside = !e.is_outside;
+    out[0] = (double)e.changed;
     for (int i = 0; i < 2; i++) {
-        const Moments m = moments_of(both[i], count, kind, 0.0, 0);
-        if (m.n && !squares_are_exact(kind, -m.low > m.high ? -m.low : m.high))
+        /* Within these limits, no square has overflowed, and those that have underflowed do not matter. */
+        if (kind == FLOAT64 && e.n[i] &&
+            !(SMALLEST * SMALLEST * (double)e.n[i] <= e.squares[i] && e.squares[i] <= LARGEST * LARGEST))
             return 0;
-        out[1 + i] = m.n ? sqrt(m.squares) : NAN;
+        out[1 + i] = e.n[i] ? sqrt(e.squares[i]) : NAN;
     }
     return 1;
 }
 
+static int write_effect_unlocked(const void *before, const void *after, size_t count, int kind, double low,
+                                 double high, int *is_inside, double *out) {
+    int done;
+    if (count <= SMALL)
+        return write_effect(before, after, count, kind, low, high, is_inside, out);
+    Py_BEGIN_ALLOW_THREADS
+    done = write_effect(before, after, count, kind, low, high, is_inside, out);
+    Py_END_ALLOW_THREADS
+    return done;
+}
+
 static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     DLTensor before, after;
-    int kind, kind_after, done;
+    int kind, kind_after, is_inside;
     double numbers[3];
     const void *memory, *memory_after;
     (void)self;
@@ -476,16 +503,28 @@ static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count)
     for (int i = 0; i < before.ndim; i++)
         if (before.shape[i] != after.shape[i] || (before.shape[i] != 1 && before.strides[i] != after.strides[i]))
             Py_RETURN_NONE;
-    if (numel <= SMALL) {
-        done = write_effect(memory, memory_after, numel, kind, numbers);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        done = write_effect(memory, memory_after, numel, kind, numbers);
-        Py_END_ALLOW_THREADS
-    }
-    if (!done)
+    if (!write_effect_unlocked(memory, memory_after, numel, kind, 0.0, 0.0, &is_inside, numbers))
         Py_RETURN_NONE;
     return Py_BuildValue("[ddd]", numbers[0], numbers[1], numbers[2]);
+}
+
+static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    DLTensor t;
+    int kind, is_inside;
+    double numbers[3];
+    const void *memory;
+    (void)self;
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "effect_of_clip takes three arguments");
+        return NULL;
+    }
+    const double low = PyFloat_AsDouble(args[1]), high = PyFloat_AsDouble(args[2]);
+    if (PyErr_Occurred())
+        return NULL;
+    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
+    if (!numel || !write_effect_unlocked(memory, NULL, numel, kind, low, high, &is_inside, numbers))
+        Py_RETURN_NONE;
+    return Py_BuildValue("O[ddd]", is_inside ? Py_True : Py_False, numbers[0], numbers[1], numbers[2]);
 }
 
 static PyObject *moments(PyObject *self, PyObject *args) {
@@ -577,7 +616,8 @@ static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
     {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted) -> bytes or None"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
-    {"avoids", (PyCFunction)(void (*)(void))avoids, METH_FASTCALL, "avoids(tensor, low, high) -> bool"},
+    {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
+     "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
     {"statistics", statistics, METH_VARARGS, "statistics(address, count, kind, wanted) -> tuple or None"},
     {"moments", moments, METH_VARARGS,
      "moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)"},

@@ -6,6 +6,7 @@ far from zero that the variance loses precision.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -106,12 +107,22 @@ def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:
     return native.effect(before, after)
 
 
-def avoids(tensor: Tensor, low: float, high: float) -> bool:
-    """Return whether all elements of a plain tensor are finite, and none equals `low` or `high` in the tensor's dtype.
+def effect_of_clip(tensor: Tensor, low: float | None, high: float | None) -> tuple[bool, list[float]] | None:
+    """Compare a plain tensor with its elements clamped to [low, high]; see `record_plain`.
 
-    False if the tensor is not plain; see `record_plain`.
+    Args:
+        tensor: Any tensor.
+        low: The lower bound, for bfloat16 a number of this dtype; None for no bound.
+        high: The upper bound, likewise.
+
+    Returns:
+        Whether all elements are finite and none equals a bound in the tensor's dtype, and the result of `effect_of_plain`
+        for both tensors. None if the tensor is not supported, or if low exceeds high.
     """
-    return _connected and not tensor.is_neg() and native.avoids(tensor, low, high)
+    lower, upper = -math.inf if low is None else low, math.inf if high is None else high
+    if not _connected or lower > upper or tensor.is_neg():
+        return None
+    return native.effect_of_clip(tensor, lower, upper)
 
 
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:

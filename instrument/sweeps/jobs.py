@@ -30,6 +30,7 @@ REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runti
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 JOB_NUMBER = "${hydra.job.num}"
 DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
+KILLED, INTERRUPTED = "killed", "interrupted"
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,9 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
     Raises:
         ConfigError: See `instrument.rules.requirements.check_rules`.
     """
-    records_tensors = any(isinstance(spec, RecordSpec) and spec.tensors for spec in plan.specs.values())
+    records_tensors = any(
+        isinstance(spec, RecordSpec) and spec.tensors and spec.keep is None for spec in plan.specs.values()
+    )
     evaluations = len(length.evaluations.regular) + (length.steps not in length.evaluations.regular)
     check_rules(
         config.rules,

@@ -1,8 +1,8 @@
 """Pruning by magnitude over several runs, which finds lottery tickets.
 
 A round is a run in the folder `<folder>/<round>` that saves its final weights (`train.save=true`), such as a job of a sweep.
-Round 0 trains the dense network. Each later round starts from the same initial weights and keeps those that have the largest
-magnitude at the end of the previous round. `prune` sets the others to zero before step 0, and `Pruned` after each step.
+Round 0 trains the dense network. Each later round starts from the same initial weights, and keeps the weights that have the largest
+magnitude at the end of the previous round. `prune` sets the other weights to zero before step 0, and `Pruned` after each step.
 
 Source: Frankle & Carbin 2019, "The lottery ticket hypothesis: finding sparse, trainable neural networks".
 """
@@ -59,7 +59,7 @@ class Pruned:
         return parameter * self.mask(f"{context.layer}.{context.path}", parameter)
 
     def mask(self, name: str, parameter: Tensor) -> Tensor:
-        """Return which elements of a parameter are kept, bool, with its shape and device.
+        """Return which elements of a parameter are kept: a bool tensor with the shape and device of the parameter.
 
         Args:
             name: The name of the parameter in the state dict.

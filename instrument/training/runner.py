@@ -126,6 +126,7 @@ def run(
                         source.check(own_folder.record)
                         own_folder.update(replay=source.entry())
                 training = _Training(experiment, folder, terminal, raw, copy, source)
+                run_folder.update(advice=training.probe.rules.custom_advice)
                 training.begin()
             terminal.begin(experiment, folder)
             metrics, failure = training.run()

@@ -21,7 +21,7 @@ NOT_DETERMINISTIC = (
     "or the time. python -m instrument.verify compares two trainings"
 )
 Moment = tuple[int, bool, str]
-"""The order of the rows: the step or number of completed steps, whether it is a step, and the phase."""
+"""The sort key of a row: the step or the number of completed steps, whether the row is a step, and the phase."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class ReplayCertificate:
         stop: The step after the last one of the window.
         steps: The number of compared steps.
         evaluations: The number of compared evaluations and passes of the probe batch.
-        difference: The first difference. In a counterfactual, the first one before the changed interventions run; None
-            if all values are bit-identical.
+        difference: The first difference; None if all values are bit-identical. In a counterfactual, only values before
+            `first_step` count.
         reasons: Likely reasons for the difference, the most likely one first.
         environment: All known differences of environment, data and code, also if the values are equal.
         counterfactual: The interventions that differ from those of the run.
-        first_step: The first step at which one of them runs or is missing; None without one.
-        effect: The first difference from this step on; None if there is none.
+        first_step: The first step at which such an intervention runs or is missing; None without one.
+        effect: The first difference from `first_step` on; None if all values are equal.
         changes: The changes of `instrument.control` that the replay repeated.
-        changes_left_out: Those that it did not repeat, because they concern hooks that the replay does not have as the run
-            had them.
+        changes_left_out: The changes that it did not repeat, because they concern hooks that the replay does not have or that
+            differ from those of the run.
         repeats_failure: Whether the replay ended with the error of the run; None if neither failed in the repeated steps.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -37,6 +39,24 @@ def test_factor_is_not_rounded_to_the_dtype(dtype: torch.dtype) -> None:
     wanted = (tensor.to(torch.promote_types(dtype, torch.float32)) * 0.1).to(dtype)
     assert torch.equal(scale(tensor, 0.1), wanted)
     assert torch.equal(scale_channels(tensor.unsqueeze(0), [0.1] * 1001, 1)[0], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [0.1, -0.0, 1e300, 1e-300])
+def test_scaling_equals_a_product_with_a_number_in_every_bit(dtype: torch.dtype, factor: float) -> None:
+    model = torch.nn.Identity()
+    numbers = torch.cat([torch.linspace(-3.0, 3.0, 31), torch.tensor([math.nan, math.inf, -math.inf, 1e30, 1e-30])])
+    spec = {"layers": ".", "kind": "forward", "action": "scale", "factor": factor}
+    with instrument.attach(model, {"h": spec}):
+        for tensor in (numbers, numbers.view(6, 6).t(), numbers[::2], numbers[0]):
+            leaves = [tensor.to(dtype, copy=True).requires_grad_() for _ in range(2)]
+            scaled, product = model(leaves[0] * 1), (leaves[1] * 1) * factor
+            assert (scaled.dtype, scaled.stride()) == (dtype, product.stride())
+            for result in (scaled, product):
+                result.backward(torch.full_like(result, 0.3))
+            gradients = (leaf.grad for leaf in leaves)
+            assert len({repr(result.tolist()) for result in (scaled, product)}) == 1
+            assert len({repr(gradient.tolist()) for gradient in gradients}) == 1
 
 
 def test_quantize_and_l1_keep_float64_precision() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.actions.base import Context, StepContext
+from instrument.analysis.rule_events import rule_events
 from instrument.capture.flight_recorder import FlightRecorder
 from instrument.integrations.attached_probe import AttachedProbe
+from instrument.spec.parse import parse_rules
 
 Cli = Callable[..., Answer]
 EVIDENCE = {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "keep": 2}
@@ -44,7 +46,7 @@ def train(
         warnings.simplefilter("ignore", instrument.InstrumentWarning)
         for step in range(8):
             model[1].step = step
-            probe.batch(ids=list(range(4 * step, 4 * step + 4)))
+            probe.batch(ids=list(range(4 * step, 4 * step + 4)), targets=[3] * 4)
             loss = model(torch.randn(4, 4, generator=generator)).square().mean()
             if step == fails_at:
                 raise ZeroDivisionError("the loop failed")
@@ -87,6 +89,30 @@ def test_samples_of_the_written_tensors_are_written() -> None:
     assert ids[4] == [16, 17, 18, 19]
     assert ids[5] == [20, 21, 22, 23]
     assert min(ids) == 4
+
+
+class Read(instrument.Rule):
+    """Notes the steps that it reads, and with how many targets."""
+
+    read: ClassVar[list[tuple[int, int]]] = []
+
+    def update(self, rows: instrument.StepRows) -> Iterator[instrument.Firing]:
+        self.read.append((rows.step, len(rows.targets)))
+        yield from ()
+
+
+@pytest.mark.parametrize("others", [{}, {"tensors": {**EVIDENCE, "keep": None, "steps": [4]}}])
+def test_rules_read_each_step_once(others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not read the samples of a step again when its tensors are written, neither in the run nor afterwards."""
+    monkeypatch.setattr(Read, "read", [])
+    rules = {"read": {"_target_": Read}, "classes": {"rule": "class_imbalance", "after": 4}}
+    train({"evidence": EVIDENCE} | others, rules=rules, out=tmp_path / "run")
+    run = instrument.load(tmp_path / "run")
+    assert set(run.samples["step"]) >= {4, 5}
+    assert Read.read == [(step, 4 if others and step == 4 else 0) for step in range(8)]
+    fired = rule_events(run, parse_rules({"classes": rules["classes"]}))
+    assert [event.step for event in fired] == list(run.events.query("rule == 'classes'")["step"])
+    assert len(fired) == len(others)
 
 
 def test_tensors_are_written_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -333,6 +334,21 @@ def test_missing_package_is_named(
     write_run(tmp_path / "run")
     assert watch.main([str(tmp_path / "run"), "--web"]) == 1
     assert "--web requires Starlette and Uvicorn" in capsys.readouterr().err
+
+
+def test_invalid_port_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        watch.main([str(write_run(tmp_path / "run")), "--web", "--port", "65536"])
+    assert "--port: must be a number from 0 to 65535, given: 65536" in capsys.readouterr().err
+
+
+def test_pause_depends_on_the_processor_time_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refresh that waits, for example for a busy machine, does not delay the next ones by minutes."""
+    server = LiveServer(write_run(tmp_path / "run"), float, opening_seconds=1, reading_seconds=1)
+    monkeypatch.setattr(server.page, "refresh", lambda seconds: time.sleep(0.3))
+    is_complete, seconds = server._refresh()
+    assert is_complete
+    assert seconds < 0.2
 
 
 def test_port_in_use_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,17 @@ from threading import Thread
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from run_folders import write_run
 from torch import nn
 
 import instrument
 from instrument import watch
 from instrument.live.live_run import LiveRun
+from instrument.live.sweep import LiveSweep
 from instrument.live.terminal import frame, sparkline
 from instrument.sinks.lock import FolderLock
+from instrument.sweeps.jobs import SweepJob
 
 NAN = float("nan")
 STEPS = 8
@@ -70,8 +73,6 @@ def test_frame_shows_findings_before_the_layers_that_changed_most(
 
 
 def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
-
     from instrument.live import terminal
 
     live = LiveRun(running)
@@ -128,6 +129,41 @@ def test_sweep_is_a_table_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[
     lock.release()
     assert watch.main([str(tmp_path / "sweep")]) == 1
     assert "killed" in capsys.readouterr().out
+
+
+def test_sweep_on_a_narrow_screen_shortens_the_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in (1, 2):
+        overrides = {"optimizer.lr": f"{seed}" * 200}
+        rows = {"metrics": [{"step": step, "loss": 0.5} for step in range(4)]}
+        write_run(tmp_path / str(seed), overrides=overrides, rows=rows)
+    view = watch.open_view(str(tmp_path))
+    view.refresh()
+    Console(width=80).print(view.frame())
+    heading, first, *_ = capsys.readouterr().out.splitlines()
+    assert heading.split()[:3] == ["job", "status", "overrides"]
+    assert first.split()[:2] == ["1", "done"]
+    assert first.split()[2:] == [first.split()[2], "4", "▅▅▅▅", "0.5"]
+    assert first.split()[2].endswith("1…")
+
+
+def test_narrow_screen_shows_the_ends_of_long_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {"stats": [statistic("a" * 80 + name, 0, 1.0) for name in (".query", ".key")]}
+    live = LiveRun(write_run(tmp_path / "run", rows=rows))
+    live.refresh()
+    Console(width=80).print(frame(live))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("seen")]
+    assert [(line[1][0], line[1].rpartition(".")[2], *line[2:]) for line in lines] == [
+        ("…", name, "std", "▅", "1", "1") for name in ("query", "key")
+    ]
+
+
+@pytest.mark.parametrize(("status", "is_running"), [("done", True), ("killed", False), ("interrupted", False)])
+def test_sweep_that_starts_no_more_jobs_is_over(status: str, is_running: bool, tmp_path: Path) -> None:
+    jobs = [SweepJob(name, tmp_path / name, (), state, None) for name, state in (("0", status), ("1", "missing"))]
+    write_run(tmp_path / "0")
+    sweep = LiveSweep(str(tmp_path))
+    sweep.jobs = jobs
+    assert sweep.is_running == is_running
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     assert (run.info["status"], run.info["error"]) == ("stopped", f"rule big: {message}")
     events = run.events.query("rule == 'big'")
     assert events["step"].tolist() == [2, 6]
+    assert "python -m instrument.replay" in run.findings.query("what == 'watched statistic'")["advice"].item()
     assert events["severity"].tolist() == ["warning", "info"]
     (first, _) = events.to_dict("records")
     assert (first["layer"], first["location"], first["value"], first["threshold"]) == (
@@ -371,6 +372,34 @@ def test_pruned_trial_is_the_worst_of_a_search(cli: Cli) -> None:
     assert "the objective has no value" not in answer.err
     hydra = OmegaConf.create({"sweeper": {"direction": ["maximize"]}})
     assert worst_score(hydra) == -math.inf
+
+
+class Late(instrument.Rule):
+    """Fires at step 2."""
+
+    what = "late"
+    advice = "Do nothing."
+
+    def update(self, rows: instrument.StepRows) -> Iterator[instrument.Firing]:
+        if rows.step == 2 and rows.is_training:
+            yield instrument.Firing("hit", value=1.0)
+
+
+def test_custom_rule_stops_and_its_advice_is_a_finding(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
+    rule = "+rules.late={_target_: test_rule_actions.Late, then: stop}"
+    kept = "+hooks.kept={layers: layers.0, kind: forward, action: record, tensors: true, keep: 2, when: late}"
+    answer = cli(*TINY, rule, kept, "train.steps=4", "train.checkpoint.every=2", "hydra.run.dir=out", "rules=none")
+    assert answer.code == 3, answer.err
+    assert "late: Do nothing." in answer.out
+    capfd.readouterr()
+    assert main(["out"]) == 4
+    found = "warning  late: step 2: training: hit\n         Do nothing.\n1 finding of rules in out\n"
+    assert capfd.readouterr().out == found
+    assert cli("resume=out", "quiet=true").code == 0
+    messages = instrument.load("out").events.query("rule == 'flight_recorder'")["message"].tolist()
+    assert messages == ["hook 'kept' wrote 2 tensors of the steps 1 to 2: rule late fired"]
+    (live,) = instrument.load("out").findings.query("what == 'late'").to_dict("records")
+    assert live["advice"] == "Do nothing."
 
 
 def test_findings_command_reports_a_healthy_run(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:

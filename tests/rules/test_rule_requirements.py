@@ -73,12 +73,14 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
         ({"watch": "seen", "stat": "std", "below": 0}, ["below (0) cannot be reached: std is at least 0"]),
         ({"watch": "metrics", "stat": "los", "above": 1}, ["unknown metric", "similar  loss"]),
         ({"rule": "dead_units", "above": 1}, ["rules.r.above: "]),
+        ({"watch": "metrics", "stat": "seconds", "below": 0}, ["below (0) cannot be reached: seconds is at least 0"]),
         ({"rule": "exploding_gradient", "window": 5, "after": 9}, ["after (9) cannot be reached"]),
         ({"rule": "update_ratio", "above": 1e-9}, ["below (1e-07) must be less than above (1e-09)"]),
         (
             {"watch": "seen", "stat": "std", "below": 1, "for": 4},
             ["rules.r.for: cannot be reached: 'seen' record at 3 of the 30 steps", "fix      reduce 'for', or 'every'"],
         ),
+        ({"rule": "loss_spike", "after": 30}, ["rules.r.after: cannot be reached: the run has 30 steps"]),
         ({"rule": "overfit"}, ["rules.r.for: cannot be reached: the run has 1 evaluations", "train.eval_every"]),
         ({"rule": "class_imbalance"}, ["rules.r: no targets of samples are recorded", "data.ids=all"]),
         (
@@ -102,9 +104,10 @@ def test_cycle_of_two_rules_is_reported_and_a_chain_is_not() -> None:
     check_rules(parse_rules({"one": one, "two": {**two, "then": "stop"}}), HOOKS)
 
 
-def test_name_of_another_event_is_refused() -> None:
+@pytest.mark.parametrize("name", ["coverage", "control"])
+def test_name_of_another_event_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="other events have this name"):
-        parse_rules({"coverage": {"rule": "non_finite"}})
+        parse_rules({name: {"rule": "non_finite"}})
 
 
 def test_rule_with_an_action_is_not_optional() -> None:

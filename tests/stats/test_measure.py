@@ -489,6 +489,53 @@ def test_every_element_is_counted_once() -> None:
         assert measure_in_one_pass(torch.zeros(size).index_fill_(0, torch.tensor([size - 1]), 1.0))["l1"] == 1.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_effect_counts_changes_and_has_the_measured_norms(dtype: torch.dtype) -> None:
+    for size in (2, 15, 16, 17, 4095, 4096, 4097, 8209):
+        before = (drawn(size, dtype=torch.float64) + 3.0).to(dtype)
+        for special in (1.0, math.nan, math.inf, -math.inf, 1e30):
+            after = before.clone()
+            for changes, index in enumerate(sorted({0, 1, 15 % size, size // 2, size - 1}), 1):
+                after[index] = special
+                counted = single_pass.effect_of_plain(before, after)
+                norms = [
+                    math.nan if norm is None else norm for each in (before, after) for norm in measure(each, ("l2",))
+                ]
+                assert counted == pytest.approx([changes, *norms], rel=1e-13, nan_ok=True)
+                assert single_pass.effect_of_plain(after, after)[0] == 0
+    nothing = torch.full((20,), math.nan, dtype=dtype)
+    assert repr(single_pass.effect_of_plain(nothing, nothing)) == "[0.0, nan, nan]"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_effect_of_clip_is_that_of_the_clamped_tensor(dtype: torch.dtype) -> None:
+    for size in (2, 15, 16, 17, 4097, 8209):
+        for special in (1.0, 2.0, math.nan, math.inf, -math.inf, -0.0):
+            tensor = drawn(size, dtype=torch.float64).clamp(-3.0, 3.0).to(dtype)
+            tensor[tensor.abs() == 1.0] = 0.5
+            tensor[size // 2] = special
+            for low, high in ((-1.0, 1.0), (None, 1.0), (-1.0, None), (0.0, 0.0), (2.0, 2.5)):
+                found = single_pass.effect_of_clip(tensor, low, high)
+                expected = single_pass.effect_of_plain(tensor, tensor.clamp(low, high))
+                if expected is None:  # the norm of zeros in float64
+                    assert found is None
+                    continue
+                is_inside, effect = found
+                assert effect == pytest.approx(expected, rel=1e-13, nan_ok=True)
+                at_bound = torch.zeros_like(tensor, dtype=torch.bool)
+                for bound in (low, high):
+                    at_bound |= tensor == (math.inf if bound is None else bound)
+                assert is_inside == bool((tensor.isfinite() & ~at_bound).all())
+    assert single_pass.effect_of_clip(tensor, 1.0, -1.0) is None
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-170, 1e-150, 1e145, 1e200])
+def test_effect_is_left_to_other_code_where_squares_are_not_exact(magnitude: float) -> None:
+    tensor = torch.full((40,), magnitude, dtype=torch.float64)
+    assert single_pass.effect_of_plain(tensor, torch.ones_like(tensor)) is None
+    assert single_pass.effect_of_plain(torch.ones_like(tensor), tensor) is None
+
+
 def test_kernel_refuses_unknown_types() -> None:
     assert single_pass.native is not None
     with pytest.raises(ValueError, match="kind has to be 0, 1 or 2"):
