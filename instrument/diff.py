@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_tables(found)
     if args.html is not None and not _write(found, args.html):
         return 2
-    return 0 if found.first is None else 1
+    return 0 if found.is_within_tolerance else 1
 
 
 def _write(found: Diff, file: Path) -> bool:

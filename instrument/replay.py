@@ -5,8 +5,8 @@ accuracy, gradient norm and learning rate of each repeated step and evaluation a
 
 With `--intervene`, interventions may differ from those of the run in these steps: the replay is a counterfactual.
 
-Exit codes: 0, equal; 1, a value differs, or the replay fails; 2, the arguments are invalid, or an exact replay cannot be
-expected (see `--force`).
+Exit codes: 0, equal; 1, a value differs, no step could be compared, or the replay fails; 2, the arguments are invalid, or
+an exact replay cannot be expected (see `--force`).
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
             _write(certificate, job.folder)
             if hooks.left_out and not parsed.quiet:
                 print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
-            print(_summary(certificate, source, job.folder))
+            print(_summary(certificate, source, job.folder, has_failed=error is not None))
             if error is None and not certificate.holds:
                 raise SystemExit(1)
         if error is not None:
@@ -181,7 +181,7 @@ def _write(certificate: ReplayCertificate, folder: Path) -> None:
             replay(load(folder)).savefig(folder / COMPARISON)
 
 
-def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path) -> str:
+def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path, *, has_failed: bool) -> str:
     start = f"its checkpoint after {certificate.begin} steps" if certificate.begin else "its start"
     lines = [
         f"replay of {certificate.source} from {start}, up to step {certificate.stop - 1}",
@@ -206,12 +206,13 @@ def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path)
         effect = certificate.effect
         none = f"no effect up to step {certificate.stop - 1}: all values are bit-identical; later steps may differ"
         lines.append(none if effect is None else f"first effect at {effect}")
-    if certificate.repeats_failure is not None:
-        lines.append(
-            "the replay failed with the error of the run"
-            if certificate.repeats_failure
-            else "the replay failed with a different error"
-        )
+    if certificate.repeats_failure:
+        lines.append("the replay failed with the error of the run")
+    elif has_failed:
+        is_failed = source.record["status"] == "failed"
+        lines.append(f"the replay failed{' with a different error' if is_failed else ', and the run did not'}")
+    elif certificate.repeats_failure is False:
+        lines.append("the replay completed the step in which the run failed")
     lines.append(f"certificate  {folder / CERTIFICATE}")
     if (folder / COMPARISON).exists():
         lines.append(f"comparison   {folder / COMPARISON}")

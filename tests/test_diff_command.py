@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, capsys: pyt
     assert "IDENTICAL" in capsys.readouterr().out
     assert main([one, other, "--tolerance", "0.2"]) == 0
     assert "WITHIN THE TOLERANCE: the largest relative difference is 0.091" in capsys.readouterr().out
+
+
+def test_exit_code_of_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, loss in (("a", 1.0), ("b", math.nan)):
+        write_run(tmp_path / name, rows={"stats": [{"rms": 1.0}], "metrics": [{"step": 0, "loss": loss}]})
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "loss: the first difference is at step 0: 1 and nan" in capsys.readouterr().out
 
 
 def test_many_layers_are_listed_if_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

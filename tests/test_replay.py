@@ -200,6 +200,14 @@ def test_failed_run_is_repeated_up_to_its_failure(place: Path, monkeypatch: pyte
     assert certificate_of(place / "again")["repeats_failure"] is True
 
 
+@pytest.mark.slow
+def test_failed_step_that_is_completed_is_reported(place: Path) -> None:
+    answer = replay_in(place, "failed", "--steps", "10:12", "hooks=gradients", *EVERY_STEP, "hydra.run.dir=completed")
+    assert answer.code == 0, answer.err
+    assert "the replay completed the step in which the run failed" in answer.out
+    assert certificate_of(place / "completed")["repeats_failure"] is False
+
+
 def test_changes_during_the_run_are_repeated(place: Path, before: Answer) -> None:
     assert "repeated: hooks.tame.norm=0.2 after 9 steps, by instrument.control" in before.out
     assert "not repeated: hooks.seen.every=1 after 7 steps, by instrument.control" in before.out

@@ -67,8 +67,8 @@ def diff(
     Raises:
         NoRunError: A folder does not exist or contains no run.
         ConfigError: A folder contains several runs; both folders are the same; a run is still in progress and `steps` has no
-            end; the runs have no recorded tensor in common; an entry of `rename` matches nothing; or the tolerance is not
-            a number of at least 0.
+            end; the runs have no recorded tensor in common, or only counts and fractions of them; an entry of `rename`
+            matches nothing; or the tolerance is not a number of at least 0.
     """
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise ConfigError(Problem("tolerance", "must be a number of at least 0", tolerance))
@@ -89,11 +89,11 @@ def diff(
     comparison = Comparison(runs, locations, tables, tolerance)
     comparison.compare_statistics()
     comparison.compare_tensors()
-    if not comparison.precisions:
+    if comparison.first is None and not comparison.has_values:
         recorded_steps = [
             sorted({step for table in tables.values() for _, step in table[side].rows}) for side in (0, 1)
         ]
-        raise ConfigError(_nothing_in_common((one, other), locations, recorded_steps, suggestion))
+        raise ConfigError(_nothing_in_common((one, other), comparison, recorded_steps, suggestion))
     first, common = comparison.first, sorted({step for steps in comparison.steps.values() for step in steps})
     return Diff(
         paths=(runs[0].path, runs[1].path),
@@ -111,6 +111,7 @@ def diff(
         metrics=_metrics(runs, condition),
         unmatched=unmatched,
         unmatched_rows=(comparison.unmatched[0], comparison.unmatched[1]),
+        other_parts=comparison.other_parts,
         suggestion=suggestion,
     )
 
@@ -169,18 +170,19 @@ def _suggestion(unmatched: pd.DataFrame, names: Mapping[str, str]) -> tuple[str,
 
 def _nothing_in_common(
     places: Sequence[pd.DataFrame],
-    locations: pd.DataFrame,
+    comparison: Comparison,
     steps: Sequence[Sequence[int]],
     suggestion: tuple[str, str] | None,
 ) -> Problem:
-    """Return the problem that no row has a counterpart in the other run, with the likely reason.
+    """Return the problem that no value has a counterpart in the other run, with the likely reason.
 
     Args:
         places: The locations of each run.
-        locations: The locations that both runs recorded.
+        comparison: The comparison of the locations that both runs recorded.
         steps: The recorded steps of each run.
         suggestion: An entry of `rename`; None without one.
     """
+    locations = comparison.locations
     layers, series, scopes = (
         [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]
         for columns in (["layer"], ["kind", "role"], ["scope"])
@@ -197,6 +199,12 @@ def _nothing_in_common(
     elif not set(steps[0]) & set(steps[1]):
         message, given = "no step was recorded by both runs", [_some([str(step) for step in each]) for each in steps]
         fix = "record with the same 'every', 'start' and 'steps'"
+    elif comparison.rows.any():
+        message, given = "only counts and fractions were recorded by both runs", [_some(comparison.statistics)] * 2
+        fix = "record the same statistics, such as stats=default"
+    elif comparison.other_parts:
+        message, given = "the two runs recorded different parts of the tensors", [_some(names) for names in series]
+        fix = "record with the same selection, such as 'samples' and 'slice'"
     else:
         message, given = (
             "no row has a counterpart with the same call, rank and scope",
@@ -260,15 +268,21 @@ def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
 def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataFrame:
     """Return the metrics of both runs; see `Diff.metrics`."""
     keys = ["phase", "step"]
-    tables = []
+    tables: list[pd.DataFrame] = []
     for run in runs:
-        rows = [batch[batch["rank"] == 0] for batch in batches(run, "metrics", [*keys, "rank", *METRICS], condition)]
-        frame = pd.concat(rows) if rows else pd.DataFrame(columns=[*keys, *METRICS])
-        tables.append(frame.drop_duplicates(keys).melt(keys, list(METRICS), "metric", "value").dropna())
+        parts = [pd.DataFrame(columns=[*keys, "metric", "value"])]
+        for metric in METRICS:  # Missing values are left out, and NaN is kept.
+            is_given = (ds.field("rank") == 0) & ds.field(metric).is_valid()
+            chosen = is_given if condition is None else condition & is_given
+            for rows in batches(run, "metrics", [*keys, metric], chosen):
+                parts.append(rows.rename(columns={metric: "value"}).assign(metric=metric))
+        tables.append(pd.concat(parts[1:] or parts).drop_duplicates([*keys, "metric"]))
     if any(table.empty for table in tables):
         return pd.DataFrame(columns=[*keys, "metric", "a", "b", "difference"])
     both = tables[0].merge(tables[1], on=[*keys, "metric"], suffixes=("_a", "_b"))
     a, b = (both[f"value_{side}"].to_numpy(np.float64) for side in "ab")
     with np.errstate(divide="ignore", invalid="ignore"):
-        difference = np.where(a == b, 0.0, np.abs(a - b) / np.maximum(np.abs(a), np.abs(b)))
+        relative = np.abs(a - b) / np.fmax(np.abs(a), np.abs(b))
+    are_equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    difference = np.where(are_equal, 0.0, np.where(np.isnan(relative), np.inf, relative))
     return both[keys].assign(metric=both["metric"], a=a, b=b, difference=difference)

@@ -22,7 +22,7 @@ from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import ALL
 from .alignment import Recorded, aligned, windows
 from .precision import PRECISIONS, Precision, coarsest, run_precision
-from .statistic_differences import decisive, relative_differences
+from .statistic_differences import decisive, is_of_values, relative_differences
 from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
 
 MOST_ROWS = 100_000  # rows of statistics of a run that are read at once
@@ -76,6 +76,7 @@ class Comparison:
         tolerance: The tolerance.
         first: The first difference above the tolerance; None without one.
         unmatched: For each run, the number of rows that the other run does not have at a common step.
+        other_parts: The number of pairs of tensors that are not compared, because the runs recorded different parts.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Comparison:
         self.tolerance = math.nan if tolerance is None else tolerance
         self.first: FirstDifference | None = None
         self.unmatched = [0, 0]
+        self.other_parts = 0
         count = len(locations)
         self.rows = np.zeros(count, np.int64)
         self._before = 0.0
@@ -113,6 +115,11 @@ class Comparison:
     def statistics(self) -> tuple[str, ...]:
         """The statistics that both runs recorded."""
         return tuple(self._largest_of)
+
+    @property
+    def has_values(self) -> bool:
+        """Whether more than counts and fractions was compared."""
+        return bool(self._tensors) or any(map(is_of_values, self._largest_of))
 
     def compare_statistics(self) -> None:
         """Compare the rows of `stats`."""
@@ -135,6 +142,7 @@ class Comparison:
             rows = self._in_order(rows, rows["location"]) if len(rows) else rows
             found = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
             known = np.array([errors is not None for errors in found], bool)
+            self.other_parts += int((~known).sum())
             if known.any():
                 self._add_tensors(rows[known].reset_index(drop=True), [each for each in found if each is not None])
 

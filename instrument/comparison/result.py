@@ -56,9 +56,11 @@ class Diff:
             - `ulp`: the number of elements by distance in units in the last place of the coarser dtype, in the 13 bins
               0, 1, 2, 3-4, 5-8, ..., 513-1024, > 1024
 
-        metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`.
+        metrics: One row per step and metric that both runs have: `phase`, `step`, `metric`, `a`, `b`, `difference`. The
+            difference of NaN and a number is infinite.
         unmatched: One row per location that only one run recorded: `run` (`a` or `b`), and the columns of the location.
         unmatched_rows: For each run, the number of rows at common steps and locations that the other run does not have.
+        other_parts: The number of pairs of recorded tensors that are not compared, because the runs recorded different parts.
         suggestion: An entry of `rename` that would match more layers, as a pair; None without one.
     """
 
@@ -77,6 +79,7 @@ class Diff:
     metrics: pd.DataFrame
     unmatched: pd.DataFrame
     unmatched_rows: tuple[int, int]
+    other_parts: int
     suggestion: tuple[str, str] | None
 
     @property
@@ -84,6 +87,17 @@ class Diff:
         """Whether all compared numbers are equal."""
         numbers = (self.layers[[*self.statistics]], self.steps, self.metrics[["difference"]])
         return not any(np.any(table.to_numpy(np.float64, na_value=0.0) > 0) for table in numbers)
+
+    @property
+    def other_losses(self) -> pd.DataFrame:
+        """The rows of `metrics` with losses whose relative difference is above the tolerance, in the order of the steps."""
+        is_other = (self.metrics["metric"] == "loss") & (self.metrics["difference"] > self.tolerance)
+        return self.metrics[is_other].sort_values("step")
+
+    @property
+    def is_within_tolerance(self) -> bool:
+        """Whether no difference of a tensor or of a loss is above the tolerance."""
+        return self.first is None and self.other_losses.empty
 
     def only(self, locations: pd.Index) -> Diff:
         """Return the differences of some rows of `layers`."""
@@ -122,6 +136,9 @@ def verdict(diff: Diff) -> Iterator[str]:
     first = diff.first
     if diff.is_identical:
         yield "IDENTICAL: all compared numbers are equal"
+    elif first is None and len(diff.other_losses):
+        yield "DIFFERENT in the loss only: all compared tensors are within the tolerance"
+        yield "  Record more tensors or more steps to find the first layer that differs."
     elif first is None:
         largest = max(records(diff.layers.dropna(subset="difference")), key=lambda row: row["difference"])
         yield f"WITHIN THE TOLERANCE: the largest relative difference is {largest['difference']:.2g}"
@@ -157,7 +174,7 @@ def _numbers(first: FirstDifference) -> str:
 
 def _before(first: FirstDifference) -> Iterator[str]:
     if first.location == 0 and first.before == 0.0:
-        yield "It is the first tensor that both runs recorded, so the weights or the batches may differ too. To exclude them,"
+        yield "It is the first recorded tensor of the step, so the weights or the batches may differ too. To exclude them,"
         yield "record the inputs (kind: forward_pre) and the parameters (kind: step_pre, role: param)."
     elif first.before == 0.0:
         yield "All tensors before it are equal."
@@ -243,8 +260,7 @@ def _compared(diff: Diff) -> Iterator[str]:
 
 
 def _metrics(diff: Diff) -> Iterator[str]:
-    losses = diff.metrics[(diff.metrics["metric"] == "loss") & (diff.metrics["difference"] > diff.tolerance)]
-    for row in records(losses.sort_values("step").head(1)):
+    for row in records(diff.other_losses.head(1)):
         yield f"loss: the first difference is at step {row['step']}: {row['a']:.6g} and {row['b']:.6g}"
 
 
@@ -262,3 +278,5 @@ def _unmatched(diff: Diff) -> Iterator[str]:
     for name, count in zip("AB", diff.unmatched_rows, strict=True):
         if count:
             yield f"rows only in {name} at common locations: {count:,} (another number of calls, ranks or micro-steps)"
+    if diff.other_parts:
+        yield f"recorded tensors of which the runs have different parts: {diff.other_parts:,}, which are not compared"

@@ -57,6 +57,11 @@ def relative_differences(
     return pd.DataFrame(found, index=rows.index)
 
 
+def is_of_values(name: str) -> bool:
+    """Return whether a statistic can decide whether the values of two tensors differ: it is no count and no fraction."""
+    return name not in COUNTS and statistic_of(name).unit not in _FRACTIONS
+
+
 def decisive(differences: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """Return the decisive difference of each row, and its statistic.
 

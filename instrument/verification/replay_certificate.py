@@ -14,6 +14,7 @@ from ..folders.environment_differences import environment_differences
 from ..spec.schedule import STEP_PHASES
 
 COMPARED = ("loss", "accuracy", "grad_norm", "lr")  # in the order in which a difference spreads
+_MISSING = dict.fromkeys(COMPARED)
 NOT_DETERMINISTIC = (
     "no difference of environment, data and code is known; the training may not be deterministic: an operation without a "
     "deterministic algorithm (set deterministic=true), or custom code with a state that no checkpoint contains, such as a counter "
@@ -44,7 +45,8 @@ class ReplayDifference:
     def __str__(self) -> str:
         names = {"eval": "evaluation", "probe": "probe batch"}
         moment = f"{names[self.phase]} after {self.step} steps" if self.phase in names else f"step {self.step}"
-        return f"{moment}: {self.metric} is {self.replayed!r}, but was {self.recorded!r}"
+        replayed, recorded = ("missing" if value is None else repr(value) for value in (self.replayed, self.recorded))
+        return f"{moment}: {self.metric} is {replayed}, but was {recorded}"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class ReplayCertificate:
         changes: The changes of `instrument.control` that the replay repeated.
         changes_left_out: The changes that it did not repeat, because they concern hooks that the replay does not have or that
             differ from those of the run.
-        repeats_failure: Whether the replay ended with the error of the run; None if the run or the replay has no error.
+        repeats_failure: Whether the replay ended with the error of the run; None if neither failed in the repeated steps.
     """
 
     source: str
@@ -87,8 +89,8 @@ class ReplayCertificate:
 
     @property
     def holds(self) -> bool:
-        """Whether all compared values are bit-identical, except for the effect of a counterfactual."""
-        return self.difference is None
+        """Whether all values are bit-identical, except for the effect of a counterfactual. Without any, nothing is shown."""
+        return self.difference is None and (self.steps > 0 or bool(self.counterfactual))
 
 
 def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = False) -> ReplayCertificate:
@@ -108,21 +110,30 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
     first_step = entry["first_step"]
     difference = effect = None
     steps = evaluations = 0
-    for moment in sorted(replayed):
+    made = [moment for moment in recorded if moment[1] and entry["begin"] <= moment[0] < entry["steps"][1]]
+    for moment in sorted({*replayed, *made}):
         step, is_step, phase = moment
         if moment not in recorded:
-            continue  # a counterfactual after the end of the run
-        found = _first_difference(step, phase, recorded[moment], replayed[moment])
+            continue  # the step in which the run failed, or a counterfactual after its end
+        found = _first_difference(step, phase, recorded[moment], replayed.get(moment, _MISSING))
         affected = first_step is not None and (
             step > first_step or (step == first_step and (is_step or changes_evaluation))
         )
         if affected:
             effect = effect or found
             continue
-        steps, evaluations = steps + is_step, evaluations + (not is_step)
+        if moment in replayed:
+            steps, evaluations = steps + is_step, evaluations + (not is_step)
         difference = difference or found
-    failed = run.get("error") is not None and info.get("error") is not None
+    errors = [each["error"] if each["status"] == "failed" else None for each in (run, info)]
+    last = max(step for step, is_step, _ in recorded if is_step)
+    is_beyond = any(is_step and step > last for step, is_step, _ in replayed)
+    has_failed = errors[1] is not None or (errors[0] is not None and is_beyond)
     environment = environment_differences(run, info)
+    reasons = [*map(str, environment)]
+    if difference is not None:
+        is_missing = (difference.step, difference.phase in STEP_PHASES, difference.phase) not in replayed
+        reasons += ["the replay ended before"] if is_missing else _reasons(difference, known=bool(environment))
     return ReplayCertificate(
         source=str(source),
         begin=entry["begin"],
@@ -130,14 +141,14 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         steps=steps,
         evaluations=evaluations,
         difference=difference,
-        reasons=() if difference is None else (*map(str, environment), *_reasons(difference, known=bool(environment))),
+        reasons=() if difference is None else tuple(reasons),
         environment=tuple(map(str, environment)),
         counterfactual=tuple(entry["counterfactual"]),
         first_step=first_step,
         effect=effect,
         changes=tuple(entry["changes"]),
         changes_left_out=tuple(entry["changes_left_out"]),
-        repeats_failure=run["error"] == info["error"] if failed else None,
+        repeats_failure=errors[0] == errors[1] if has_failed else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -283,7 +284,7 @@ def test_other_shapes_differ_and_other_selections_are_left_out(written: Write) -
     found = instrument.diff(one, other)
     assert found.first is not None
     assert found.first.difference == np.inf
-    with pytest.raises(ConfigError, match="nothing to compare"):
+    with pytest.raises(ConfigError, match="different parts of the tensors"):
         instrument.diff(one, selection)
 
 
@@ -313,6 +314,7 @@ def test_counts_of_non_finite_values_decide(written: Write) -> None:
     found = instrument.diff(written([{**rows, "nan_count": 0}]), written([{**rows, "nan_count": 1}]))
     assert found.first is not None
     assert found.first.statistic == "nan_count"
+    assert "It is the first recorded tensor of the step, so the weights or the batches may differ too." in str(found)
 
 
 def test_fractions_and_extremes_do_not_decide(written: Write) -> None:
@@ -322,6 +324,27 @@ def test_fractions_and_extremes_do_not_decide(written: Write) -> None:
     assert found.layers.loc[0, "zero_fraction"] == pytest.approx(0.1)
     assert found.layers.loc[0, "max"] == pytest.approx(0.05)
     assert not found.is_identical
+
+
+def test_loss_decides_if_the_recorded_tensors_do_not_differ(tmp_path: Path) -> None:
+    stats = [{"rms": 1.0}]
+    losses = {"equal": (1.0, 2.0), "other": (1.0, 3.0), "nan": (1.0, math.nan), "missing": (None, None)}
+    runs = {
+        name: write_run(
+            tmp_path / name,
+            rows={"stats": stats, "metrics": [{"step": i, "loss": each} for i, each in enumerate(values)]},
+        )
+        for name, values in {**losses, "original": losses["equal"]}.items()
+    }
+    for name, size in {"other": 1 / 3, "nan": math.inf}.items():
+        found = instrument.diff(runs["original"], runs[name])
+        assert "DIFFERENT in the loss only" in str(found)
+        assert found.first is None
+        assert not found.is_within_tolerance
+        assert found.other_losses["difference"].to_list() == [pytest.approx(size)]
+    for name in ("equal", "missing"):
+        assert instrument.diff(runs["original"], runs[name]).is_identical
+    assert len(instrument.diff(runs["nan"], runs["equal"]).metrics) == 2
 
 
 def test_evaluation_precedes_the_step_of_its_number(written: Write) -> None:
@@ -441,6 +464,13 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
     "steps": ([{"step": 1}], [{"step": 2}, {"step": 3}], "no step was recorded by both runs", "every"),
     "scope": ([{"scope": "global"}], [{"scope": "local"}], "no row has a counterpart", "reduce=global"),
     "none": ([{}], [], "no tensor was recorded", "hooks=activations"),
+    "counts": ([{"numel": 4}], [{"numel": 4, "rms": None, "std": 1.0}], "only counts and fractions", "stats=default"),
+    "fractions": (
+        [{"zero_fraction": 0.1, "rms": None}],
+        [{"zero_fraction": 0.9, "rms": None}],
+        "only counts and fractions",
+        "stats=default",
+    ),
 }
 
 
@@ -448,7 +478,7 @@ PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]]
 def test_runs_with_nothing_in_common_are_reported(written: Write, name: str) -> None:
     one, other, message, fix = PROBLEMS[name]
     with pytest.raises(ConfigError, match=f"nothing to compare: {message}") as error:
-        instrument.diff(*(written([{**row, "rms": 1.0} for row in rows]) for rows in (one, other)))
+        instrument.diff(*(written([{"rms": 1.0, **row} for row in rows]) for rows in (one, other)))
     assert fix in str(error.value)
 
 

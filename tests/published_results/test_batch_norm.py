@@ -85,6 +85,11 @@ def test_large_learning_rate_needs_batch_norm(runs: instrument.Run) -> None:
     assert found.filter(like="plain").max() < 0.5
 
 
+def test_accuracy_at_the_same_learning_rate_is_not_higher_with_batch_norm(runs: instrument.Run) -> None:
+    accuracy = runs.runs[runs.runs["optimizer.lr"] == 0.1].set_index("run").accuracy
+    assert accuracy.filter(like="normalized").mean() < accuracy.filter(like="plain").mean()
+
+
 def test_noise_after_batch_norm_slows_training_with_a_small_learning_rate_only(runs: instrument.Run) -> None:
     accuracy = runs.runs.groupby(["optimizer.lr", runs.runs.run.str.partition("/")[0]]).accuracy.mean()
     assert accuracy[1, "noisy"] == pytest.approx(accuracy[1, "normalized"], abs=0.05)
