@@ -29,7 +29,7 @@ def used_resources(step: int) -> dict[str, int]:
         "resident": resident,
         "threads": threading.active_count(),
         "files": sum(
-            "/events/" not in os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+            "/journal/events-" not in os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
         ),
     }
 
