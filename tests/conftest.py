@@ -33,8 +33,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so it is in a process that a shell started in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# A collection visits everything that PyTorch and transformers have imported, which takes a third of a second: there is none
-# while the tests are collected, and there are few later.
+# A garbage collection visits everything that PyTorch and transformers have imported, which takes a third of a second. It is
+# off while pytest collects the tests, and rare later.
 gc.disable()
 gc.set_threshold(20_000)
 os.environ["HF_HUB_OFFLINE"] = "1"  # Tests create their models and download none.

@@ -106,7 +106,7 @@ def batches(
 def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str, str], str]:
     """Return the hook of the first run that corresponds to each hook, kind and role of the other run.
 
-    The corresponding hook has the same name, kind and role. If there is none, it is the only remaining hook with this kind and
+    The corresponding hook has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and
     role.
 
     Args:
