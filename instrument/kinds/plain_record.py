@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..actions.base import Context, Rows
+from ..actions.base import Rows
 from ..actions.clip import Clip
 from ..actions.intervention import Intervention, effect_of
 from ..actions.record import Record
@@ -22,7 +22,7 @@ from ..actions.scale import Scale
 from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, call_action, check_not_captured, fire_all
-from .clock import Firing
+from .clock import FIRST_CALL, Firing
 
 Hook = Callable[[Tensor | None], Tensor | None]
 
@@ -50,24 +50,8 @@ class PlainHook:
             self._class = module_class
         site = self._sites.get((call, backward, path))
         if site is None:
-            site = self._sites[call, backward, path] = self._context(call, backward, path).site
+            site = self._sites[call, backward, path] = self.attached.context(path, Firing(call, backward)).site
         return site
-
-    def _context(self, call: int = 0, backward: int = 0, path: str = "") -> Context:
-        spec, layer = self.attached.site.spec, self.attached.site.layer
-        return Context(
-            hook=spec.name,
-            kind=spec.kind,
-            role=spec.tensor_role,
-            layer=layer.name,
-            module=layer.module,
-            path=path,
-            moment=self._clock.moment,
-            call=call,
-            backward=backward,
-            scope=self.attached.scope,
-            rank=self._clock.rank,
-        )
 
 
 class PlainRecord(PlainHook):
@@ -128,7 +112,7 @@ class PlainIntervention(PlainHook):
         super().__init__(attached)
         self._change = change
         self._rows = rows
-        self._any_call = self._context()
+        self._any_call = self.attached.context("", FIRST_CALL).without_tensors()
         self._held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
 
     @classmethod
@@ -172,7 +156,7 @@ class PlainIntervention(PlainHook):
             return new
         effect = effect_of(tensor, new, factor, tensor.numel())
         effect.held = self._held
-        self._rows.add_effect(self._context(call), effect)
+        self._rows.add_effect(self.attached.context("", Firing(call)), effect)
         return new
 
 
