@@ -28,8 +28,8 @@ _ONE_PER_RANK = ("local", "shard")  # scopes of rows that describe a part of the
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What one run recorded in a table.
+class RecordedTable:
+    """The extent of what one run recorded in a table.
 
     Attributes:
         locations: One row per location, with the columns of `LOCATION`, `module_type`, `scope`, and `order`: its index in
@@ -45,7 +45,7 @@ class Recorded:
     dtypes: tuple[str, ...]
 
 
-def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorded:
+def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> RecordedTable:
     """Return what a run recorded in a table. Only the columns that identify tensors are read.
 
     Args:
@@ -56,7 +56,7 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
     is_sorted = TABLES[table].is_sorted
     columns = ["step", "module_type", "scope", *LOCATION, *([POSITION.name] if is_sorted else ["dtype", "shape"])]
     locations = pd.DataFrame(columns=[*columns, "order"])
-    found = Recorded(locations, Counter(), Counter(), ())
+    found = RecordedTable(locations, Counter(), Counter(), ())
     for batch in batches(run, table, columns, steps):
         before = found.rows.total()
         found.rows.update(cast("dict[tuple[str, int], int]", batch.groupby(["phase", "step"]).size().to_dict()))

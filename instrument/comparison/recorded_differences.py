@@ -20,7 +20,7 @@ from ..capture.tables import POSITION
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import ALL
-from .alignment import Recorded, aligned, windows
+from .alignment import RecordedTable, aligned, windows
 from .precision import PRECISIONS, Precision, coarsest, run_precision
 from .statistic_differences import decisive, is_of_values, relative_differences
 from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
@@ -83,7 +83,7 @@ class Comparison:
         self,
         runs: tuple[RunTables, RunTables],
         locations: pd.DataFrame,
-        tables: Mapping[str, tuple[Recorded, Recorded]],
+        tables: Mapping[str, tuple[RecordedTable, RecordedTable]],
         tolerance: float | None,
     ) -> None:
         self.runs, self.locations, self._tables = runs, locations, tables
