@@ -420,6 +420,7 @@ NUMBERED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_features_of_two_ranks_equal_a_hand_written_hook(tmp_path: Path) -> None:
     """40 shuffled samples are 5 steps per epoch. The hook in the model runs in each process, on the same batches."""
     done = distributed_runs.run_processes(

@@ -106,7 +106,8 @@ def test_parameter_gradients_of_forward_are_those_of_each_process(executed: Call
         np.testing.assert_allclose(found[key], values, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("parallel", tiered(["ddp", "fsdp2"], ["fsdp2"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_probe_batch_does_not_change_a_distributed_training(
     executed: Callable[..., instrument.Run], parallel: str
 ) -> None:

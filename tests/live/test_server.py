@@ -269,7 +269,7 @@ def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> N
     training.attached.close()
 
 
-def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
+def test_changes_require_the_token_and_the_origin(tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     training.step(1)
     with serving(training.folder, takes_changes=True) as address:
@@ -284,6 +284,24 @@ def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
             assert answer(url, "POST", unreadable, Origin=origin, **json_type)[0] == 400
         large = '"' + "x" * 70_000 + '"'
         assert answer(url, "POST", large, Origin=origin, **json_type)[0] == 413
+        answers: list[tuple[int, str, str]] = []
+        change = ("POST", '"hooks.acts.every=2"')
+        sender = Thread(target=lambda: answers.append(answer(url, *change, Origin=origin, **json_type)))
+        sender.start()
+        wait_until(lambda: list((training.folder / "control").glob("*.json")))
+        training.step(1)
+        sender.join()
+        ((status, _, line),) = answers
+        assert status == 200
+        assert "hooks.acts.every: not set -> 2" in line
+        training.attached.close()
+
+
+@pytest.mark.slow
+def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    training.step(1)
+    with serving(training.folder, takes_changes=True) as address:
         page = new_page(browser, viewport={"width": 1400, "height": 900})
         page.goto(address)
         page.wait_for_selector("html[data-drawn=yes]")

@@ -203,6 +203,7 @@ def test_very_large_charts_are_drawn(page: Any) -> None:
     assert page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
 
+@pytest.mark.slow
 def test_zero_has_its_own_color_on_a_logarithmic_scale(page: Any) -> None:
     scale = "(() => { const s = scaleOf([[1, 1e-2, 1e-4, 0]]); return [1e-4, 0].map(s.to).concat(s.low, s.colours[1][0], s.high); })()"
     least, zero, low, edge, high = page.evaluate(scale)
