@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
 
 from instrument.rules.rule_set import RuleEvent, RuleSet
-from instrument.rules.step_rows import Site, StepRows
+from instrument.rules.step_rows import Columns, Site, Statistics, StepBlock
 from instrument.spec.parse import parse_rules
 from instrument.stats.single_pass import NATIVE
 
@@ -42,11 +42,34 @@ def feed(
         defers: Whether the rows have a matrix of numbers, as in a run, so that the rules can defer steps.
         sizes: How many steps are passed together each time. Default: one step.
     """
-    rows = (_rows(rules, step, step.get("step", number), defers=defers) for number, step in enumerate(steps, start))
+    numbered = ((step.get("step", number), step) for number, step in enumerate(steps, start))
     for size in sizes:
-        if not (together := [*islice(rows, size)]):
+        if not (together := [*islice(numbered, size)]):
             break
-        rules.update(together)
+        rules.update(_blocks(rules, together, defers=defers))
+
+
+def _blocks(rules: RuleSet, steps: Iterable[tuple[int, Step]], *, defers: bool) -> Iterator[StepBlock]:
+    """Yield steps in blocks that are as large as possible."""
+    block: StepBlock | None = None
+    for number, step in steps:
+        phase, rows = step.get("phase", "train"), step.get("rows", [])
+        sites = [Site(*({**OUTPUT, "recompute": False, **row}[name] for name in Site._fields)) for row in rows]
+        layout = rules.layout(sites, phase, lambda site: site)
+        fits = block is not None and block.phase == phase == "train"
+        if block is None or not fits or (rows and block.with_rows and block.layout is not layout):
+            if block is not None:
+                yield block
+            block = StepBlock(phase, layout)
+        if rows:
+            block.layout = layout
+        given = {name: value for name, value in step.items() if name in METRICS}
+        metrics = {**METRICS, **given} if given else None
+        targets = np.array(step["targets"], np.float64) if "targets" in step else None
+        statistics = _statistics(rows, defers=defers) if rows else None
+        block.append(number, metrics, targets, None if statistics is None else statistics.numbers, statistics)
+    if block is not None:
+        yield block
 
 
 def fired(rule: str | Mapping[str, Any], steps: Iterable[Step]) -> list[RuleEvent]:
@@ -56,20 +79,12 @@ def fired(rule: str | Mapping[str, Any], steps: Iterable[Step]) -> list[RuleEven
     return events
 
 
-def _rows(rules: RuleSet, step: Step, number: int, *, defers: bool) -> StepRows:
-    phase, rows = step.get("phase", "train"), step.get("rows", [])
-    sites = [Site(*({**OUTPUT, "recompute": False, **row}[name] for name in Site._fields)) for row in rows]
-
+def _statistics(rows: Sequence[Mapping[str, Any]], *, defers: bool) -> Statistics:
     def column(name: str) -> np.ndarray:
         cells = [row.get(name) for row in rows]
         return np.array([np.nan if cell is None else cell for cell in cells], np.float64)
 
-    given = {name: value for name, value in step.items() if name in METRICS}
-    metrics = {**METRICS, **given} if given else None
-    layout = rules.layout(sites, phase, lambda site: site)
-    numbers = np.stack([column(name) for name in NATIVE], axis=1) if defers and rows else None
-    targets = np.array(step.get("targets", []), np.float64)
-    return StepRows(number, phase, layout, column, metrics, targets, numbers=numbers)
+    return Columns(column, np.stack([column(name) for name in NATIVE], axis=1) if defers else None)
 
 
 def values(about: Mapping[str, Any], statistic: str, numbers: Sequence[float | None], **more: Any) -> list[Step]:

@@ -77,7 +77,7 @@ class Metrics:
             skipped = None if row["skipped"] is None else bool(row["skipped"])
             return (moment.step, moment.epoch, moment.phase, self.clock.rank, *(row[name] for name in METRICS), skipped)
 
-        self.recorder.note_metrics(lambda: (moment.step, moment.phase, row))
+        self.recorder.note_metrics((moment.step, moment.phase, row))
         if now:
             self.recorder.write("metrics", [cells()])
         else:

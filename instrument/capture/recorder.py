@@ -90,7 +90,7 @@ class Recorder:
         self._effects: list[tuple[Row, Effect | None]] = []  # identity and effect, or the complete row
         self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
         self._tensors: list[UndecidedTensor] = []
-        self._metrics: list[Callable[[], MetricsRow]] = []  # rows of metrics of this step
+        self._metrics: list[MetricsRow] = []  # of this step
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
@@ -276,8 +276,8 @@ class Recorder:
         """Write a row that is computed when the rows of the step are passed to the sink."""
         self._deferred.append((table, row))
 
-    def note_metrics(self, row: Callable[[], MetricsRow]) -> None:
-        """Add a row of metrics for `on_rows`. It is computed when the rows of the step are passed to the sink."""
+    def note_metrics(self, row: MetricsRow) -> None:
+        """Add a row of metrics for `on_rows`. It is passed on when the rows of the step are passed to the sink."""
         self._metrics.append(row)
 
     def flush(self) -> None:
@@ -312,8 +312,12 @@ class Recorder:
         for name, deferred in step.deferred:
             self.write(name, [deferred()])
         if self.on_rows is not None:
-            in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
-            self.on_rows(stats, [row() for row in step.metrics], in_time)
+            in_time = (
+                [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
+                if samples
+                else []
+            )
+            self.on_rows(stats, step.metrics, in_time)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
@@ -334,7 +338,7 @@ class _Step(NamedTuple):
     lines: list[tuple[str, tuple[str, ...], Values, Decisions]]
     tensors: list[UndecidedTensor]
     deferred: list[tuple[str, Callable[[], Row]]]
-    metrics: list[Callable[[], MetricsRow]]
+    metrics: list[MetricsRow]
     transfer: Transfer
 
 

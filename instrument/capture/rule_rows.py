@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from ..rules.deferral import MOST_ROWS, MOST_STEPS
 from ..rules.rule_set import RuleSet
-from ..rules.step_rows import Column, FloatArray, Site, StepRows, time_order
+from ..rules.step_rows import Columns, FloatArray, Site, Statistics, StepBlock, time_order
 from ..spec.schedule import STEP_PHASES
 from .recorder import MetricsRow
 from .rule_actions import RuleActions
@@ -21,9 +20,11 @@ from .sink_interface import Row
 from .step_statistics import StatisticsRows
 from .tables import IDENTITY, MOMENT
 
+_Targets = Mapping[tuple[int, str], FloatArray]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
-MOST_SECONDS = 0.2  # maximum delay of a warning after its step, or one step if that is longer
+MOST_SECONDS = 1.0  # maximum delay of a warning after its step, or one step if that is longer
 _NO_ROWS: list[Any] = []
+_NO_TARGETS: _Targets = {}
 _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute")
 
 
@@ -42,93 +43,123 @@ class RuleRows:
         self.rules = rules
         self.actions = actions
         self._keeps = not actions.are_needed and not rules.has_custom_rules
-        self._kept: list[tuple[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]]] = []
-        self._count = 0  # of rows and samples
-        self._ends: deque[tuple[int, int]] = deque(
-            maxlen=2
-        )  # the last ends of steps: the number of kept items, and the step
+        self._blocks: list[StepBlock] = []
+        self._last: StepBlock | None = None  # the last block, if it can be continued
+        self._sites: Sequence[Row] | None = None  # of its rows; None without rows
+        self._steps = self._rows = 0  # of all blocks; the samples with targets count as rows
         self._read_at = time.monotonic()
 
     def add(self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]) -> None:
         """Add the rows of a step or evaluation."""
-        self._kept.append((stats, metrics, samples))
-        self._count += 0 if stats is None else len(stats.sites)
-        for batch in samples:
-            self._count += len(batch)
-        is_due = len(self._kept) >= MOST_STEPS or self._count >= MOST_ROWS
-        if not self._keeps or is_due or time.monotonic() - self._read_at > MOST_SECONDS or not _is_usual(metrics):
+        targets = _targets(samples) if samples else _NO_TARGETS
+        if not self._continue(stats, metrics, targets):
+            blocks = [*_single_steps(self.rules, stats, metrics, targets)]
+            self._blocks += blocks
             self.read()
+            if not blocks:
+                self.actions.fired = frozenset()
+        elif (
+            self._steps >= MOST_STEPS
+            or self._rows >= MOST_ROWS
+            or not self._keeps
+            or time.monotonic() - self._read_at > MOST_SECONDS
+        ):
+            self.read()
+
+    def _continue(self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], targets: _Targets) -> bool:
+        """Append a training step to a block. Return false if these may be other rows, or if the loss is not finite.
+
+        The block keeps only the numbers of `stats`: more memory that stays in use would make the following steps slower.
+        """
+        moment = None if stats is None else stats.moment
+        row: Mapping[str, Any] | None = None
+        is_finite = True
+        if len(metrics) == 1:
+            step, phase, row = metrics[0]
+            loss = row["loss"]
+            is_finite = loss is None or -math.inf < loss < math.inf
+        elif metrics or moment is None:
+            return False
+        else:  # another process has the metrics
+            step, phase = moment.step, moment.phase
+        if phase not in STEP_PHASES or not is_finite or (targets and targets.keys() != {(step, phase)}):
+            return False
+        targets_of_step = None
+        if targets:
+            targets_of_step = targets[step, phase]
+            self._rows += len(targets_of_step)
+        block = self._last
+        if stats is None:
+            if block is None or phase != block.phase:
+                block = self._begin(phase)
+            block.append(step, row, targets_of_step)
+        else:
+            if moment is None or moment.step != step or moment.phase != phase:
+                return False
+            if block is None or phase != block.phase or stats.sites is not self._sites:
+                block = self._begin(phase, stats.sites)
+            block.append(step, row, targets_of_step, stats.numbers, stats if stats.has_others else None)
+            self._rows += len(stats.sites)
+        self._steps += 1
+        return True
+
+    def _begin(self, phase: str, sites: Sequence[Row] | None = None) -> StepBlock:
+        """Begin a block, or add the sites of rows to a block without rows."""
+        block = self._last
+        if block is None or phase != block.phase or self._sites is not None:
+            block = StepBlock(phase, self.rules.layout(_NO_ROWS, phase, _site))
+            self._blocks.append(block)
+        if sites is not None:
+            block.layout = self.rules.layout(sites, phase, _site)
+        self._last, self._sites = block, sites
+        return block
 
     def end_step(self, step: int) -> None:
         """Carry out the actions of the rules that fired since the last call; see `RuleActions.act`."""
-        if self._keeps:
-            self._ends.append((len(self._kept), step))
-        else:
+        if not self._keeps:
             self.actions.act(step)
 
     def read(self) -> bool:
         """Pass the kept rows to the rules. Return whether there were any."""
-        kept, self._kept, self._count = self._kept, [], 0
-        ends, self._ends = self._ends, deque(maxlen=2)
-        begin = 0
-        for end, step in ends:
-            self._pass(kept[begin:end])
-            self.actions.act(step)
-            begin = end
-        self._pass(kept[begin:])
+        blocks, self._blocks, self._last, self._sites = self._blocks, [], None, None
+        self._steps = self._rows = 0
+        self.rules.update(blocks)
+        if self._keeps and blocks:
+            self.actions.fired = self.rules.fired_at_last
+            self.rules.take_fired()  # nothing follows
         self._read_at = time.monotonic()
-        return bool(kept)
-
-    def _pass(self, kept: Sequence[tuple[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]]]) -> None:
-        if kept:
-            self.rules.update([rows for item in kept for rows in step_rows(self.rules, *item)])
+        return bool(blocks)
 
 
-def _is_usual(metrics: Sequence[MetricsRow]) -> bool:
-    """Return whether all metrics are those of steps, not of an evaluation, and every loss is finite."""
-    for _, phase, row in metrics:
-        loss = row["loss"]
-        if phase not in STEP_PHASES or (loss is not None and not math.isfinite(loss)):
-            return False
-    return True
-
-
-def step_rows(
-    rules: RuleSet, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]
-) -> Iterator[StepRows]:
+def _single_steps(
+    rules: RuleSet, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], targets: _Targets
+) -> Iterator[StepBlock]:
     """Yield the rows of each step and phase, in order.
 
     Args:
         rules: The rules, which know the layouts of earlier steps.
         stats: The statistics; None without any.
         metrics: The rows of metrics.
-        samples: The samples of each batch.
+        targets: The targets of samples by step and phase.
     """
-    if len(metrics) == 1 and not samples and stats is not None and stats.moment is not None:
-        step, phase, row = metrics[0]
-        if (step, phase) == (stats.moment.step, stats.moment.phase):  # most steps
-            layout = rules.layout(stats.sites, phase, _site)
-            yield StepRows(step, phase, layout, stats.column, row, numbers=stats.numbers, has_others=stats.has_others)
-            return
     metrics_by_step: dict[tuple[int, str], Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
+    indices = {} if stats is None else _indices(stats)
+    for step, phase in sorted({*indices, *metrics_by_step, *targets}, key=time_order):
+        sites, statistics = _selected(stats, indices.get((step, phase), _NO_ROWS))
+        block = StepBlock(phase, rules.layout(sites, phase, _site))
+        row, numbers = metrics_by_step.get((step, phase)), None if statistics is None else statistics.numbers
+        block.append(step, row, targets.get((step, phase)), numbers, statistics)
+        yield block
+
+
+def _targets(samples: Sequence[SampleRows]) -> _Targets:
+    """Return the targets of each step and phase with any."""
     targets: dict[tuple[int, str], list[float]] = {}
     for batch in samples:
         if len(batch.targets):
             step, _, _, phase, *_ = batch[0]
             targets.setdefault((step, phase), []).extend(batch.targets)
-    indices = {} if stats is None else _indices(stats)
-    for step, phase in sorted({*indices, *metrics_by_step, *targets}, key=time_order):
-        sites, column, numbers = _selected(stats, indices.get((step, phase), _NO_ROWS))
-        yield StepRows(
-            step,
-            phase,
-            rules.layout(sites, phase, _site),
-            column,
-            metrics_by_step.get((step, phase)),
-            np.array(targets[step, phase], np.float64) if (step, phase) in targets else None,
-            numbers=numbers,
-            has_others=stats is not None and stats.has_others,
-        )
+    return {moment: np.array(numbers, np.float64) for moment, numbers in targets.items()}
 
 
 def _indices(stats: StatisticsRows) -> dict[tuple[int, str], list[int] | None]:
@@ -141,18 +172,15 @@ def _indices(stats: StatisticsRows) -> dict[tuple[int, str], list[int] | None]:
     return groups
 
 
-def _selected(stats: StatisticsRows | None, rows: list[int] | None) -> tuple[Sequence[Row], Column, FloatArray | None]:
+def _selected(stats: StatisticsRows | None, rows: list[int] | None) -> tuple[Sequence[Row], Statistics | None]:
     """Return the identity of some rows, and their statistics. None selects all rows."""
     if stats is None or rows is _NO_ROWS:
-        return _NO_ROWS, _no_rows, None
+        return _NO_ROWS, None
     if rows is None:
-        return stats.sites, stats.column, stats.numbers
+        return stats.sites, stats
     index = np.array(rows)
-    return [stats.sites[row] for row in rows], lambda name: stats.column(name)[index], stats.numbers[index]
-
-
-def _no_rows(name: str) -> FloatArray:  # noqa: ARG001
-    return np.empty(0)
+    columns = Columns(lambda name: stats.column(name)[index], stats.numbers[index])
+    return [stats.sites[row] for row in rows], columns
 
 
 def _site(row: Row) -> Site:

@@ -179,10 +179,13 @@ class StatisticsRows(Sequence[Row]):
         moments: For each row, step, micro-step, epoch and phase.
         sites: For each row, the other identity columns.
         shapes: For each row, the shape of the tensor; None if the row is merged from several tensors.
-        numbers: float64 [rows, NATIVE]: the statistics of the native kernel; NaN for no value.
+        numbers: float64 [rows, NATIVE]: the statistics of the native kernel, the first ones of `ALL`; NaN for no value.
         others: The other statistics of those rows that have them.
         custom: The custom statistics of those rows that have them, by name.
         cache: Keeps columns for the next step.
+
+    Attributes:
+        moments, sites, numbers: See above.
     """
 
     def __init__(
@@ -196,16 +199,16 @@ class StatisticsRows(Sequence[Row]):
         custom: dict[int, dict[str, float | None]],
         cache: ColumnCache,
     ) -> None:
-        self._moments = moments
-        self._sites = sites
+        self.moments = moments
+        self.sites = sites
         self._shapes = shapes
-        self._numbers = numbers
+        self.numbers = numbers
         self._others = others
         self._custom = custom
         self._cache = cache
 
     def __len__(self) -> int:
-        return len(self._sites)
+        return len(self.sites)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -217,35 +220,20 @@ class StatisticsRows(Sequence[Row]):
         others = self._others.get(index % len(self), _NO_OTHERS).tolist()
         cells = (
             None if math.isnan(value) else int(value) if is_count else value
-            for value, is_count in zip((*self._numbers[index].tolist(), *others), _IS_COUNT, strict=True)
+            for value, is_count in zip((*self.numbers[index].tolist(), *others), _IS_COUNT, strict=True)
         )
         shape = self._shapes[index]
         further = (None if shape is None else list(shape), self._custom.get(index % len(self)))
-        return (*self._moments[index], *self._sites[index], *cells, *further)
+        return (*self.moments[index], *self.sites[index], *cells, *further)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
 
-    @property
-    def moments(self) -> Sequence[StepContext]:
-        """For each row, step, micro-step, epoch and phase."""
-        return self._moments
-
     @cached_property
     def moment(self) -> StepContext | None:
         """Step, micro-step, epoch and phase, if they are those of all rows; otherwise None."""
-        first = self._moments[0]
-        return first if self._moments.count(first) == len(self) else None
-
-    @property
-    def sites(self) -> Sequence[Row]:
-        """For each row, the other identity columns."""
-        return self._sites
-
-    @property
-    def numbers(self) -> np.ndarray:
-        """The statistics of the kernel, the first ones of `ALL`: float64 [rows, NATIVE]; NaN for no value."""
-        return self._numbers
+        first = self.moments[0]
+        return first if self.moments.count(first) == len(self) else None
 
     @property
     def has_others(self) -> bool:
@@ -255,7 +243,7 @@ class StatisticsRows(Sequence[Row]):
     def column(self, name: str) -> np.ndarray:
         """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
         if name in _NATIVE_INDEX:
-            return self._numbers[:, _NATIVE_INDEX[name]]
+            return self.numbers[:, _NATIVE_INDEX[name]]
         values = np.full(len(self), math.nan)
         if name in ALL:
             others, index = self._others, ALL.index(name) - len(NATIVE)
@@ -269,17 +257,17 @@ class StatisticsRows(Sequence[Row]):
 
     def to_message(self) -> pa.RecordBatch | Message:
         """Return the rows for a journal: a message with the numbers of these rows, if the cache has a similar one."""
-        first, missing = self.moment, np.isnan(self._numbers)
+        first, missing = self.moment, np.isnan(self.numbers)
         some_missing = missing.any(axis=0)
         if first is None or self._others or self._custom or (some_missing != missing.all(axis=0)).any():
             return self.to_batch()
-        cache, unchanged = self._cache, (self._sites, first[1:], some_missing.tolist())
+        cache, unchanged = self._cache, (self.sites, first[1:], some_missing.tolist())
         if cache.template is None or cache.unchanged != unchanged or not cache.replace_shapes(self._shapes):
             cache.template, cache.unchanged = MessageTemplate(self.to_batch()), unchanged
             cache.message_shapes = self._shapes
             return cache.template.message
         step, statistics = cache.template.numbers[0], cache.template.numbers[len(IDENTITY) :]
-        for numbers, values in zip((step, *statistics), (first.step, *self._numbers.T), strict=False):
+        for numbers, values in zip((step, *statistics), (first.step, *self.numbers.T), strict=False):
             if numbers is not None:
                 numbers[:] = values
         return cache.template.message
@@ -287,14 +275,14 @@ class StatisticsRows(Sequence[Row]):
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""
         cache = self._cache
-        identity = [*cache.moments(self._moments), *cache.sites(self._sites)]
+        identity = [*cache.moments(self.moments), *cache.sites(self.sites)]
         arrays = [*identity, *self._number_arrays(), cache.shapes(self._shapes), self._custom_array()]
         return pa.RecordBatch.from_arrays(arrays, schema=_TABLE.plain_schema)
 
     def _number_arrays(self) -> Iterator[pa.Array]:
         count = len(self)
         columns = np.empty((len(ALL), count))
-        columns[: len(NATIVE)] = self._numbers.T
+        columns[: len(NATIVE)] = self.numbers.T
         if self._others:
             columns[len(NATIVE) :] = math.nan
             for row, others in self._others.items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from bisect import bisect_left
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +17,9 @@ import numpy as np
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import ALL
 from .rule import CatalogueRule, LocatedRule, Rule
-from .step_rows import TARGETS, BoolArray, FloatArray, IndexArray, Layout, Locations, QuietSteps, StepRows
+from .step_rows import TARGETS, BoolArray, FloatArray, IndexArray, Layout, Locations, QuietSteps, StepBlock, StepRows
 
-MOST_STEPS, MOST_ROWS = 128, 10_000  # the memory of deferred steps is bounded
+MOST_STEPS, MOST_ROWS = 256, 10_000  # the memory of deferred steps is bounded
 FIRST_STEPS = 32  # number of steps until the first check whether an immediate rule can be deferred again
 MOST_LAYOUTS = 64
 _FINITE = (-sys.float_info.max, sys.float_info.max)
@@ -61,62 +61,63 @@ class DeferredSteps:
         self._metrics: dict[str, tuple[float, float]] = {}  # bounds
         self._of_layout: dict[Layout, _RowBounds] = {}
 
-    def accept(self, steps: Sequence[StepRows]) -> int:
-        """Defer the first steps that are within all bounds, and return their number. Only the immediate rules have to read them now."""
-        count = self._count_quiet_metrics(steps[: self._left])
-        with_rows = [(at, rows) for at, rows in enumerate(steps[:count]) if rows.numbers is not None]
-        for layout, group in groupby(with_rows, key=lambda item: item[1].layout):
-            members = [*group]
-            numbers = np.concatenate([rows.numbers for _, rows in members if rows.numbers is not None])
-            numbers = numbers.reshape(len(members), len(layout), -1)
-            within = self._count_within(layout, numbers, [rows for _, rows in members])
+    def accept(self, block: StepBlock, begin: int, end: int) -> int:
+        """Defer the first steps that are within all bounds, and return their number. Only the immediate rules have to read them now.
+
+        Args:
+            block: Steps.
+            begin: The index of the first step.
+            end: The index after the last step.
+        """
+        count = self._count_quiet_metrics(block, begin, min(end, begin + self._left))
+        first, last = (bisect_left(block.with_rows, at) for at in (begin, begin + count))
+        if first < last:
+            numbers = np.concatenate(block.numbers[first:last])
+            numbers = numbers.reshape(last - first, len(block.layout), -1)
+            within = self._count_within(block, first, numbers)
             if within:
-                self._keep(layout, numbers[:within])
-            if within < len(members):
-                count = members[within][0]
-                break
-        for rows in steps[:count]:
-            if self.immediate:
-                rows.has_non_finite = False
-            if rows.phase == "train" and rows.metrics is not None and rows.metrics["loss"] is not None:
-                self._losses.append(float(rows.metrics["loss"]))
+                self._keep(block.layout, numbers[:within])
+            if within < last - first:
+                count = block.with_rows[first + within] - begin
+        if block.phase == "train":
+            metrics = block.metrics[begin : begin + count]
+            self._losses += [float(row["loss"]) for row in metrics if row is not None and row["loss"] is not None]
         self._left -= count
         self._steps += count
         if self._steps >= MOST_STEPS or self._rows >= MOST_ROWS:
             self.catch_up()
         return count
 
-    def _count_quiet_metrics(self, steps: Sequence[StepRows]) -> int:
+    def _count_quiet_metrics(self, block: StepBlock, begin: int, end: int) -> int:
         """Return how many of the first steps are no evaluations and have metrics within their bounds."""
-        bounds = [(name, low, high) for name, (low, high) in self._metrics.items() if name != TARGETS]
-        _, most_targets = self._metrics.get(TARGETS, (0, math.inf))
-        for at, rows in enumerate(steps):
-            is_readable = rows.numbers is not None or not len(rows.layout)
-            if rows.phase not in STEP_PHASES or not is_readable or len(rows.targets) > most_targets:
-                return at
-            for name, low, high in bounds if rows.metrics is not None else ():
-                value = rows.metrics[name]  # type: ignore[index]
-                if value is not None and not low <= value <= high:
-                    return at
-        return len(steps)
+        if block.phase not in STEP_PHASES or not block.is_readable:
+            return 0
+        for name, (low, high) in self._metrics.items():
+            if name == TARGETS:
+                values: list[Any] = [0 if each is None else len(each) for each in block.targets[begin:end]]
+            else:
+                values = [None if row is None else row[name] for row in block.metrics[begin:end]]
+            numbers = np.array(values, np.float64)
+            outside = np.flatnonzero(~((numbers >= low) & (numbers <= high)))  # also NaN
+            end = next((begin + at for at in outside.tolist() if values[at] is not None), end)
+        return end - begin
 
-    def _count_within(self, layout: Layout, numbers: FloatArray, steps: Sequence[StepRows]) -> int:
-        """Return how many of the first steps are within the bounds.
+    def _count_within(self, block: StepBlock, first: int, numbers: FloatArray) -> int:
+        """Return how many of the first steps with rows are within the bounds.
 
         Args:
-            layout: Their layout.
+            block: The steps.
+            first: The number of steps with rows before the first one.
             numbers: Their statistics of the kernel, float64 [steps, rows, statistics].
-            steps: The steps.
         """
-        if layout.numbers.max() >= self._locations_read:
+        if block.layout.numbers.max() >= self._locations_read:
             return 0
-        bounds = self._bounds_of(layout, numbers.shape[2])
+        bounds = self._bounds_of(block.layout, numbers.shape[2])
         outside = [_is_outside(numbers, bounds.low, bounds.high)]
-        if bounds.others and any(rows.has_others for rows in steps):
-            outside += [
-                _is_outside(np.stack([rows.counts(name) for rows in steps]), low, high)
-                for name, low, high in bounds.others
-            ]
+        others = block.others[first : first + len(numbers)]
+        for name, low, high in bounds.others if any(each is not None for each in others) else ():
+            values = [np.full(len(block.layout), np.nan) if each is None else each.column(name) for each in others]
+            outside.append(_is_outside(np.stack(values), low, high))
         return min(_count_until_any(each) for each in outside)
 
     def _bounds_of(self, layout: Layout, width: int) -> _RowBounds:
@@ -167,7 +168,7 @@ class DeferredSteps:
         """
         self._left, self._of_layout = 0, {}
         previous, self.immediate = {*self.immediate}, self._rules
-        if rows.numbers is None and len(rows):
+        if not rows.is_readable:
             return
         self._locations_read, self._statistics, self._metrics = len(self._locations.all), {}, {"loss": _FINITE}
         for name in ("nan_count", "inf_count"):

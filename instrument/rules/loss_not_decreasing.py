@@ -68,8 +68,9 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
 
     def advance(self, steps: QuietSteps) -> None:
         for loss in steps.losses:
-            if self._count < self.spec.window:
-                self._add(loss)
+            if self._count >= self.spec.window:
+                return
+            self._add(loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sums": list(self._sums), "count": self._count, "first": self._first, "last": self._last}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..spec.rules import OverfitRule
@@ -32,7 +32,7 @@ class Overfit(CatalogueRule[OverfitRule]):
         if loss is None or not math.isfinite(loss):
             return
         if rows.is_training:
-            self._add(loss)
+            self._add([loss])
         elif rows.phase == "eval" and self._count:
             training = self._sum / self._count
             self._sum, self._count = 0.0, 0
@@ -45,17 +45,18 @@ class Overfit(CatalogueRule[OverfitRule]):
                 text = f"evaluation loss {loss:.4g}, training loss {training:.4g}, lowest evaluation loss {self._lowest:.4g}"
                 yield Firing(text, ratio, self.spec.above)
 
-    def _add(self, loss: float) -> None:
-        """Add a training loss."""
-        self._sum, self._count = self._sum + loss, self._count + 1
-        self._first = loss if self._first is None else self._first
+    def _add(self, losses: Sequence[float]) -> None:
+        """Add training losses."""
+        for loss in losses:
+            self._sum += loss
+        self._count += len(losses)
+        self._first = losses[0] if losses and self._first is None else self._first
 
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         return Bounds("loss", -math.inf, math.inf)
 
     def advance(self, steps: QuietSteps) -> None:
-        for loss in steps.losses:
-            self._add(loss)
+        self._add(steps.losses)
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..spec.rules import Action, CustomRule, RuleBase
 from .catalogue import make_rule
 from .deferral import MOST_LAYOUTS, DeferredSteps
 from .rule import CatalogueRule, Firing, Rule
-from .step_rows import Layout, Locations, Site, StepRows
+from .step_rows import Layout, Locations, Site, StepBlock, StepRows
 
 MOST_EVENTS = 20  # further events of a rule after the first one
 
@@ -68,6 +68,8 @@ class RuleSet:
         self._write = write
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}
+        self._fired_at: dict[str, tuple[int, str]] = {}  # the last step and phase at which each rule fired
+        self._last: tuple[int, str] | None = None  # the step and phase of the last rows
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
         self._latest: tuple[Sequence[Any], str, Layout] = ((), "", self._locations.layout((), "", lambda row: row))
@@ -92,26 +94,33 @@ class RuleSet:
         self._latest = (rows, phase, known[1])
         return known[1]
 
-    def update(self, steps: Sequence[StepRows]) -> None:
+    def update(self, blocks: Iterable[StepBlock]) -> None:
         """Pass the rows of steps to every rule, in order, and write an event for each firing.
 
-        The decisions do not depend on the number of steps that are passed together.
+        The decisions do not depend on how the steps are divided into blocks.
 
         Raises:
             HookError: A custom rule failed.
         """
-        begin, size = 0, len(steps)
-        while begin < len(steps):
-            wanted = steps[begin : begin + size]
-            count = self._deferred.accept(wanted)
+        for block in blocks:
+            self._last = block.steps[-1], block.phase
+            self._update(block)
+
+    def _update(self, block: StepBlock) -> None:
+        begin, size = 0, len(block)
+        while begin < len(block):
+            end = min(begin + size, len(block))
+            count = self._deferred.accept(block, begin, end)
             if self._deferred.immediate:
-                for rows in wanted[:count]:
+                for at in range(begin, begin + count):
+                    rows = block[at]
+                    rows.has_non_finite = False
                     self._check(self._deferred.immediate, rows)
             begin, size = begin + count, 2 * size
-            if count < len(wanted):
+            if begin < end:
                 self._deferred.catch_up()
-                self._check(self._rules, steps[begin])
-                self._deferred.plan(steps[begin])
+                self._check(self._rules, block[begin])
+                self._deferred.plan(block[begin])
                 begin, size = begin + 1, 1  # the next steps may be like this one
 
     def _check(self, rules: Mapping[str, Rule], rows: StepRows) -> None:
@@ -124,6 +133,11 @@ class RuleSet:
                 raise HookError(f"rules.{name}: it failed at step {rows.step}{location}: {reason}") from error
             for firing in firings:
                 self._report(name, firing, rows)
+
+    @property
+    def fired_at_last(self) -> frozenset[str]:
+        """The names of the rules that fired at the step and phase of the last rows."""
+        return frozenset(name for name, moment in self._fired_at.items() if moment == self._last)
 
     def take_fired(self) -> list[RuleEvent]:
         """Return the first event of each rule that fired since the last call."""
@@ -170,6 +184,7 @@ class RuleSet:
         if not is_note:
             self._written[key] += 1
             self._fired.setdefault(name, event)
+            self._fired_at[name] = rows.step, rows.phase
         if self._written[key] <= MOST_EVENTS + 1:
             self._write(event)
             if not is_note and self._written[key] == MOST_EVENTS + 1:

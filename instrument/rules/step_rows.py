@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from ..spec.statistics import ALL
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
-Column = Callable[[str], FloatArray]
 TARGETS = "targets"
 """The name of the number of targets of a step, next to the metrics."""
 _NO_TARGETS: FloatArray = np.empty(0)
@@ -214,6 +214,10 @@ class Layout:
     def __len__(self) -> int:
         return len(self.numbers)
 
+    def without_rows(self) -> Layout:
+        """Return the layout of a step without rows in the same run."""
+        return Layout(self._locations, self.numbers[:0], self._recomputed[:0], self.limits[:0])
+
     @property
     def locations(self) -> list[Location]:
         """The location of each row, in the order in which the rows were recorded."""
@@ -242,6 +246,41 @@ class Layout:
         return Chosen(rows, slots[numbers], [self._locations[number] for number in numbers.tolist()], index)
 
 
+class Statistics(Protocol):
+    """The statistics of rows."""
+
+    @property
+    def numbers(self) -> FloatArray | None:
+        """The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None if it is unknown."""
+
+    def column(self, name: str) -> FloatArray:
+        """Return a statistic of all rows: float64 [rows], NaN for no value."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Statistics that a function returns by name; see `Statistics`."""
+
+    column: Callable[[str], FloatArray]
+    numbers: FloatArray | None = None
+
+
+@dataclass(frozen=True)
+class KernelStatistics:
+    """Rows without other statistics than `numbers`; see `Statistics`."""
+
+    numbers: FloatArray
+
+    def column(self, name: str) -> FloatArray:
+        """Return a statistic of all rows: float64 [rows], NaN for no value."""
+        at = _INDEX.get(name, len(ALL))
+        return self.numbers[:, at] if at < self.numbers.shape[1] else np.full(len(self.numbers), np.nan)
+
+
+_INDEX = {name: index for index, name in enumerate(ALL)}
+_NO_ROWS = KernelStatistics(np.empty((0, 0)))
+
+
 class StepRows:
     """The rows of one step and phase.
 
@@ -249,14 +288,13 @@ class StepRows:
         step: The step.
         phase: The phase.
         layout: The locations of the rows of statistics, in the order in which they were recorded.
-        column: Returns a statistic of all rows: float64 [rows], NaN for no value.
+        statistics: The statistics of these rows.
         metrics: The row of the table `metrics`; None without metrics.
-        targets: The targets of samples, float64 [samples]; NaN for no number.
-        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None without rows.
-        has_others: Whether any row has further statistics. Default: true.
+        targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
 
     Attributes:
-        step, phase, layout, metrics, targets, numbers, has_others: See above.
+        step, phase, layout, metrics, targets: See above.
+        is_readable: Whether `Statistics.numbers` has all rows.
     """
 
     def __init__(
@@ -264,21 +302,17 @@ class StepRows:
         step: int,
         phase: str,
         layout: Layout,
-        column: Column,
+        statistics: Statistics,
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,
-        *,
-        numbers: FloatArray | None = None,
-        has_others: bool = True,
     ) -> None:
         self.step = step
         self.phase = phase
         self.layout = layout
         self.metrics = metrics
         self.targets = _NO_TARGETS if targets is None else targets
-        self.numbers = numbers
-        self.has_others = has_others
-        self._column = column
+        self.is_readable = statistics.numbers is not None
+        self._column = statistics.column
         self._columns: dict[str, FloatArray] = {}
         self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
 
@@ -330,6 +364,76 @@ class StepRows:
         if self.phase in STEP_PHASES:
             return f"at step {self.step}"
         return f"in the {'probe batch' if self.phase == 'probe' else 'evaluation'} after {self.step} steps"
+
+
+class StepBlock:
+    """Successive steps of one phase, which rules can read together. All steps with rows of statistics have the same layout.
+
+    Args:
+        phase: The phase.
+        layout: The layout of the steps with rows, or that of no rows.
+
+    Attributes:
+        phase, layout: See above.
+        steps: The steps.
+        metrics: For each step, the row of the table `metrics`; None without metrics.
+        targets: For each step, the targets of samples, float64 [samples]; None without targets.
+        with_rows: The indices of the steps with rows, in order.
+        numbers: For each of these steps, the first statistics of `ALL`, float64 [rows, statistics].
+        others: For each of these steps, all statistics; None if `numbers` has all.
+        is_readable: Whether `numbers` is complete.
+    """
+
+    def __init__(self, phase: str, layout: Layout) -> None:
+        self.phase = phase
+        self.layout = layout
+        self.steps: list[int] = []
+        self.metrics: list[Mapping[str, Any] | None] = []
+        self.targets: list[FloatArray | None] = []
+        self.with_rows: list[int] = []
+        self.numbers: list[FloatArray] = []
+        self.others: list[Statistics | None] = []
+        self.is_readable = True
+
+    def append(
+        self,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        targets: FloatArray | None = None,
+        numbers: FloatArray | None = None,
+        statistics: Statistics | None = None,
+    ) -> None:
+        """Append a step. Its rows, if it has any, have the layout of the block.
+
+        Args:
+            step: The step.
+            metrics: Its row of the table `metrics`; None without metrics.
+            targets: The targets of its samples, float64 [samples]; NaN for no number. None without targets.
+            numbers: The first statistics of `ALL` of its rows, float64 [rows, statistics]; None if they are unknown.
+            statistics: All statistics of its rows; None if `numbers` has all. Without rows, both are None.
+        """
+        if numbers is not None or statistics is not None:
+            self.with_rows.append(len(self.steps))
+            self.others.append(statistics)
+            if numbers is None:
+                self.is_readable = False
+            else:
+                self.numbers.append(numbers)
+        self.steps.append(step)
+        self.metrics.append(metrics)
+        self.targets.append(targets)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, at: int) -> StepRows:
+        """Return the rows of the step with an index."""
+        row = bisect_left(self.with_rows, at)
+        if row == len(self.with_rows) or self.with_rows[row] != at:
+            layout, statistics = self.layout.without_rows(), None
+        else:
+            layout, statistics = self.layout, self.others[row] or KernelStatistics(self.numbers[row])
+        return StepRows(self.steps[at], self.phase, layout, statistics or _NO_ROWS, self.metrics[at], self.targets[at])
 
 
 class QuietSteps:

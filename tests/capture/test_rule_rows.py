@@ -15,6 +15,7 @@ from torch import nn
 import instrument
 from instrument.capture import rule_rows
 from instrument.capture.probe import Probe
+from instrument.capture.recorder import Recorder
 from instrument.capture.tables import TABLES
 from instrument.plan.hook_plan import make_plan
 from instrument.rules.deferral import MOST_STEPS
@@ -42,9 +43,9 @@ def net() -> nn.Module:
     return model
 
 
-def started(rules: dict[str, Any], model: nn.Module) -> tuple[Probe, instrument.MemorySink]:
+def started(rules: dict[str, Any], model: nn.Module, **seen: Any) -> tuple[Probe, instrument.MemorySink]:
     sink = instrument.MemorySink()
-    return Probe(make_plan(parse_hooks({"seen": SEEN}), model), sink, rules=parse_rules(rules)), sink
+    return Probe(make_plan(parse_hooks({"seen": {**SEEN, **seen}}), model), sink, rules=parse_rules(rules)), sink
 
 
 def run(probe: Probe, scales: tuple[float, ...] = SCALES, loss: float | None = None) -> None:
@@ -126,6 +127,32 @@ def test_fired_rules_are_those_of_the_last_step(read_at: list[int]) -> None:
                 fired[step] = probe.fired_rules
                 assert probe.fired_rules == fired[step]
     assert fired == {step: {"big"} if step % 4 == 2 else set() for step in read_at}
+
+
+def test_processes_without_metrics_read_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recorder, "note_metrics", lambda recorder, row: None)  # as where rank 0 writes the metrics
+    probe, sink = started({"big": LARGE}, net())
+    with probe:
+        run(probe)
+        assert written(sink) == []
+        assert len(probe.warnings) == 1
+    probe, _ = started({"big": LARGE}, net(), every=2)
+    with probe:
+        run(probe, SCALES[:3])
+        assert probe.fired_rules == {"big"}
+        run(probe, SCALES[3:])
+        assert probe.fired_rules == set()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_memory_of_kept_rows_is_bounded(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
+    monkeypatch.setattr(rule_rows, "MOST_ROWS", 20)
+    probe, sink = started({"big": LARGE}, net(), every=every, start=2, tensors=True)
+    with probe:
+        for step in range(18):
+            probe.batch(ids=range(4), targets=torch.arange(4))
+            run(probe, SCALES[step % 4 :][:1])
+        assert len(written(sink)) > 0
 
 
 def test_state_contains_the_decisions_of_all_steps() -> None:
