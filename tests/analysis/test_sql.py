@@ -154,6 +154,15 @@ def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> Non
     ]
 
 
+@pytest.fixture(scope="module")
+def odd_and_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a sweep with five runs."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for job in range(5):
+        make_run(folder / str(job), overrides={"lr": 0.1 * job, "odd": job % 2}, mean=100 * job, close=job != 3)
+    return folder
+
+
 @pytest.mark.parametrize(
     "condition",
     [
@@ -168,10 +177,8 @@ def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> Non
         "run like '3%' and odd = 1 and step > 2",
     ],
 )
-def test_conditions_on_run_columns_equal_those_on_rows(tmp_path: Path, condition: str) -> None:
-    for job in range(5):
-        make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "odd": job % 2}, mean=100 * job, close=job != 3)
-    sweep = instrument.load(tmp_path / "s")
+def test_conditions_on_run_columns_equal_those_on_rows(odd_and_even: Path, condition: str) -> None:
+    sweep = instrument.load(odd_and_even)
     statement = f"select run, lr, odd, min(mean), count(*) from stats where {condition} group by all order by all"
     with duckdb.connect() as connection:
         connection.register("stats", pa.Table.from_pandas(sweep.stats))
