@@ -159,7 +159,7 @@ def odd_and_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a sweep with five runs."""
     folder = tmp_path_factory.mktemp("sweep")
     for job in range(5):
-        make_run(folder / str(job), overrides={"lr": 0.1 * job, "odd": job % 2}, mean=100 * job, close=job != 3)
+        make_run(folder / str(job), overrides={"lr": 0.1 * job, "odd": job % 2, "optimizer.lr": 0.1}, mean=100 * job, close=job != 3)
     return folder
 
 
@@ -276,7 +276,7 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
     ("query", "words", "similar"),
     [
         ("select meen from stats", "meen", "mean"),
-        ('select s."hooks.tame.nrom" from stats s', "hooks.tame.nrom", "hooks.tame.norm"),
+        ('select s."optimizer.rl" from stats s', "optimizer.rl", "optimizer.lr"),
         ("select staus from runs", "staus", "status"),
         ("select * from stat", "does not exist", "stats"),
         ("selec", "syntax error", None),
@@ -289,12 +289,10 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
     ],
 )
 def test_query_error_is_reported_briefly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, similar: str | None
+    odd_and_even: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, similar: str | None
 ) -> None:
     own = pd.DataFrame({"a": [1]})  # by default, DuckDB would use this variable as a table
-    for job in range(2):
-        make_run(tmp_path / "s" / str(job), overrides={"hooks.tame.norm": job})
-    sweep = instrument.load(tmp_path / "s")
+    sweep = instrument.load(odd_and_even)
     monkeypatch.setattr(RunFiles, "check_contents", lambda *_: pytest.fail("all files were read"))
     with pytest.raises(ConfigError, match=r"run\.sql: .*" + words) as error:
         sweep.sql(query)
