@@ -159,7 +159,12 @@ def odd_and_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a sweep with five runs."""
     folder = tmp_path_factory.mktemp("sweep")
     for job in range(5):
-        make_run(folder / str(job), overrides={"lr": 0.1 * job, "odd": job % 2, "optimizer.lr": 0.1}, mean=100 * job, close=job != 3)
+        make_run(
+            folder / str(job),
+            overrides={"lr": 0.1 * job, "odd": job % 2, "optimizer.lr": 0.1},
+            mean=100 * job,
+            close=job != 3,
+        )
     return folder
 
 
