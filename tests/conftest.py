@@ -62,6 +62,7 @@ EXPENSIVE = {
     "processes": re.compile("fork_server|distributed_runs"),
     "browser": re.compile("playwright"),
     "libraries": re.compile("transformers|timm|lightning"),
+    "trackers": re.compile("tracker_files"),
 }
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")

@@ -69,6 +69,7 @@ def test_base_configuration_is_valid() -> None:
     assert plan_exit_code(CONFIG) == 0
 
 
+@pytest.mark.usefixtures("few_repeats")
 @pytest.mark.parametrize("numbers", portions(100, 10_000, 1_100))
 def test_mutated_configurations_run_or_are_refused(numbers: range) -> None:
     codes = exit_codes(numbers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -35,28 +35,22 @@ def lines_of(file: Path) -> Iterator[str]:
         yield from IN_TEXT.findall(re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
-def words_in_bash(line: str, folder: Path) -> list[str] | str:
-    """Return the words that bash passes to a command, or the error text if bash refuses the line."""
-    answer = subprocess.run(
-        ["bash", "-c", f"printf '%s\\0' {line}"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
-    return answer.stderr if answer.returncode else answer.stdout.split("\0")[:-1]
+def words_in_bash(lines: Sequence[str], folder: Path) -> list[list[str]]:
+    """Return the words that bash passes to the command of each line; no words if bash refuses the line."""
+    script = r'for line; do eval "printf \"%s\\0\" $line"; printf "\\n\\0"; done'
+    command = ["bash", "-c", script, "bash", *lines]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    return [text.split("\0")[:-1] for text in answer.stdout.split("\n\0")[:-1]]
 
 
 @pytest.mark.parametrize(
     "file", [file for file in FILES if any(lines_of(file))], ids=lambda file: str(file.relative_to(REPOSITORY))
 )
 def test_bash_passes_command_words_unchanged(file: Path, tmp_path: Path) -> None:
-    for line in lines_of(file):
-        command = VARIABLE.sub(r"\\$", re.split(r" \|\| | && | # ?", line)[0].strip())
-        if file.suffix == ".py" and any(sign in command for sign in SYNOPSIS):
-            continue
-        assert words_in_bash(command, tmp_path) == shlex.split(command), line
+    commands = [VARIABLE.sub(r"\\$", re.split(r" \|\| | && | # ?", line)[0].strip()) for line in lines_of(file)]
+    if file.suffix == ".py":
+        commands = [command for command in commands if not any(sign in command for sign in SYNOPSIS)]
+    assert words_in_bash(commands, tmp_path) == [shlex.split(command) for command in commands]
 
 
 def test_commands_of_the_pages_are_found() -> None:
@@ -65,5 +59,6 @@ def test_commands_of_the_pages_are_found() -> None:
 
 @pytest.mark.parametrize("line", ["make seed=range(0,8)", "make hooks.a={x:1,y:2}", "make 'seed=1"])
 def test_missing_quotes_are_detected(line: str, tmp_path: Path) -> None:
-    words = words_in_bash(line, tmp_path)
-    assert isinstance(words, str) or words != line.split()
+    words, following = words_in_bash([line, "make seed=1"], tmp_path)
+    assert words != line.split()
+    assert following == ["make", "seed=1"]

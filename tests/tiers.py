@@ -51,7 +51,7 @@ def mark_combinations(items: Sequence[pytest.Item]) -> None:
     tested: dict[str, set[tuple[tuple[str, str], ...]]] = defaultdict(set)  # by test function
     for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):  # This order mixes the values.
         marker = item.get_closest_marker("combinations")
-        if marker is None:
+        if marker is None or item.get_closest_marker("slow") is not None:
             continue
         assert isinstance(item, pytest.Function)
         values = sorted((name, repr(value)) for name, value in item.callspec.params.items())

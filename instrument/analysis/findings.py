@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
 from ..capture.tables import is_incomplete
@@ -42,6 +43,8 @@ FEW = 0.0005  # fraction of elements below which the count is shown instead of t
 MOST_NAMES = 4
 
 _IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
+_Row = dict[str, Any]
+
 _GRADIENTS = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
 _RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # zeros in their output are inactive units
 
@@ -79,15 +82,16 @@ def findings(run: RunTables) -> list[Finding]:
         raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
     judged = [*_rules(run)]
     fired = {finding.what for finding in judged}
-    sources: Sequence[tuple[str, Callable[[RunTables], Iterator[Finding]]]] = (
-        ("", _loss),
-        ("", _gradients),
-        (DeadUnits.what, _dead),
-        (SaturatedActivation.what, _saturated),
-        ("", _not_fired),
-        ("", _interventions),
+    largest = _largest(run)
+    sources = (
+        ("", _loss(run)),
+        ("", _gradients(run, largest.get("l2"))),
+        (DeadUnits.what, _dead(largest)),
+        (SaturatedActivation.what, _saturated(largest.get("saturated_fraction"))),
+        ("", _not_fired(run)),
+        ("", _interventions(run)),
     )
-    all_findings = judged + [finding for what, source in sources if what not in fired for finding in source(run)]
+    all_findings = judged + [finding for what, source in sources if what not in fired for finding in source]
     return sorted(all_findings, key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
@@ -172,10 +176,8 @@ def _loss(run: RunTables) -> Iterator[Finding]:
         yield Finding("loss", "training", None, value, number=float(losses[-1]))
 
 
-def _gradients(run: RunTables) -> Iterator[Finding]:
+def _gradients(run: RunTables, row: _Row | None) -> Iterator[Finding]:
     """Yield the largest recorded gradient norm; if hooks recorded none, the largest norm of all gradients together."""
-    gradient = ds.field("kind").isin(_GRADIENTS) | (ds.field("role") == "param_grad")
-    row = _largest(run, "l2", gradient)
     if row is not None:
         here = functools.reduce(operator.and_, (ds.field(name) == row[name] for name in _IDENTITY[1:]))
         norms_here = [batch["l2"].to_numpy() for batch in _finite(run, ["l2"], here & ds.field("l2").is_valid())]
@@ -191,20 +193,14 @@ def _gradients(run: RunTables) -> Iterator[Finding]:
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
-_OUTPUT = (ds.field("kind") == "forward") & (ds.field("role") == "output")
-
-
-def _dead(run: RunTables) -> Iterator[Finding]:
+def _dead(largest: Mapping[str, _Row]) -> Iterator[Finding]:
     """Yield the layer with the most dead units; if these were not recorded, the ReLU output with the most zeros."""
-    row = _largest(run, "dead_fraction", _OUTPUT)
-    if row is not None:
+    if (row := largest.get("dead_fraction")) is not None:
         fraction = row["dead_fraction"]
         if fraction:
             value = f"{fraction:.1%} of its units are zero for a whole batch"
             yield Finding("most dead units", _where(row), row["step"], value, number=fraction)
-        return
-    row = _largest(run, "zero_fraction", _OUTPUT & ds.field("module_type").isin(_RECTIFIERS))
-    if row is not None:
+    elif (row := largest.get("zero_fraction")) is not None:
         fraction = row["zero_fraction"]
         yield Finding(
             "most zeros after a ReLU",
@@ -215,9 +211,8 @@ def _dead(run: RunTables) -> Iterator[Finding]:
         )
 
 
-def _saturated(run: RunTables) -> Iterator[Finding]:
+def _saturated(row: _Row | None) -> Iterator[Finding]:
     """Yield the activation with the most saturated outputs."""
-    row = _largest(run, "saturated_fraction", _OUTPUT)
     if row is not None and row["saturated_fraction"]:
         fraction = row["saturated_fraction"]
         value = f"{fraction:.1%} of its output is saturated"
@@ -269,7 +264,7 @@ def _described(run: RunTables) -> dict[str, str]:
     return {name: describe_action(spec) for name, spec in specs.items()}
 
 
-def _where(row: dict[str, Any]) -> str:
+def _where(row: _Row) -> str:
     phase = "" if row["phase"] == "train" else f", {row['phase']}"
     return f"{location_name(row['layer'], row['path'], row['kind'])} {row['role']} ({row['hook']}{phase})"
 
@@ -282,18 +277,29 @@ def _columns(run: RunTables, table: str, columns: list[str], condition: ds.Expre
     return [np.concatenate([empty, *(array.to_numpy(zero_copy_only=False) for array in part)]) for part in parts]
 
 
-def _finite(run: RunTables, columns: list[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
+def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) -> Iterator[pa.RecordBatch]:
     """Yield columns of the finite statistics rows that fulfill a condition."""
     for batch in run.scan("stats", list(dict.fromkeys([*columns, *REQUIRED_COLUMNS])), condition):
         yield batch.filter(pa.array(~not_finite_in(batch)))
 
 
-def _largest(run: RunTables, column: str, condition: ds.Expression) -> dict[str, Any] | None:
-    """Return the first finite statistics row with the largest value in a column; None if the column is empty."""
-    best: dict[str, Any] | None = None
-    for batch in _finite(run, [*_IDENTITY, column], condition & ~ds.field(column).is_null(nan_is_null=True)):
-        if batch.num_rows:
-            at = int(batch[column].to_numpy(zero_copy_only=False).argmax())
-            if best is None or batch[column][at].as_py() > best[column]:
-                (best,) = batch.slice(at, 1).to_pylist()
+def _largest(run: RunTables) -> dict[str, _Row]:
+    """Return the first finite statistics row with the largest value of each statistic, by its name.
+
+    The gradient norm is that of gradients, `zero_fraction` that of outputs of a ReLU, and the other statistics those of
+    all outputs. A statistic without values is missing.
+    """
+    best: dict[str, _Row] = {}
+    columns = ("l2", "dead_fraction", "zero_fraction", "saturated_fraction")
+    output = (ds.field("kind") == "forward") & (ds.field("role") == "output")
+    gradient = ds.field("kind").isin(_GRADIENTS) | (ds.field("role") == "param_grad")
+    for batch in _finite(run, [*_IDENTITY, "module_type", *columns], gradient | output):
+        is_output = pc.and_(pc.equal(batch["kind"], "forward"), pc.equal(batch["role"], "output"))
+        of_relu = pc.and_(is_output, pc.is_in(batch["module_type"].cast(pa.string()), pa.array(_RECTIFIERS)))
+        for name, selected in zip(columns, (pc.invert(is_output), is_output, of_relu, is_output), strict=True):
+            values = np.where(selected, batch[name].to_numpy(zero_copy_only=False), math.nan)
+            if not np.isnan(values).all():
+                at = int(np.nanargmax(values))
+                if name not in best or values[at] > best[name][name]:
+                    (best[name],) = batch.slice(at, 1).to_pylist()
     return best

@@ -246,13 +246,13 @@ class RunTables:
             condition = test if condition is None else condition & test
         return with_arrays(self._frame("tensors", condition))
 
+    @cached_property
     def _given(self) -> pd.DataFrame:
         """Return the seed and the overrides of each run."""
         return typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []
-        overrides = self._given()
         for index, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
             rows = with_custom_columns(files.read(table, condition=condition), self.custom_statistics)
             frame: pd.DataFrame = plain_labels(rows).to_pandas()
@@ -262,6 +262,6 @@ class RunTables:
             if table == "tensors":
                 frame = without_unknown_types(frame, files)
             if self._is_sweep:
-                add_overrides(frame, str(folder.relative_to(self.path)), overrides, index)
+                add_overrides(frame, str(folder.relative_to(self.path)), self._given, index)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]

@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from .run_tables import RunTables
 
 
-def recorded(run: RunTables) -> pd.DataFrame:
+def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Return what each record hook recorded.
 
     Returns:
-        A DataFrame indexed by hook with `firings`, `rows` (of statistics and distributions) and `tensors`.
+        The numbers of firings, of rows (of statistics and distributions) and of tensors, by hook.
     """
-    firings = run.coverage.groupby("hook").fired.sum()
-    rows = pd.Series(_count(run, "stats") + _count(run, "distributions"), dtype="int64")
-    tensors = pd.Series(_count(run, "tensors"), dtype="int64")
-    table = pd.DataFrame({"firings": firings, "rows": rows, "tensors": tensors})
-    return table.fillna(0).astype(int)
+    firings: Counter[str] = Counter()
+    for batch in run.scan("coverage", ["hook", "fired"]):
+        for row in batch.to_pylist():
+            firings[row["hook"]] += row["fired"]
+    return firings, _count(run, "stats") + _count(run, "distributions"), _count(run, "tensors")
 
 
 @dataclass

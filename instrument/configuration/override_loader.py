@@ -6,6 +6,8 @@ import copy
 import pickle
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +29,7 @@ from ..errors import ConfigError, Problem
 from ..spec.known_keys import fields_below
 
 _SECTIONS = ("hooks", "apply", "rules")  # of specs by name
-MOST_COMPOSED = 32  # merged configurations that are kept: 25 kilobytes each
+MOST_COMPOSED = 128  # merged configurations that are kept: 25 kilobytes each
 
 
 class ParsedFiles(ConfigRepository):
@@ -68,6 +70,13 @@ class ParsedFiles(ConfigRepository):
     def __deepcopy__(self, memo: dict[int, Any]) -> ParsedFiles:
         # Each composition copies its repository before it sets the list of sources; the sources are not changed.
         return copy.copy(self)
+
+
+@dataclass(kw_only=True)
+class MergedDefault(ResultDefault):
+    """The entries of Hydra's own configurations in a defaults list, which are already merged."""
+
+    config: DictConfig
 
 
 class FieldLoader(ConfigLoaderImpl):
@@ -140,7 +149,11 @@ class FieldLoader(ConfigLoaderImpl):
         return config
 
     def _merged(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        """Merge configurations. The jobs of a sweep often merge the same ones, which is done once."""
+        """Merge configurations. The jobs of a sweep often merge the same ones, which is done once.
+
+        Hydra's own configurations are merged separately, since most compositions begin with the same ones. Merging them
+        takes half of a composition, because they have schemas.
+        """
         results = [repo.load_config(default.config_path or "") for default in defaults]
         loaded = [result for result in results if result is not None]
         merges = zip(defaults, loaded, strict=True)
@@ -149,14 +162,26 @@ class FieldLoader(ConfigLoaderImpl):
             config: DictConfig = pickle.loads(self._composed[key])
             return config
         is_shared = ParsedFiles.share(loaded)
-        for result in loaded:
+        first, rest = [*takewhile(_is_of_hydra, defaults)], [*dropwhile(_is_of_hydra, defaults)]
+        if first and rest:
+            first = [MergedDefault("hydra/config", config=self._merged(first, repo))]
+        for result in loaded[-len(rest) :]:
             result.config = copy.deepcopy(result.config)
-        config = super()._compose_config_from_defaults_list(defaults, repo)
+        config = super()._compose_config_from_defaults_list(first + rest, repo)
         if is_shared:
             if len(self._composed) == MOST_COMPOSED:
                 self._composed.clear()
             self._composed[key] = pickle.dumps(config)
         return config
+
+    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
+        if isinstance(default, MergedDefault):
+            return ConfigResult("hydra", "hydra/config", default.config, header={"package": None})
+        return super()._load_single_config(default, repo)
+
+
+def _is_of_hydra(default: ResultDefault) -> bool:
+    return str(default.config_path).startswith("hydra/")
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:

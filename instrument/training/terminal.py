@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
+import pyarrow.dataset as ds
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -200,10 +201,13 @@ class Terminal:
         shown_rules = {"hidden_module"} | (
             set() if self.quiet or self.brief else {*experiment.config.rules, "coverage"}
         )  # Already shown.
-        events = [
-            event for event in run.events.itertuples() if event.severity == "warning" and event.rule not in shown_rules
-        ]
-        left = {str(event.message): event.rule for event in events if event.message not in self._warned}
+        warnings = run.scan("events", ["message", "rule"], ds.field("severity") == "warning")
+        left = {
+            row["message"]: row["rule"]
+            for batch in warnings
+            for row in batch.to_pylist()
+            if row["rule"] not in shown_rules and row["message"] not in self._warned
+        }
         new_messages = [
             message for message, rule in left.items() if rule not in ONCE_PER_SWEEP or self._is_new(message)
         ]
@@ -277,13 +281,12 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
         *(("hook", "left"), ("kind", "left"), ("role", "left")),
         *(("layers", "right"), ("firings", "right"), ("rows", "right"), ("tensors", "right")),
     )
-    counts = recorded(run)
+    amounts = recorded(run)
     for name, spec in experiment.plan.specs.items():
         if spec.action == "record":
             layers = len({site.layer.name for site in experiment.plan.of(name)})
-            amounts = counts.loc[name]
-            numbers = (f"{layers}", f"{amounts.firings:,}", f"{amounts.rows:,}", f"{amounts.tensors:,}")
-            table.add_row(name, spec.kind, spec.tensor_role, *numbers)
+            numbers = (f"{count[name]:,}" for count in amounts)
+            table.add_row(name, spec.kind, spec.tensor_role, f"{layers}", *numbers)
     return table
 
 

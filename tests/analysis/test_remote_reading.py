@@ -240,6 +240,7 @@ FAILURES: list[Callable[[str], Exception]] = [
 
 
 @IN_S3
+@pytest.mark.combinations
 @pytest.mark.parametrize("opens", [True, False])
 @pytest.mark.parametrize(
     "ask",

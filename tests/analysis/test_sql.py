@@ -154,6 +154,20 @@ def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> Non
     ]
 
 
+@pytest.fixture(scope="module")
+def odd_and_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a sweep with five runs."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for job in range(5):
+        make_run(
+            folder / str(job),
+            overrides={"lr": 0.1 * job, "odd": job % 2, "optimizer.lr": 0.1},
+            mean=100 * job,
+            close=job != 3,
+        )
+    return folder
+
+
 @pytest.mark.parametrize(
     "condition",
     [
@@ -168,10 +182,8 @@ def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> Non
         "run like '3%' and odd = 1 and step > 2",
     ],
 )
-def test_conditions_on_run_columns_equal_those_on_rows(tmp_path: Path, condition: str) -> None:
-    for job in range(5):
-        make_run(tmp_path / "s" / str(job), overrides={"lr": 0.1 * job, "odd": job % 2}, mean=100 * job, close=job != 3)
-    sweep = instrument.load(tmp_path / "s")
+def test_conditions_on_run_columns_equal_those_on_rows(odd_and_even: Path, condition: str) -> None:
+    sweep = instrument.load(odd_and_even)
     statement = f"select run, lr, odd, min(mean), count(*) from stats where {condition} group by all order by all"
     with duckdb.connect() as connection:
         connection.register("stats", pa.Table.from_pandas(sweep.stats))
@@ -269,7 +281,7 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
     ("query", "words", "similar"),
     [
         ("select meen from stats", "meen", "mean"),
-        ('select s."hooks.tame.nrom" from stats s', "hooks.tame.nrom", "hooks.tame.norm"),
+        ('select s."optimizer.rl" from stats s', "optimizer.rl", "optimizer.lr"),
         ("select staus from runs", "staus", "status"),
         ("select * from stat", "does not exist", "stats"),
         ("selec", "syntax error", None),
@@ -282,12 +294,10 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
     ],
 )
 def test_query_error_is_reported_briefly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, similar: str | None
+    odd_and_even: Path, monkeypatch: pytest.MonkeyPatch, query: str, words: str, similar: str | None
 ) -> None:
     own = pd.DataFrame({"a": [1]})  # by default, DuckDB would use this variable as a table
-    for job in range(2):
-        make_run(tmp_path / "s" / str(job), overrides={"hooks.tame.norm": job})
-    sweep = instrument.load(tmp_path / "s")
+    sweep = instrument.load(odd_and_even)
     monkeypatch.setattr(RunFiles, "check_contents", lambda *_: pytest.fail("all files were read"))
     with pytest.raises(ConfigError, match=r"run\.sql: .*" + words) as error:
         sweep.sql(query)

@@ -236,6 +236,7 @@ def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) 
     assert all(len(probe.sink.rows[table]) >= 2 for table in tables_of(change))
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [{"fn": "replace"}, {"fn": "patch", "slice": "0:2"}], ids=["replace", "patch"])
@@ -261,6 +262,7 @@ def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[
     assert found == [["aten._to_copy.default"] * firings] * 3
 
 
+@pytest.mark.combinations
 @pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [{"fn": "add"}, {"fn": "project_out"}, {"fn": "add", "units": [0, 1, 3]}], ids=str)

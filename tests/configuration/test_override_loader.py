@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ def composed(*overrides: str, mode: RunMode = RunMode.RUN) -> tuple[FieldLoader,
 
 def parsed(config: DictConfig) -> RunConfig:
     return parse_config({key: _plain(config[key]) for key in config if key != "hydra"})
+
+
+def nodes_of(node: Any) -> Iterator[tuple[str, object]]:
+    """Yield each node of a configuration in order, with its types and flags."""
+    fields = dict(vars(node._metadata))
+    fields.pop("resolver_cache", None)  # times
+    yield node._get_full_key(None), fields
+    if OmegaConf.is_dict(node) and not node._is_none() and not node._is_missing():
+        for key in node:
+            yield from nodes_of(node._get_node(key))
 
 
 def _plain(value: Any) -> Any:
@@ -203,21 +213,32 @@ def test_equal_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda loader, defaults, repo: (merges.append(defaults), merge(loader, defaults, repo))[1],
     )
     configs = [composed(f"seed={seed}", "model=mlp")[1] for seed in (1, 2)]
-    assert len(merges) == 1
+    assert len(merges) == 2, "Hydra's own configurations, and all"
     configs[0].model.sizes.append(5)
     configs[0].seed = 2
     configs[0].hydra.overrides.task[2] = "seed=2"
     again = composed("seed=2", "model=mlp")[1]
-    assert len(merges) == 1
+    assert len(merges) == 2
     assert OmegaConf.to_yaml(again) == OmegaConf.to_yaml(configs[1]) != OmegaConf.to_yaml(configs[0])
     monkeypatch.setattr(FieldLoader, "_composed", {})
     assert OmegaConf.to_yaml(composed("seed=2", "model=mlp")[1]) == OmegaConf.to_yaml(again)
     composed("seed=2", "model=mnist_cnn")
-    assert len(merges) == 3
-    assert len(FieldLoader._composed) == 2
-    monkeypatch.setattr(override_loader, "MOST_COMPOSED", 2)
+    assert len(merges) == 5
+    assert len(FieldLoader._composed) == 3
+    monkeypatch.setattr(override_loader, "MOST_COMPOSED", 3)
     composed("model=lenet")
     assert len(FieldLoader._composed) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["hydra/launcher=joblib", "hydra/job_logging=disabled", "hydra.job.chdir=true"]]
+)
+def test_composition_equals_that_of_hydra(overrides: list[str]) -> None:
+    given = ["+exp=mnist_hooks", "model=mlp", *overrides]
+    loaders = [kind(create_config_search_path(str(conf_folder()))) for kind in (ConfigLoaderImpl, FieldLoader)]
+    theirs, ours = (loader.load_configuration("config", given, RunMode.RUN) for loader in loaders)
+    assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs)
+    assert [*nodes_of(ours)] == [*nodes_of(theirs)]
 
 
 def test_plugins_may_be_imported_again() -> None:
