@@ -195,7 +195,11 @@ def variants(layers: int, folder: Path) -> Iterator[tuple[str, int, Open]]:
     tensors = {**RECORD, "stats": "none", "tensors": True}
     yield "instrument: tensors of the outputs, written", layers, hooks(tensors=tensors)
     yield "instrument: tensors of the outputs, kept for 5 steps", layers, hooks(tensors={**tensors, "keep": 5})
-    yield "instrument: scale", layers, hooks(scale={"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9})
+    scale = {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.9}
+    yield "instrument: scale", layers, hooks(scale=scale)
+    for kind in ("tensor", "full_backward_pre"):
+        yield f"instrument: clip of gradients by value, {kind}", layers, hooks(clip={**clip, "kind": kind})
+        yield f"instrument: scale of gradients, {kind}", layers, hooks(scale={**scale, "kind": kind})
     for gradients, label, count in ((False, "outputs", layers), (True, "outputs and their gradients", 2 * layers)):
         yield f"naive hook: {label}", count, callback(lambda: naive([]), gradients)
         yield f"empty hook: {label}", count, callback(lambda: lambda _: None, gradients)

@@ -30,15 +30,15 @@ def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | 
     Like `torch.compiler.disable`, which would import the compiler, and which takes longer at each call.
 
     Args:
-        hook: The function to exclude.
+        hook: The function to exclude. It is called with positional arguments.
         instead: The function that compiled code calls in its place. Default: None, the same function.
     """
     disabled = _disable_dynamo(instead or hook)  # imports the compiler when it is called, not here
 
     @wraps(hook)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any) -> Any:
         if is_compiling() or get_eval_frame_callback() is not None:
-            return disabled(*args, **kwargs)
-        return hook(*args, **kwargs)
+            return disabled(*args)
+        return hook(*args)
 
     return wrapper

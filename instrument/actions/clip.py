@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C._nn import hardtanh
 from torch.nn.utils import get_total_norm
 
 from ..dtensor import full_tensor
@@ -62,14 +62,14 @@ def _representable(low: float | None, high: float | None, dtype: torch.dtype) ->
 
 
 def _has_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
+    return tensor.requires_grad and is_grad_enabled()
 
 
 def _clamp(tensor: Tensor, low: float | None, high: float | None, *, is_inside: bool) -> Tensor:
     """Clamp values. With `is_inside`, a gradient is required, all elements are finite, and none equals a bound."""
     if is_inside:
         # Same values, and one operation for the gradient instead of five. At a bound, only the gradient of clamp passes.
-        return F.hardtanh(tensor, -math.inf if low is None else low, math.inf if high is None else high)
+        return hardtanh(tensor, -math.inf if low is None else low, math.inf if high is None else high)
     return tensor.clamp(low, high)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import signal
+# The functions of `signal` convert each handler to an enumeration, which takes ten times as long as to set it.
+import _signal  # type: ignore[import-not-found]
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (_signal.SIGINT, _signal.SIGTERM)
 
 
 @contextmanager
@@ -21,7 +22,7 @@ def deferred_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {int(number): handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in SIGNALS if callable(handler := _signal.getsignal(number))}
     received: list[tuple[int, FrameType | None]] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -30,12 +31,12 @@ def deferred_signals() -> Iterator[None]:
         received.append((number, frame))
 
     for number in handlers:
-        signal.signal(number, note)
+        _signal.signal(number, note)
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
     if received:
         first, frame = received[0]
         handlers[first](first, frame)

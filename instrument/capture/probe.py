@@ -489,7 +489,7 @@ class Probe:
     def _end_step(
         self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
     ) -> Mapping[str, float | None]:
-        if self._scheduled.has_opportunities or not self.clock.moment.micro_step:
+        if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
             self.end_micro_step()
         else:
             self.recorder.samples.end()

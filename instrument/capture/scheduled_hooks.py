@@ -9,7 +9,7 @@ from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
 from ..lazy_compiler import has_compiled
 from ..spec.hooks import HookSpec
-from ..spec.schedule import STEP_PHASES
+from ..spec.schedule import STEP_PHASES, Schedule
 
 
 class ScheduledHooks:
@@ -43,7 +43,8 @@ class ScheduledHooks:
         self.clock = clock
         self.names: tuple[str, ...] = ()
         self._on_change = on_change
-        self._is_scheduled: dict[str, bool] = {}  # by spec
+        self._schedules: dict[str, Schedule] = {}  # by spec
+        self._is_scheduled: dict[str, bool] = {}
         self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
         self._is_sampled = is_sampled
         self._is_on = is_on
@@ -54,7 +55,7 @@ class ScheduledHooks:
         """Set fields of the clock's moment, and update which hooks are scheduled.
 
         Args:
-            update_all: Whether to update the hooks even if the schedules have not changed.
+            update_all: Whether to update the hooks even if the same ones are scheduled, since their specs may have changed.
             moment: The fields.
         """
         previous_step, previous_phase = self.clock.moment.step, self.clock.moment.phase
@@ -66,8 +67,11 @@ class ScheduledHooks:
         self.clock.micro_step_index += 1
         changed = phase != previous_phase or has_compiled() != self._has_compiled
         self._has_compiled = has_compiled()
+        if update_all or not self._schedules:
+            self._schedules = {name: spec.schedule for name, spec in self.specs.items()}
         is_scheduled = {
-            name: spec.schedule.includes(step, phase) and self._is_on(name, step) for name, spec in self.specs.items()
+            name: schedule.includes(step, phase) and self._is_on(name, step)
+            for name, schedule in self._schedules.items()
         }
         # Without a budget, hooks are only sampled if a state with one was loaded.
         is_sampled = self._is_sampled or any(attached.subsampling > 1 for attached in self.attached_hooks)

@@ -76,7 +76,7 @@ class ModuleHooks(InertWhenCopied):
         self._plain: PlainModuleHooks | None = None  # becomes `plain` when the sites that are not scheduled are counted
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
-        self.output: list[AttachedHook] = []
+        self.output: Sequence[AttachedHook] = []
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
         handles = (
@@ -125,7 +125,9 @@ class ModuleHooks(InertWhenCopied):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if self.plain is not None and _transform() is None:
-            self.calls.enter()
+            call = self.calls.enter()
+            if self.plain.changes_gradient:
+                self.output_gradients.store_arguments(args, kwargs, call)
             return None
         if self.clock.closed:
             return None
@@ -169,17 +171,18 @@ class ModuleHooks(InertWhenCopied):
             return self._after(module, args, kwargs, output)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if (call := self.calls.leave()) is None:
+        if not self.calls.active:  # the start of the call was not seen
             return None
+        call = self.calls.active.pop()
         new, remaining = output, self.output
         if self.plain is not None:
-            if not call.is_recomputed and self.plain.record_output(output, call.index):
-                remaining = self.output[len(self.plain.output) :]
-                if remaining and (changed := self.plain.change_output(output, call.index)) is not None:
-                    new, remaining = changed, []
-                if not remaining and self.plain.register(new, call.index):
+            if not call.is_recomputed:
+                new, left = self.plain.run(output, call)
+                if left is None:
                     return None if new is output else new
-            self.output_gradients.store_inputs(join_arguments(args, kwargs), call)
+                remaining = left
+            if call.versions is None:
+                self.output_gradients.store_arguments(args, kwargs, call)
         if call.on_output is not None:
             call.on_output(output)
         if self.forward_input:
@@ -190,7 +193,7 @@ class ModuleHooks(InertWhenCopied):
             new = self.output_gradients.register(module, new, call)
         return None if new is output else new
 
-    def _act(self, attached_hooks: list[AttachedHook], value: Any, call: Call) -> Any:
+    def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation

@@ -2,8 +2,8 @@
 
 Most record hooks write the statistics of plain tensors of one process. For these, `PlainRecord` replaces
 `AttachedHook.fire` and `Record`: it keeps the identity columns of the row and lets the native kernel compute the numbers.
-`PlainIntervention` does the same for clip and scale hooks and their effects. All other hooks and tensors take the general
-path, and both give the same rows.
+`PlainIntervention` does the same for clip and scale hooks on outputs and on their gradients, and for their effects. All other
+hooks and tensors take the general path, and both give the same rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, call_action, check_not_captured, fire_all
 from .clock import FIRST_CALL, Firing
+from .gradient_hooks import TensorGradientHook
+from .module_calls import Call
 
 Hook = Callable[[Tensor | None], Tensor | None]
 
@@ -34,20 +36,20 @@ class PlainHook:
         attached: The hook at the site.
     """
 
-    __slots__ = ("_class", "_clock", "_sites", "attached")
+    __slots__ = ("_class", "_clock", "_module", "_sites", "attached")
 
     def __init__(self, attached: AttachedHook) -> None:
         self.attached = attached
         self._clock = attached.clock
+        self._module = attached.site.layer.module
         self._class: type[nn.Module] = nn.Module  # of the module; a parametrization changes it
         self._sites: dict[tuple[int, int, str], tuple[Any, ...]] = {}
 
-    def _site(self, call: int, backward: int = 0, path: str = "") -> tuple[Any, ...]:
+    def _site(self, call: int, backward: int, path: str) -> tuple[Any, ...]:
         """Return the identity columns of the rows of one call, without the moment."""
-        module_class = type(self.attached.site.layer.module)
-        if module_class is not self._class:
+        if type(self._module) is not self._class:
             self._sites.clear()
-            self._class = module_class
+            self._class = type(self._module)
         site = self._sites.get((call, backward, path))
         if site is None:
             site = self._sites[call, backward, path] = self.attached.context(path, Firing(call, backward)).site
@@ -99,6 +101,12 @@ class PlainRecord(PlainHook):
             timer.firings[self.attached] -= 1  # `AttachedHook.fire` counts it again
         return is_plain
 
+    def on_gradient(self, gradient: Tensor, call: int, backward: int) -> Tensor:
+        """Record a gradient, and return it."""
+        if not self(gradient, call, backward):
+            fire_all([self.attached], gradient, "", Firing(call, backward))
+        return gradient
+
 
 class PlainIntervention(PlainHook):
     """Clips or scales plain tensors at one site, with the same operations as the general path.
@@ -110,7 +118,7 @@ class PlainIntervention(PlainHook):
 
     def __init__(self, attached: AttachedHook, change: Clip | Scale, rows: Rows) -> None:
         super().__init__(attached)
-        self._change = change
+        self._change = change.change_and_measure
         self._rows = rows
         self._any_call = self.attached.context("", FIRST_CALL).without_tensors()
         self._held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
@@ -118,7 +126,7 @@ class PlainIntervention(PlainHook):
     @classmethod
     def of(cls, attached: AttachedHook) -> PlainIntervention | None:
         """Return the plain intervention of a hook; None if its function could keep the context or use random numbers."""
-        action = attached.action
+        action, clock = attached.action, attached.clock
         if (
             isinstance(action, Intervention)
             and isinstance(action.change, Clip | Scale)
@@ -126,38 +134,60 @@ class PlainIntervention(PlainHook):
             and attached.condition is None
             and attached.site.spec.keep_as is None
             and attached.matches_path("")
-            and attached.clock.parallel is None
+            and clock.parallel is None
+            and not (attached.is_scaled and clock.amp_scale is not None)
         ):
             return cls(attached, action.change, cast(Rows, action.rows))
         return None
 
-    def __call__(self, tensor: Tensor, call: int) -> Tensor:
+    def __call__(self, tensor: Tensor, call: int, backward: int = 0) -> Tensor:
         """Return the changed tensor.
 
         Args:
-            tensor: A tensor of class `Tensor` with floating-point elements in memory.
+            tensor: A tensor that `is_changeable`.
             call: The index of the module's call.
+            backward: The index of the tensor's gradient; 0 for other tensors.
         """
-        self.attached.check_shape("", tensor)
+        if self.attached.checked_paths is not None:
+            self.attached.check_shape("", tensor)
         timer = self._clock.timer
         if timer is None:
-            return self._run(tensor, call)
+            return self._run(tensor, call, backward)
         with timer.measure_action(self.attached):
-            return self._run(tensor, call)
+            return self._run(tensor, call, backward)
 
-    def _run(self, tensor: Tensor, call: int) -> Tensor:
+    def _run(self, tensor: Tensor, call: int, backward: int) -> Tensor:
         context, moment = self._any_call, self._clock.moment
         context.moment = moment
         if not tensor.is_cpu:
             check_not_captured(tensor, context)
-        new, factor, measures = call_action(self._change.change_and_measure, tensor, context)
+        new, factor, measures = call_action(self._change, tensor, context)
         if measures is not None and not isinstance(factor, Tensor):
-            self._rows.add_plain_effect(moment, self._site(call), tensor.numel(), measures, factor, self._held)
+            site = self._site(call, backward, "")
+            self._rows.add_plain_effect(moment, site, tensor.numel(), measures, factor, self._held)
             return new
         effect = effect_of(tensor, new, factor, tensor.numel())
         effect.held = self._held
-        self._rows.add_effect(self.attached.context("", Firing(call)), effect)
+        self._rows.add_effect(self.attached.context("", Firing(call, backward)), effect)
         return new
+
+    def on_gradient(self, gradient: Tensor, call: int, backward: int) -> Tensor:
+        """Return the changed gradient."""
+        if is_changeable(gradient):
+            return self(gradient, call, backward)
+        return fire_all([self.attached], gradient, "", Firing(call, backward))
+
+
+def is_changeable(tensor: Any) -> bool:
+    """Return whether a value is a plain tensor that a `PlainIntervention` can change."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
+        and not tensor.is_nested
+        and not tensor.is_inference()
+    )
 
 
 class PlainModuleHooks:
@@ -166,90 +196,114 @@ class PlainModuleHooks:
     Args:
         output: The record hooks on the output.
         interventions: The interventions on the output, which come after them.
-        gradient: The record hooks on the gradient of the output.
+        gradient: The hooks on the gradient of the output.
+
+    Attributes:
+        changes_gradient: Whether any of them changes the gradient.
     """
 
     def __init__(
         self,
         output: Sequence[PlainRecord],
         interventions: Sequence[PlainIntervention],
-        gradient: Sequence[PlainRecord],
+        gradient: Sequence[PlainRecord | PlainIntervention],
     ) -> None:
         self.output = output
         self.interventions = interventions
         self.gradient = gradient
+        self._all = [hook.attached for hook in (*output, *interventions)]
+        self._changing = self._all[len(output) :]
+        changing = [hook.attached for hook in gradient if isinstance(hook, PlainIntervention)]
+        self.changes_gradient = bool(changing)
+        # See `instrument.kinds.tensor_gradients`.
+        self._needs_alias = any(attached.site.spec.kind == "full_backward_pre" for attached in changing)
 
     @classmethod
     def of(cls, output: Sequence[AttachedHook], gradient: Sequence[AttachedHook]) -> PlainModuleHooks | None:
         """Return the plain hooks; None if some hook requires the general path."""
         count = sum(attached.is_record_hook for attached in output)
-        records = [PlainRecord.of(attached) for attached in (*output[:count], *gradient)]
+        records = [PlainRecord.of(attached) for attached in output[:count]]
         interventions = [PlainIntervention.of(attached) for attached in output[count:]]
-        plain = [record for record in records if record is not None]
-        changes = [intervention for intervention in interventions if intervention is not None]
-        if len(plain) < len(records) or len(changes) < len(interventions):
+        gradients = [
+            PlainRecord.of(attached) if attached.is_record_hook else PlainIntervention.of(attached)
+            for attached in gradient
+        ]
+        plain = [hook for hook in records if hook is not None]
+        changes = [hook for hook in interventions if hook is not None]
+        on_gradient = [hook for hook in gradients if hook is not None]
+        if len(plain) + len(changes) + len(on_gradient) < len(output) + len(gradient):
             return None
-        return cls(plain[:count], changes, plain[count:])
+        return cls(plain, changes, on_gradient)
 
-    def record_output(self, output: Any, call: int) -> bool:
-        """Record a module's output. Return false, without any row, if the output is not a plain tensor."""
-        for record in self.output:
-            if not record(output, call):
-                return False
-            record.attached.count_hit()
-        return True
+    def run(self, output: Any, call: Call) -> tuple[Any, Sequence[AttachedHook] | None]:
+        """Run the hooks on the output of a module, and register those on its gradient.
 
-    def change_output(self, output: Any, call: int) -> Any:
-        """Return the changed output of a module; None, without any change, if the general path has to change it."""
-        if not (
-            type(output) is Tensor
-            and output.is_floating_point()
-            and output.layout is torch.strided
-            and (output.is_cpu or output.is_cuda)
-            and not output.is_nested
-            and not output.is_inference()
-        ):
-            return None
-        for intervention in self.interventions:
-            output = intervention(output, call)
-            intervention.attached.count_hit()
-        return output
+        Args:
+            output: The output.
+            call: The call, with the versions of the inputs if `changes_gradient`.
 
-    def register(self, output: Any, call: int) -> bool:
-        """Register the hooks on the gradient of a module's output. Return false if the general path has to.
-
-        It has to for a view, a leaf and a tensor without a gradient.
+        Returns:
+            The output for the caller, and the hooks on the output that the general path has to run. None instead of the hooks
+            if the general path has nothing to do: otherwise it registers the hooks on the gradient.
         """
+        index = call.index
+        for record in self.output:
+            if not record(output, index):
+                return output, self._all
+            record.attached.count_hit()
+        if self.interventions:
+            if not is_changeable(output):
+                return output, self._changing
+            for intervention in self.interventions:
+                output = intervention(output, index)
+                intervention.attached.count_hit()
         if not self.gradient:
-            return True
-        if not (
+            return output, None
+        if not self._can_register(output, call):
+            return output, ()
+        return self._register(output, index), None
+
+    def _can_register(self, output: Any, call: Call) -> bool:
+        """Return whether the hooks on the gradient can be registered on the output itself.
+
+        They cannot for a view, a leaf and a tensor without a gradient. Hooks that change the gradient cannot for an input either.
+        """
+        return (
             type(output) is Tensor
             and output.requires_grad
             and torch.is_grad_enabled()
             and output.grad_fn is not None
             and output._base is None
-            and (self.output or unreadable(output) is None)
-        ):
-            return False
-        for record in self.gradient:
-            record.attached.count_opportunity()
-        output.register_hook(self._gradient_hook(call))
-        return True
+            and (bool(self._all) or unreadable(output) is None)
+            and not (self.changes_gradient and (call.versions or {}).get(id(output)) == output._version)
+        )
+
+    def _register(self, output: Tensor, call: int) -> Tensor:
+        """Register the hooks on the gradient of an output. Return the output for the caller."""
+        for hook in self.gradient:
+            hook.attached.count_opportunity()
+        if not self._needs_alias:
+            output.register_hook(self._gradient_hook(call))
+            return output
+        alias = output.view_as(output)
+        TensorGradientHook(alias, self._gradient_hook(call)).finish_registration()
+        return alias
 
     def _gradient_hook(self, call: int) -> Hook:
-        records, backward = self.gradient, -1
-        clock = records[0].attached.clock
+        hooks, backward = self.gradient, -1
+        clock = hooks[0].attached.clock
 
-        def on_gradient(gradient: Tensor | None) -> None:
+        def on_gradient(gradient: Tensor | None) -> Tensor | None:
             # The gradient is None if an operation has several outputs and this one is unused.
             if clock.closed or gradient is None:
-                return
+                return None
             nonlocal backward
             backward += 1
-            for record in records:
+            new = gradient
+            for hook in hooks:
                 if not backward:
-                    record.attached.count_firing()
-                if not record(gradient, call, backward):
-                    fire_all([record.attached], gradient, "", Firing(call, backward))
+                    hook.attached.count_firing()
+                new = hook.on_gradient(new, call, backward)
+            return None if new is gradient else new
 
         return on_gradient

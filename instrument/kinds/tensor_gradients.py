@@ -20,14 +20,14 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..nested import iter_tensors
+from ..nested import iter_tensors, join_arguments
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
@@ -164,7 +164,17 @@ class OutputGradients:
 
     def store_inputs(self, value: Any, call: Call) -> None:
         """Store the input tensors and their versions, to detect outputs that are inputs."""
-        inputs = [tensor for _, tensor in iter_tensors(value)]
+        self._store(call, [tensor for _, tensor in iter_tensors(value)])
+
+    def store_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
+        """Do the same for the arguments of a module, most of which have tensors as positional arguments only."""
+        if kwargs or any(type(argument) is not Tensor for argument in args):
+            self.store_inputs(join_arguments(args, kwargs), call)
+        else:
+            self._store(call, args)
+
+    @staticmethod
+    def _store(call: Call, inputs: Sequence[Tensor]) -> None:
         call.versions = versions_of(inputs)
         call.inputs_are_data = not any(tensor.requires_grad for tensor in inputs)
 

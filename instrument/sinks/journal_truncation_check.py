@@ -13,6 +13,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from ..capture.tables import TABLES
@@ -48,7 +49,8 @@ class RowCounts:
         if self._file is None:
             self.path.parent.mkdir(exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        pairs = b"".join(PAIR.pack(*pair) for pair in counts)
+        numbers = [*chain.from_iterable(counts)]
+        pairs = struct.pack(f"<{len(numbers)}q", *numbers)
         os.pwrite(self._file, pairs + CHECKSUM.pack(zlib.crc32(pairs)), 0)
 
     def remove(self) -> None:

@@ -12,8 +12,8 @@
    record(tensor, wanted) -> bytes or None
 
    Returns the same numbers as a float64 array, with NaN for None. Supports tensors whose elements are a contiguous block in
-   any order of the dimensions. None for all others: other devices, dtypes, layouts and classes, and tensors with fewer
-   than two elements. `connect` has to be called first.
+   any order of the dimensions. None for all others: other devices, dtypes, layouts and classes, negated views, and tensors
+   with fewer than two elements. None for every tensor until `connect` was called.
 
    effect(before, after) -> list or None
 
@@ -23,8 +23,8 @@
    effect_of_clip(tensor, low, high) -> (is_inside, effect) or None
 
    Returns whether all elements are finite and none equals low or high, as numbers of the tensor's dtype, and `effect` for
-   the tensor and its elements clamped to [low, high]. low must not exceed high. None for tensors that `record` does not
-   support.
+   the tensor and its elements clamped to [low, high]. A bound may be None. None if low exceeds high, and for tensors that
+   `record` does not support.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -284,7 +284,7 @@ typedef struct {
 enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
 
 static int (*describe)(void *tensor, DLTensor *out);
-static PyObject *tensor_class, *parameter_class;
+static PyObject *tensor_class, *parameter_class, *is_neg;
 
 static PyObject *connect(PyObject *self, PyObject *args) {
     PyObject *tensor, *parameter, *capsule;
@@ -296,13 +296,18 @@ static PyObject *connect(PyObject *self, PyObject *args) {
         return NULL;
     if (api->major != 1 || !api->describe)
         Py_RETURN_FALSE;
+    PyObject *method = PyObject_GetAttrString(tensor, "is_neg");
+    if (!method)
+        return NULL;
     describe = api->describe;
     Py_INCREF(tensor);
     Py_INCREF(parameter);
     Py_XDECREF(tensor_class);
     Py_XDECREF(parameter_class);
+    Py_XDECREF(is_neg);
     tensor_class = tensor;
     parameter_class = parameter;
+    is_neg = method;
     Py_RETURN_TRUE;
 }
 
@@ -328,6 +333,16 @@ static int64_t dense_count(const DLTensor *t) {
     return count;
 }
 
+/* Whether the memory has the negated numbers, which DLPack does not say. */
+static int is_negated(PyObject *tensor) {
+    PyObject *result = PyObject_CallFunctionObjArgs(is_neg, tensor, NULL);
+    const int negated = result != Py_False;
+    if (!result)
+        PyErr_Clear();
+    Py_XDECREF(result);
+    return negated;
+}
+
 /* Describes a tensor that `record` supports. Returns the number of its elements, otherwise 0. */
 static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     PyObject *class = (PyObject *)Py_TYPE(object);
@@ -349,7 +364,7 @@ static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const voi
         return 0;
     *memory = (const char *)t->data + t->byte_offset;
     const int64_t count = dense_count(t);
-    return count > 1 ? (size_t)count : 0;
+    return count > 1 && !is_negated(object) ? (size_t)count : 0;
 }
 
 static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -518,10 +533,11 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
         PyErr_SetString(PyExc_TypeError, "effect_of_clip takes three arguments");
         return NULL;
     }
-    const double low = PyFloat_AsDouble(args[1]), high = PyFloat_AsDouble(args[2]);
+    const double low = args[1] == Py_None ? -INFINITY : PyFloat_AsDouble(args[1]);
+    const double high = args[2] == Py_None ? INFINITY : PyFloat_AsDouble(args[2]);
     if (PyErr_Occurred())
         return NULL;
-    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
+    const size_t numel = low <= high ? describe_dense(args[0], &t, &kind, &memory) : 0;
     if (!numel || !write_effect_unlocked(memory, NULL, numel, kind, low, high, &is_inside, numbers))
         Py_RETURN_NONE;
     return Py_BuildValue("O[ddd]", is_inside ? Py_True : Py_False, numbers[0], numbers[1], numbers[2]);

@@ -6,7 +6,7 @@ far from zero that the variance loses precision.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -77,52 +77,47 @@ def wanted(names: tuple[str, ...]) -> int:
 _WITHOUT_L1 = tuple(name for name in NATIVE if name != "l1")
 
 
-def record_plain(tensor: Tensor, bits: int) -> bytes | None:
-    """Compute the statistics of a plain tensor, the fastest way for a small one.
-
-    Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least
-    two elements, and elements in a contiguous block in any order of the dimensions.
-
-    Args:
-        tensor: Any tensor.
-        bits: The statistics: the result of `wanted`.
-
-    Returns:
-        The memory of a float64 array [len(NATIVE)], with NaN for no value. None if the tensor is not plain, or if the kernel
-        or PyTorch's exchange API is missing; use `instrument.stats.measure.measure` then.
-    """
-    numbers = native.record(tensor, bits) if _connected else None
-    return None if numbers is None or tensor.is_neg() else numbers
+def _unsupported(*arguments: object) -> None:
+    """Replace a function of the native kernel if the kernel or PyTorch's exchange API is missing."""
 
 
-def effect_of_plain(before: Tensor, after: Tensor) -> list[float] | None:
-    """Compare two plain tensors of the same shape, dtype and strides; see `record_plain`.
+record_plain: Callable[[Tensor, int], bytes | None] = native.record if _connected else _unsupported
+"""Compute the statistics of a plain tensor, the fastest way for a small one.
 
-    Returns:
-        The number of elements that differ, where two NaN are equal, and the L2 norms of both over their finite elements (NaN
-        without any). None if the tensors are not supported.
-    """
-    if not _connected or type(after) not in (Tensor, Parameter) or before.is_neg() or after.is_neg():
-        return None
-    return native.effect(before, after)
+Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
+elements, and elements in a contiguous block in any order of the dimensions.
 
+Args:
+    tensor: Any tensor.
+    bits: The statistics: the result of `wanted`.
 
-def effect_of_clip(tensor: Tensor, low: float | None, high: float | None) -> tuple[bool, list[float]] | None:
-    """Compare a plain tensor with its elements clamped to [low, high]; see `record_plain`.
+Returns:
+    The memory of a float64 array [len(NATIVE)], with NaN for no value. None if the tensor is not plain, or if the kernel or
+    PyTorch's exchange API is missing; use `instrument.stats.measure.measure` then.
+"""
 
-    Args:
-        tensor: Any tensor.
-        low: The lower bound, for bfloat16 a number of this dtype; None for no bound.
-        high: The upper bound, likewise.
+effect_of_plain: Callable[[Tensor, Tensor], list[float] | None] = native.effect if _connected else _unsupported
+"""Compare two plain tensors of the same shape, dtype and strides; see `record_plain`.
 
-    Returns:
-        Whether all elements are finite and none equals a bound in the tensor's dtype, and the result of `effect_of_plain`
-        for both tensors. None if the tensor is not supported, or if low exceeds high.
-    """
-    lower, upper = -math.inf if low is None else low, math.inf if high is None else high
-    if not _connected or lower > upper or tensor.is_neg():
-        return None
-    return native.effect_of_clip(tensor, lower, upper)
+Returns:
+    The number of elements that differ, where two NaN are equal, and the L2 norms of both over their finite elements (NaN
+    without any). None if the tensors are not supported.
+"""
+
+effect_of_clip: Callable[[Tensor, float | None, float | None], tuple[bool, list[float]] | None] = (
+    native.effect_of_clip if _connected else _unsupported
+)
+"""Compare a plain tensor with its elements clamped to [low, high]; see `record_plain`.
+
+Args:
+    tensor: Any tensor.
+    low: The lower bound, for bfloat16 a number of this dtype; None for no bound.
+    high: The upper bound, likewise.
+
+Returns:
+    Whether all elements are finite and none equals a bound in the tensor's dtype, and the result of `effect_of_plain` for
+    both tensors. None if the tensor is not supported, or if low exceeds high.
+"""
 
 
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:

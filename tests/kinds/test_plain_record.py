@@ -38,7 +38,16 @@ INTERVENTIONS: dict[str, Any] = {
     "halve": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "start": 1, "stop": 3},
     "reverse": {"layers": "last", "kind": "forward", "action": "scale", "factor": 2, "reverse": True, "start": 3},
 }
-Rows = dict[str, list[tuple[Any, ...]]]
+GRADIENT: dict[str, Any] = {"layers": "**", "kind": "tensor", "role": "output"}
+GRADIENT_CHANGES: dict[str, Any] = {
+    "tame_gradients": {**GRADIENT, "action": "clip", "min": -0.01, "max": 0.02},
+    "seen": {**GRADIENT, "action": "record", "every": 2},
+    "shrink_gradients": {**GRADIENT, "layers": "*", "action": "scale", "factor": {0: 1.0, 3: 0.7}, "start": 1},
+    "before": {"layers": "**", "kind": "full_backward_pre", "action": "clip", "value": 0.015, "every": 3},
+    "norm_of_gradients": {"layers": "last", "kind": "full_backward_pre", "action": "clip", "norm": 0.1, "start": 2},
+    "gradients": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+}
+Rows = dict[str, list[Any]]
 
 
 @contextmanager
@@ -183,15 +192,29 @@ def rows_of(model: nn.Module, specs: dict[str, Any]) -> Rows:
     with pytest.warns(), instrument.attach(model, specs) as probe:
         train(model, probe)
         probe.event("end", "so that there is a warning")
-    return {table: list(rows) for table, rows in probe.sink.rows.items() if table not in ("metrics", "layers")}
+    rows = {table: list(rows) for table, rows in probe.sink.rows.items() if table not in ("metrics", "layers")}
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return rows | {"gradients": [gradient.view(torch.int32).tolist() for gradient in gradients]}
 
 
 @pytest.mark.combinations
-@pytest.mark.parametrize("specs", [SPECS, INTERVENTIONS, {**SPECS, **INTERVENTIONS}], ids=["record", "change", "both"])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        SPECS,
+        INTERVENTIONS,
+        {**SPECS, **INTERVENTIONS},
+        GRADIENT_CHANGES,
+        {**SPECS, **INTERVENTIONS, **GRADIENT_CHANGES},
+    ],
+    ids=["record", "change", "both", "change gradients", "all"],
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> None:
     if not isinstance(MODELS[name](), Network):
         specs = {key: spec for key, spec in specs.items() if spec["layers"] != "last"}
+    if name == "sparse":  # PyTorch has no views of sparse tensors, which `full_backward_pre` requires
+        specs = {key: spec for key, spec in specs.items() if spec["kind"] != "full_backward_pre"}
     torch.manual_seed(0)
     fast = rows_of(MODELS[name](), specs)
     torch.manual_seed(0)
@@ -322,6 +345,39 @@ def test_interventions_take_the_fast_path_where_it_applies(spec: dict[str, Any],
             probe.end_step()
     assert calls == directly
     assert len(probe.sink.rows["effects"]) == (0 if "path" in spec else 6)
+
+
+@pytest.mark.parametrize(
+    ("module", "spec", "directly"),
+    [
+        (nn.Linear(6, 6), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
+        (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "scale", "factor": 0.5}, 6),
+        (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "modify", "fn": "zero"}, 0),
+        (nn.Identity(), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 0),
+        (nn.ReLU(inplace=True), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
+        (nn.Flatten(0), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 0),
+    ],
+    ids=["tensor", "full_backward_pre", "modify", "its input", "in place", "view"],
+)
+def test_interventions_on_gradients_take_the_fast_path_where_it_applies(
+    module: nn.Module, spec: dict[str, Any], directly: int
+) -> None:
+    calls, change = 0, PlainIntervention.on_gradient
+
+    def counted(self: PlainIntervention, *args: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return change(self, *args)
+
+    with (
+        mock.patch.object(PlainIntervention, "on_gradient", counted),
+        instrument.attach(module, {"a": {"layers": ".", **spec}}) as probe,
+    ):
+        for _ in range(6):
+            module(torch.ones(4, 6, requires_grad=True) * 1.0).sum().backward()
+            probe.end_step()
+    assert calls == directly
+    assert len(probe.sink.rows["effects"]) == 6
 
 
 @pytest.mark.parametrize(
