@@ -323,13 +323,13 @@ def test_byte_budget_lasts_to_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch
 
 def test_run_reports_what_the_budget_dropped(cli: Cli) -> None:
     arguments = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"]
-    answer = cli(*arguments, "train.steps=200", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
+    answer = cli(*arguments, "train.steps=600", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     assert "budget: hook 'activations' was sampled less often at" in answer.out
     run = instrument.load("out")
     assert (run.events.rule == "budget").sum() > 2
     assert (run.coverage.fired == run.coverage.expected).all()
-    assert len(run.stats) < 200 * run.stats.layer.nunique(), "the number depends on the speed of the machine"
+    assert len(run.stats) < 600 * run.stats.layer.nunique(), "the number depends on the speed of the machine"
     assert Path("out/stats").is_dir()
 
 

@@ -131,8 +131,8 @@ def test_device_values_need_one_transfer_per_step(monkeypatch: pytest.MonkeyPatc
         assert transfers == []
         probe.end_step()
         assert items == []
-    # On a device, a row of statistics has 3 counts and 5 other numbers, an effect 2 counts and 3 numbers for each norm.
-    counts, others = (3 * 3 + 2 * 2, 3 * 5 + 2 * 6) if measured == "on a device" else (0, 0)
+    # On a device, a row of statistics has 3 counts and 6 other numbers, an effect 2 counts and 3 numbers for each norm.
+    counts, others = (3 * 3 + 2 * 2, 3 * 6 + 2 * 6) if measured == "on a device" else (0, 0)
     assert transfers == ([counts] if counts else []) + [others + 2]  # plus the two clip factors
 
 
