@@ -85,10 +85,13 @@ clean:  ## remove the environment, caches and builds, but not runs
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "instrument needs Python 3.11 or later; select it with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
+# pip compiles the modules of a package that it copies, but not those of an editable installation.
 $(RUN_STAMP): pyproject.toml constraints.txt | .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
+	@$(BIN)/python -m compileall -q instrument
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m compileall -q instrument
 	@touch $@ $(RUN_STAMP)

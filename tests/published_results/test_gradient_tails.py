@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import run_in
-from scipy.stats import kurtosis
 
 import instrument
 
@@ -41,6 +40,8 @@ def spread(norms: np.ndarray) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_initial_transformer_has_heavier_tails_than_the_cnn(tmp_path: Path, seed: int) -> None:
+    from scipy.stats import kurtosis
+
     transformer = noise_norms(tmp_path, "transformer", f"seed={seed}")
     cnn = noise_norms(tmp_path, "cnn", *MEASURED_CNN, f"seed={seed}")
     assert kurtosis(transformer) > 3

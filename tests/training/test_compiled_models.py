@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from conftest import Answer
+from tiers import tiered
 from torch import nn
 
 import instrument
@@ -89,7 +91,11 @@ def test_fullgraph_is_refused_with_the_supported_kinds() -> None:
     assert [row["fired"] for row in probe.coverage()] == [1, 1]
 
 
-def test_run_with_compile_reports_graph_breaks(cli: Callable[..., Answer]) -> None:
+@pytest.mark.parametrize("backend", tiered(["eager", "inductor"], quick=["eager"]))
+def test_run_with_compile_reports_graph_breaks(
+    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     hook = "+hooks.seen={layers:layers.*,kind:forward,action:record}"
     size = ["model=mlp", "data=digits", "model.sizes=[64,8,10]", "train.steps=3", "hydra.run.dir=out"]
     answer = cli(*size, "train.compile=true", hook)
