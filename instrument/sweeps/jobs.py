@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,8 +168,19 @@ for _name in ("Path", "PosixPath", "WindowsPath"):
     )
 
 
+@lru_cache(maxsize=1)
+def _parse_record(text: str) -> DictConfig:
+    """Parse the text of a sweep record. Every job reads the record of its sweep, and a process often runs many jobs.
+
+    The result is read-only, because all readers of the same text share it.
+    """
+    record: DictConfig = OmegaConf.create(yaml.load(text, _RecordLoader))
+    OmegaConf.set_readonly(record, True)
+    return record
+
+
 def read_sweep(folder: Path) -> DictConfig:
-    """Read the sweep record of Hydra: the configuration from which the jobs are composed.
+    """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
 
     Args:
         folder: Local or remote folder of the sweep.
@@ -179,7 +190,7 @@ def read_sweep(folder: Path) -> DictConfig:
     """
     try:
         with (folder / SWEEP_RECORD).open() as file:
-            record: DictConfig = OmegaConf.create(yaml.load(file, _RecordLoader))
+            record = _parse_record(file.read())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
