@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..configuration.override_loader import parse_overrides
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.folder_snapshot import REFUSED
@@ -257,8 +258,7 @@ def arguments_of(hydra: DictConfig) -> list[str]:
 
 def sweep_overrides(hydra: DictConfig) -> list[Override]:
     """Return the overrides that have several values."""
-    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
-    return [override for override in parsed if override.is_sweep_override()]
+    return [override for override in parse_overrides(arguments_of(hydra)) if override.is_sweep_override()]
 
 
 def keys_of(overrides: Sequence[Override]) -> frozenset[str]:
