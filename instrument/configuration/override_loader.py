@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from hydra._internal.defaults_list import Overrides
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
@@ -30,6 +32,25 @@ from ..spec.known_keys import fields_below
 
 _SECTIONS = ("hooks", "apply", "rules")  # of specs by name
 MOST_COMPOSED = 128  # merged configurations that are kept: 25 kilobytes each
+MOST_PARSED = 1024  # parsed overrides that are kept
+
+
+def parse_overrides(overrides: Iterable[str]) -> list[Override]:
+    """Parse overrides. A command parses the same ones several times, and a sweep those of each job.
+
+    Args:
+        overrides: Overrides as written.
+
+    Raises:
+        OverrideParseException: The syntax of an override is invalid.
+    """
+    return [copy.copy(_parse_override(override)) for override in overrides]  # a composition changes the types
+
+
+@lru_cache(maxsize=MOST_PARSED)
+def _parse_override(override: str) -> Override:
+    (parsed,) = OverridesParser.create().parse_overrides([override])
+    return parsed
 
 
 class ParsedFiles(ConfigRepository):
@@ -131,7 +152,9 @@ class FieldLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        self._given, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        self._given = parse_overrides(overrides)
+        repository = CachingConfigRepository(self.repository)
+        self._process_config_searchpath(config_name, self._given, repository)
         return self._given, repository
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:

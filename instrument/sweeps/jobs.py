@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..configuration.override_loader import parse_overrides
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.folder_snapshot import REFUSED
@@ -168,8 +169,19 @@ for _name in ("Path", "PosixPath", "WindowsPath"):
     )
 
 
+@lru_cache(maxsize=1)
+def _parse_record(text: str) -> DictConfig:
+    """Parse the text of a sweep record. Every job reads the record of its sweep, and a process often runs many jobs.
+
+    The result is read-only, because all readers of the same text share it.
+    """
+    record: DictConfig = OmegaConf.create(yaml.load(text, _RecordLoader))
+    OmegaConf.set_readonly(record, True)
+    return record
+
+
 def read_sweep(folder: Path) -> DictConfig:
-    """Read the sweep record of Hydra: the configuration from which the jobs are composed.
+    """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
 
     Args:
         folder: Local or remote folder of the sweep.
@@ -179,7 +191,7 @@ def read_sweep(folder: Path) -> DictConfig:
     """
     try:
         with (folder / SWEEP_RECORD).open() as file:
-            record: DictConfig = OmegaConf.create(yaml.load(file, _RecordLoader))
+            record = _parse_record(file.read())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
     except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
@@ -246,8 +258,7 @@ def arguments_of(hydra: DictConfig) -> list[str]:
 
 def sweep_overrides(hydra: DictConfig) -> list[Override]:
     """Return the overrides that have several values."""
-    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
-    return [override for override in parsed if override.is_sweep_override()]
+    return [override for override in parse_overrides(arguments_of(hydra)) if override.is_sweep_override()]
 
 
 def keys_of(overrides: Sequence[Override]) -> frozenset[str]:

@@ -13,6 +13,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins import basic_launcher
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
+from hydra.core.override_parser.types import OverrideType
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
@@ -22,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 import instrument
 from instrument import ConfigError, verify
 from instrument.configuration import override_loader
-from instrument.configuration.override_loader import FieldLoader
+from instrument.configuration.override_loader import FieldLoader, parse_overrides
 from instrument.configuration.search_path import conf_folder, config_loader
 from instrument.spec.config import RunConfig
 from instrument.spec.known_keys import fields_below
@@ -268,3 +269,9 @@ def test_defaults_list_may_name_another_choice(tmp_path: Path) -> None:
             configs.append({key: config[key] for key in config if key != "hydra"})
         assert configs[0] == configs[1]
     assert configs[1] == {"data": {"size": 9}, "model": {"given": {"size": 9}, "width": 8}}
+
+
+def test_parsed_overrides_are_independent() -> None:
+    first, second = (parse_overrides(["seed=1"]) for _ in range(2))
+    first[0].type = OverrideType.FORCE_ADD
+    assert second[0].type == parse_overrides(["seed=1"])[0].type == OverrideType.CHANGE
