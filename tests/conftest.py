@@ -63,6 +63,8 @@ EXPENSIVE = {
     "browser": re.compile("playwright|new_page"),
     "libraries": re.compile("transformers|timm|lightning"),
     "trackers": re.compile("tracker_files"),
+    "search": re.compile("sweeper=search"),
+    "buckets": re.compile(r"\bbucket: str"),
 }
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")
