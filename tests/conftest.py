@@ -60,9 +60,11 @@ LONGEST = {
 # What takes seconds to start or to import, and the text of the modules that use it. `make test` runs them in one process.
 EXPENSIVE = {
     "processes": re.compile("fork_server|distributed_runs"),
-    "browser": re.compile("playwright"),
+    "browser": re.compile("playwright|new_page"),
     "libraries": re.compile("transformers|timm|lightning"),
     "trackers": re.compile("tracker_files"),
+    "search": re.compile("sweeper=search"),
+    "buckets": re.compile(r"\bbucket: str"),
 }
 REPOSITORY = Path(__file__).parents[1]
 MNIST_FOLDERS = (os.environ.get("INSTRUMENT_DATA"), REPOSITORY.parent / "shared" / "mnist")

@@ -48,7 +48,7 @@ FILTERS = {
     "tensors": True,
     "stats": "none",
 }
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--process-per-site"]
 HOOKS = {**EVERYTHING, "spread": SPREAD, "maps": KEPT, "image": IMAGE, "filters": FILTERS}
 
 
@@ -184,13 +184,26 @@ def browser() -> Iterator[Browser]:
         opened.close()
 
 
-def new_page(browser: Browser, **options: Any) -> Page:
-    """Open a page with a timeout of `TIMEOUT` seconds.
+@pytest.fixture(scope="session")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File of the page that a test opens.
+
+    Tests overwrite it: the browser compiles the script of the charts once per address, which takes a second.
+    """
+    return tmp_path_factory.mktemp("page") / "page.html"
+
+
+def new_page(browser: Browser, *, width: int = 1400, dark: bool = False) -> Page:
+    """Open a page with a timeout of `TIMEOUT` seconds. Pages share a context, and thereby the compiled scripts.
 
     Args:
         browser: Browser of the page.
-        options: Options of `Browser.new_page`.
+        width: Width of the page in pixels. Default: 1400.
+        dark: Whether the page is in dark mode. Default: False.
     """
-    page = browser.new_page(**options)
+    context = browser.contexts[0] if browser.contexts else browser.new_context()
+    page = context.new_page()
+    page.set_viewport_size({"width": width, "height": 900})
+    page.emulate_media(color_scheme="dark" if dark else "light")
     page.set_default_timeout(TIMEOUT * 1000)
     return page

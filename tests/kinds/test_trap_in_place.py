@@ -30,7 +30,7 @@ HOOKS = record_hooks(GRADIENT_LOCATIONS)
 STEPS = 2
 ARCHITECTURES = {str(each): each for each in (*map(of_torchvision, TORCHVISION), *map(of_timm, TIMM))}
 QUICK = (
-    "torchvision resnet18",  # sums in place
+    "timm test_resnet",  # sums in place
     "torchvision shufflenet_v2_x0_5",  # chunks
     "timm test_efficientnet",  # activations in place
 )

@@ -135,7 +135,7 @@ def errors_of(page: Page) -> list[str]:
 
 
 def test_values_change_without_a_reload(training: Training, address: str, browser: Browser) -> None:
-    page = new_page(browser, viewport={"width": 1400, "height": 900})
+    page = new_page(browser)
     errors = errors_of(page)
     requests: list[str] = []
     page.on("request", lambda request: requests.append(urlsplit(request.url).path))
@@ -244,7 +244,7 @@ def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> N
     training = Training(tmp_path / "sweep" / "0")
     training.step(2)
     with serving(tmp_path, sweep=str(tmp_path / "sweep")) as address:
-        page = new_page(browser, viewport={"width": 1400, "height": 900})
+        page = new_page(browser)
         errors = errors_of(page)
         page.goto(address)
         page.wait_for_selector("html[data-drawn=yes]")
@@ -302,7 +302,7 @@ def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     training.step(1)
     with serving(training.folder, takes_changes=True) as address:
-        page = new_page(browser, viewport={"width": 1400, "height": 900})
+        page = new_page(browser)
         page.goto(address)
         page.wait_for_selector("html[data-drawn=yes]")
         page.fill("#changes", "hooks.acts.ever=2")

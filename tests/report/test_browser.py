@@ -83,13 +83,13 @@ Open = Callable[..., Any]
 
 @contextmanager
 def open_report(
-    browser: Browser, folder: Path, reported: instrument.Run | Path, *, width: int = WIDE, dark: bool = False
+    browser: Browser, file: Path, reported: instrument.Run | Path, *, width: int = WIDE, dark: bool = False
 ) -> Iterator[OpenReport]:
     """Open a report from disk; assert at the end that there were no errors and no requests."""
-    page = new_page(browser, viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
+    page = new_page(browser, width=width, dark=dark)
     report = OpenReport(page)
     try:
-        report.open(make(reported).save(folder / "report.html"))
+        report.open(make(reported).save(file))
         yield report
         report.check()
     finally:
@@ -97,16 +97,14 @@ def open_report(
 
 
 @pytest.fixture
-def open_page(browser: Browser, tmp_path: Path) -> Open:
+def open_page(browser: Browser, page_file: Path) -> Open:
     """Function that opens a report."""
-    return partial(open_report, browser, tmp_path)
+    return partial(open_report, browser, page_file)
 
 
 @pytest.fixture(scope="module")
-def full_report_page(
-    browser: Browser, tmp_path_factory: pytest.TempPathFactory, reported_run: instrument.Run
-) -> Iterator[OpenReport]:
-    with open_report(browser, tmp_path_factory.mktemp("whole"), reported_run) as report:
+def full_report_page(browser: Browser, page_file: Path, reported_run: instrument.Run) -> Iterator[OpenReport]:
+    with open_report(browser, page_file, reported_run) as report:
         yield report
 
 
@@ -308,13 +306,13 @@ ONE_HOOK = {"h": {"layers": "*", "kind": "forward", "action": "record"}}
 
 
 @pytest.fixture(scope="module")
-def small_report(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenReport]:
+def small_report(browser: Browser, page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenReport]:
     """Report of a run of one step with one hook, and with markup in the names of its layers."""
     model = nn.Sequential()
     model.add_module(MARKUP, nn.Linear(4, 4))
     model.add_module("<b>bold</b>&amp;", nn.ReLU())
-    folder = tmp_path_factory.mktemp("small")
-    with open_report(browser, folder, train(folder / "r", model, ONE_HOOK, steps=1)) as report:
+    run = train(tmp_path_factory.mktemp("small") / "r", model, ONE_HOOK, steps=1)
+    with open_report(browser, page_file, run) as report:
         yield report
 
 

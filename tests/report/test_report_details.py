@@ -167,10 +167,9 @@ def test_overrides_of_training_are_shown_also_infinite_values(tmp_path: Path) ->
 # --------------------------------------------------------------------------------------------------------- in a browser
 
 
-def open_html(browser: Any, html: str, tmp_path: Path) -> Any:
-    file = tmp_path / "page.html"
+def open_html(browser: Any, html: str, file: Path) -> Any:
     file.write_text(html)
-    page = new_page(browser, viewport={"width": 1400, "height": 900})
+    page = new_page(browser)
     errors: list[str] = []
     page.on("console", lambda message: errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -181,9 +180,9 @@ def open_html(browser: Any, html: str, tmp_path: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def page(browser: Any, page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Report of a run with a dead layer (1) and with updates recorded by two hooks."""
-    folder, model = tmp_path_factory.mktemp("page"), deep(3)
+    folder, model = tmp_path_factory.mktemp("run"), deep(3)
     assert isinstance(model, nn.Sequential)
     with torch.no_grad():
         model[0].bias.fill_(-100.0)
@@ -193,7 +192,7 @@ def page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
         "last": {**update, "layers": "2"},
         "spread": {**SPREAD, "layers": "1"},
     }
-    opened = open_html(browser, make(train(folder / "r", model, hooks)).html, folder)
+    opened = open_html(browser, make(train(folder / "r", model, hooks)).html, page_file)
     yield opened
     opened.close()
 
@@ -212,10 +211,10 @@ def test_zero_has_its_own_color_on_a_logarithmic_scale(page: Any) -> None:
 
 
 @pytest.mark.slow
-def test_pairs_without_common_data_give_no_error(browser: Any, tmp_path: Path) -> None:
+def test_pairs_without_common_data_give_no_error(browser: Any, page_file: Path, tmp_path: Path) -> None:
     train(tmp_path / "s" / "a", deep(3), {"tame": CLIP})
     train(tmp_path / "s" / "b", deep(3), {"seen": {**ACTS, "stats": ["mean"]}})
-    page = open_html(browser, make(tmp_path / "s").html, tmp_path)
+    page = open_html(browser, make(tmp_path / "s").html, page_file)
     assert page.evaluate("document.getElementById('effects-controls').hidden")
 
 
