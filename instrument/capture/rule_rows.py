@@ -47,6 +47,8 @@ class RuleRows:
         self._last: StepBlock | None = None  # the last block, if it can be continued
         self._sites: Sequence[Row] | None = None  # of its rows; None without rows
         self._steps = self._rows = 0  # of all blocks; the samples with targets count as rows
+        self._added: tuple[int, str] | None = None  # step and phase of the last rows since the end of a step
+        self._ended: tuple[int, str] | None = None  # those of the step or evaluation that ended last
         self._read_at = time.monotonic()
 
     def add(self, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]) -> None:
@@ -55,9 +57,9 @@ class RuleRows:
         if not self._continue(stats, metrics, targets):
             blocks = [*_single_steps(self.rules, stats, metrics, targets)]
             self._blocks += blocks
+            if blocks:
+                self._added = blocks[-1].steps[-1], blocks[-1].phase
             self.read()
-            if not blocks:
-                self.actions.fired = frozenset()
         elif (
             self._steps >= MOST_STEPS
             or self._rows >= MOST_ROWS
@@ -101,6 +103,7 @@ class RuleRows:
             block.append(step, row, targets_of_step, stats.numbers, stats if stats.has_others else None)
             self._rows += len(stats.sites)
         self._steps += 1
+        self._added = step, phase
         return True
 
     def _begin(self, phase: str, sites: Sequence[Row] | None = None) -> StepBlock:
@@ -116,6 +119,7 @@ class RuleRows:
 
     def end_step(self, step: int) -> None:
         """Carry out the actions of the rules that fired since the last call; see `RuleActions.act`."""
+        self._ended, self._added = self._added, None
         if not self._keeps:
             self.actions.act(step)
 
@@ -124,8 +128,8 @@ class RuleRows:
         blocks, self._blocks, self._last, self._sites = self._blocks, [], None, None
         self._steps = self._rows = 0
         self.rules.update(blocks)
-        if self._keeps and blocks:
-            self.actions.fired = self.rules.fired_at_last
+        if self._keeps:
+            self.actions.fired = self.rules.fired_at(self._ended)
             self.rules.take_fired()  # nothing follows
         self._read_at = time.monotonic()
         return bool(blocks)

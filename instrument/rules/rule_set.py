@@ -69,7 +69,6 @@ class RuleSet:
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}
         self._fired_at: dict[str, tuple[int, str]] = {}  # the last step and phase at which each rule fired
-        self._last: tuple[int, str] | None = None  # the step and phase of the last rows
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
         self._latest: tuple[Sequence[Any], str, Layout] = ((), "", self._locations.layout((), "", lambda row: row))
@@ -103,7 +102,6 @@ class RuleSet:
             HookError: A custom rule failed.
         """
         for block in blocks:
-            self._last = block.steps[-1], block.phase
             self._update(block)
 
     def _update(self, block: StepBlock) -> None:
@@ -134,10 +132,9 @@ class RuleSet:
             for firing in firings:
                 self._report(name, firing, rows)
 
-    @property
-    def fired_at_last(self) -> frozenset[str]:
-        """The names of the rules that fired at the step and phase of the last rows."""
-        return frozenset(name for name, moment in self._fired_at.items() if moment == self._last)
+    def fired_at(self, moment: tuple[int, str] | None) -> frozenset[str]:
+        """Return the names of the rules that fired last at a step and phase; none of them if it is None."""
+        return frozenset(name for name, fired_at in self._fired_at.items() if fired_at == moment)
 
     def take_fired(self) -> list[RuleEvent]:
         """Return the first event of each rule that fired since the last call."""

@@ -129,6 +129,21 @@ def test_fired_rules_are_those_of_the_last_step(read_at: list[int]) -> None:
     assert fired == {step: {"big"} if step % 4 == 2 else set() for step in read_at}
 
 
+@pytest.mark.parametrize("then", [["warn"], ["warn", "checkpoint"]])
+@pytest.mark.parametrize("record", [{"stats": ["mean"]}, {"stats": [], "tensors": True}], ids=["rows", "tensors"])
+def test_fired_rules_remain_after_a_checkpoint(then: list[str], record: dict[str, Any]) -> None:
+    hooks = {"seen": SEEN, "saved": {"layers": "*", "kind": "state_dict_post", "action": "record", **record}}
+    model = net()
+    plan, rules = make_plan(parse_hooks(hooks), model), parse_rules({"big": {**LARGE, "then": then}})
+    with Probe(plan, instrument.MemorySink(), rules=rules) as probe:
+        run(probe, SCALES[:3])
+        with probe.saving_checkpoint():
+            model.state_dict()
+        assert probe.fired_rules == {"big"}
+        run(probe, SCALES[3:])
+        assert probe.fired_rules == set()
+
+
 def test_processes_without_metrics_read_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recorder, "note_metrics", lambda recorder, row: None)  # as where rank 0 writes the metrics
     probe, sink = started({"big": LARGE}, net())
