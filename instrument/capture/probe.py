@@ -180,7 +180,7 @@ class Probe:
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
-            self._scheduled.advance()
+            self._scheduled.advance(update_all=True)
         except BaseException:
             self._hooks.detach()
             self.sink.close()

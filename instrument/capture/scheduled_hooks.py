@@ -80,7 +80,7 @@ class ScheduledHooks:
         self._is_scheduled = is_scheduled
         for attached in self.attached_hooks:
             changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
-        if changed or self.clock.micro_step_index == 1:
+        if changed or update_all:
             scheduled = [
                 attached
                 for attached in self.attached_hooks

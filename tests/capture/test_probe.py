@@ -194,6 +194,18 @@ def test_unknown_phase_is_refused(model: nn.Module) -> None:
         probe.phase = "test"
 
 
+def test_schedules_that_change_before_the_first_step_hold(model: nn.Module) -> None:
+    probe = probe_of(model, h={**RECORD, "every": 2})
+    probe.phase = "sanity"
+    probe.phase = "train"
+    probe.change_hooks(parse_hooks({"h": {**RECORD, "every": 3}}), ())
+    with probe:
+        for _ in range(4):
+            model(X)
+            probe.end_step()
+    assert [row[0] for row in probe.sink.rows["stats"]] == [0, 3]
+
+
 # ------------------------------------------------------------------------------------------------ coverage
 
 
