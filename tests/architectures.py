@@ -82,6 +82,16 @@ class Architecture:
         return torch.randn(count, 3, self.size, self.size, generator=torch.Generator().manual_seed(1))
 
 
+def small_network() -> nn.Module:
+    """Create a small network for images: convolutions, batch normalization, chunks, sums and activations in place."""
+    from torchvision.models.resnet import BasicBlock
+    from torchvision.models.shufflenetv2 import InvertedResidual
+
+    stem = (nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.SiLU(inplace=True))
+    blocks = (BasicBlock(8, 8), InvertedResidual(8, 8, 1), nn.Hardswish(inplace=True), BasicBlock(8, 8))
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
+
+
 def of_torchvision(name: str) -> Architecture:
     """Return a classification model of torchvision by name."""
     if name.startswith("vit_"):

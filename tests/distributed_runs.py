@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import subprocess
 import sys
 from datetime import timedelta
@@ -10,7 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fork_server import Command
+from training_runs import compose, train_here
 from waiting import TIMEOUT
+
+import instrument
 
 RUN = Path(__file__).parent / "distributed"  # contains custom models for these tests
 
@@ -46,6 +51,29 @@ def run_processes(
     code = next((each.returncode for each in done if each.returncode), 0)
     out, err = ("".join(getattr(each, stream) for each in done) for stream in ("stdout", "stderr"))
     return subprocess.CompletedProcess(list(arguments), code, out, err)
+
+
+def start(folder: Path, name: str, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Train as `run_processes` does, but compose the configuration in this process, once for all ranks.
+
+    Args:
+        folder: Working directory.
+        name: Name of the run folder.
+        arguments: Arguments of the command line.
+        processes: Number of processes.
+    """
+    with contextlib.chdir(folder):
+        _, raw = compose(*arguments)
+    return run_processes(folder, json.dumps(raw), name, processes=processes, module=RUN / "train_config.py")
+
+
+def train(folder: Path, name: str, *arguments: str, processes: int = 1) -> instrument.Run:
+    """Train as `start` does, or in this process if there is one; load the run, which has to succeed."""
+    if processes == 1:
+        return train_here(folder / name, *arguments)
+    done = start(folder, name, *arguments, processes=processes)
+    assert done.returncode == 0, done.stderr
+    return instrument.load(folder / name)
 
 
 def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:

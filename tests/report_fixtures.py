@@ -151,21 +151,24 @@ def fail_late(tensor: torch.Tensor, context: Context) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def reported_sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
-    """Sweep with failed jobs, and with pairs of jobs of the same seed with and without an intervention."""
+    """Sweep with pairs of jobs of the same seed with and without an intervention, and with two failed jobs."""
     import instrument
 
     folder = tmp_path_factory.mktemp("sweep")
     tame = "{layers:'**',kind:parameter_grad,action:clip,norm:0.01}"
     odd = "{layers:'layers.0',kind:forward,action:modify,fn:{_target_:report_fixtures.fail_late}}"
     tiny = ("name=two", "data=digits", "model=mlp", "model.sizes=[64,8,10]", "train.steps=4")
-    hooks = (
-        "+hooks.acts={layers:'**',kind:forward,action:record}",
-        f"+hooks.tame={tame},null",
-        f"+hooks.odd={odd},null",
-    )
-    answer = run_in(folder, "-m", *tiny, *hooks, "seed=1,2", f"hydra.sweep.dir={folder / 'jobs'}")
-    assert answer.code == 1, answer.err
-    return instrument.load(folder / "jobs")
+    hooks = ("+hooks.acts={layers:'**',kind:forward,action:record}", f"+hooks.tame={tame},null")
+    for name, code, jobs in (
+        ("done", 0, ("+hooks.odd=null", "seed=1,2")),
+        ("failed", 1, (f"+hooks.odd={odd}", "seed=1")),
+    ):
+        where = (f"hydra.sweep.dir={folder / name}", f"hydra.sweep.subdir={name}_${{hydra.job.num}}")
+        answer = run_in(folder, "-m", *tiny, *hooks, *jobs, *where)
+        assert answer.code == code, answer.err
+    for job in (folder / "failed").glob("failed_*"):
+        job.rename(folder / "done" / job.name)
+    return instrument.load(folder / "done")
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,10 +16,15 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from fork_server import Command
+from hydra.types import RunMode
 from tiers import tiered
 from waiting import wait_until_training
 
 import instrument
+from instrument import ConfigError
+from instrument.cli.validated_config import read_config
+from instrument.configuration.search_path import config_loader
+from instrument.training.experiment import prepare
 
 Cli = Callable[..., Any]
 SCREEN = 24
@@ -69,12 +75,36 @@ def error_of(answer: Any) -> str:
     return str(answer.err)
 
 
-def test_valid_configuration_is_accepted(cli: Cli) -> None:
-    write("conf/exp/mine.yaml", EXPERIMENT)
-    assert cli("+exp=mine").code == 0
-
-
 # ------------------------------------------------------------------------------------------------ on the command line
+
+
+# Errors that need a built experiment, but no run.
+IN_PREPARATION = [
+    ([*TINY, "+hooks.q={layers:'**',kind:function,functions:[flatten,liner],action:record}"],
+     ["hooks.q.functions:", "matches no torch function", "given    liner", "allowed  flatten, linear", "similar  linear"]),
+    (
+        [*TINY, "+model.layers=[{_target_:torch.nn.ReLU},{_target_:torch.nn.Lineer}]"],
+        ["model.layers[1]._target_:", "similar  torch.nn.Linear"],
+    ),
+    ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
+    ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
+    ([*HOOKS, "+model.wdth=3"], ["model:", "unexpected keyword argument 'wdth'", "wdth: 3"]),
+    ([*TINY, "task=huggingface"],
+     ["task:", "keywords.HuggingFace, batch [float32 [64, 1, 8, 8], int64 [64]]", "entries of a mapping"]),
+    ([*HOOKS, "data.dataset.size=32"], ["layer 'decoder.0.0' was given [64, 2048]", "weight [64, 1568]"]),
+    ([*TINY, ONE + "action:modify,fn:zero,heads:{of:4,take:[0]}}"],
+     ["hooks.x.heads.of: 4 heads do not divide dimension 1 of the output of 'layers.0'", "[64, 10]", "such as 1, 2, 5"]),
+    ([*TINY, ONE + "phase:eval,action:record,tensors:true,slice:'256'}"], ["hooks.x.slice:", "[256, 10]"]),
+    (
+        [*TINY, "optimizer=lbfgs", "train.precision=fp16"],
+        ["train.precision: the step of LBFGS requires a closure, which the gradient scaler"],
+    ),
+    ([*TINY, "optimizer=adam", "optimizer.betas=[0.9,nan]"], ["optimizer.betas[1]: must be finite"]),
+]  # fmt: skip
+
+
+def last_override(value: object) -> str | None:
+    return str(value[-1]) if isinstance(value, list) else None
 
 
 @pytest.mark.parametrize(
@@ -109,8 +139,6 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow([*HOOKS, "+hooks.noisy.stop=50"], ["hooks.noisy:", "stop (50) must be larger than start (50)"]),
         slow([*HOOKS, "hooks.tame.layers=decodr.**"],
              ["hooks.tame.layers:", "matches no module", "given    decodr.**", "similar  decoder"]),
-        ([*TINY, "+hooks.q={layers:'**',kind:function,functions:[flatten,liner],action:record}"],
-         ["hooks.q.functions:", "matches no torch function", "given    liner", "allowed  flatten, linear", "similar  linear"]),
         slow([*TINY, "train.compile=true", "+hooks.q={layers:'**',kind:function,functions:linear,action:record}"],
              ["hooks.q.kind: torch.compile replaces", "allowed  forward_pre, forward", "set train.compile=false"]),
         slow([*HOOKS, "+hooks.tame.params=weigth"], ["hooks.tame.params:", "weigth", "allowed  weight, bias", "similar  weight"]),
@@ -122,10 +150,6 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow(
             [*TINY, "+data.dataset.transform={_target_:torch.nn.Flattn}"],
             ["data.dataset.transform._target_:", "torch.nn has no 'Flattn'", "similar  torch.nn.Flatten"],
-        ),
-        (
-            [*TINY, "+model.layers=[{_target_:torch.nn.ReLU},{_target_:torch.nn.Lineer}]"],
-            ["model.layers[1]._target_:", "similar  torch.nn.Linear"],
         ),
         slow(
             [*HOOKS, "+hooks.x={layers:'**',kind:step_post,role:state.momentum_bufer,action:record}", "plan=true"],
@@ -144,9 +168,6 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow([*TINY, "+hooks.q={layerz:fc,kind:forward,action:record}"],
          ["hooks.q: requires 'layers'", "unknown field 'layerz'", "similar  layers"]),
         slow([*TINY, "+hooks.q={layerz:fc,acton:record}"], ["hooks.q.action: is missing", "unknown field 'layerz'"]),
-        ([*HOOKS, "model._target_=math.pi"], ["model:", "math.pi is a float, not a class or function"]),
-        ([*HOOKS, "model._target_=os.system"], ["model:", "os.system", "blocklisted"]),
-        ([*HOOKS, "+model.wdth=3"], ["model:", "unexpected keyword argument 'wdth'", "wdth: 3"]),
         slow([*TINY, "optimizer=adam", "+optimizer.momentum=3"], ["optimizer:", "unexpected keyword argument 'momentum'"]),
         slow(["model=mlp", "+model.x=1", "data=digits"], ["model:", "unexpected keyword argument 'x'"]),
         (["+exp=mnist_record", "data.dataset.download=false", "data.root=nowhere"],
@@ -156,37 +177,42 @@ def test_valid_configuration_is_accepted(cli: Cli) -> None:
         slow([*TINY, "+data.slice.classes=[77]"], ["data.slice:", "the slice is empty", "1437 samples", "77"]),
         slow([*TINY, "+data.slice.start=100000"], ["data.slice:", "the slice is empty", "100000"]),
         slow([*TINY, "+data.slice.indices=[1437]"], ["data.slice.indices:", "1437", "allowed  0 to 1436"]),
-        ([*TINY, "task=huggingface"],
-         ["task:", "keywords.HuggingFace, batch [float32 [64, 1, 8, 8], int64 [64]]", "entries of a mapping"]),
         slow([*TINY, "data.sampler={_target_: torch.utils.data.Sampler}"], ["data.sampler:", "could not be built"]),
         slow([*TINY, "data.collate_fn={_target_: builtins.min}"], ["data.collate_fn: its items cannot be collated"]),
         slow([*TINY, "data.num_workers=-1"], ["data.num_workers:", "given    -1"]),
-        ([*HOOKS, "data.dataset.size=32"], ["layer 'decoder.0.0' was given [64, 2048]", "weight [64, 1568]"]),
         slow(["model=resnet18", "data=digits"], ["layer 'conv1' was given [64, 1, 8, 8]", "weight [64, 3, 7, 7]"]),
         slow([*TINY, "device=gpu"], ["device:", "given    gpu", "allowed  auto, cpu, cuda"]),
         slow([*TINY, ONE + "action:scale,factor:[1,2,3]}"], ["hooks.x.factor:", "'layers.0'", "[64, 10]", "allowed  10 factors"]),
-        ([*TINY, ONE + "action:modify,fn:zero,heads:{of:4,take:[0]}}"],
-         ["hooks.x.heads.of: 4 heads do not divide dimension 1 of the output of 'layers.0'", "[64, 10]", "such as 1, 2, 5"]),
         slow([*TINY, ONE + "action:modify,fn:mean,dim:55}"], ["hooks.x.dim:", "dim 55 is out of range", "allowed  -2 to 1"]),
         slow([*TINY, ONE + "action:record,stats:dead_fraction,unit_dim:99}"], ["hooks.x.unit_dim:", "allowed  -2 to 1"]),
         slow([*TINY, ONE + "action:record,tensors:true,slice:'0:99'}"], ["hooks.x.slice:", "given    0:99", "samples: N"]),
-        ([*TINY, ONE + "phase:eval,action:record,tensors:true,slice:'256'}"], ["hooks.x.slice:", "[256, 10]"]),
         slow([*TINY, ONE + "action:modify,fn:{_target_:torch.sum}}"], ["hooks.x.fn:", "torch.sum cannot be called as fn(tensor"]),
         ([*HOOKS, "+hooks.tame={norm: 5}"], ["hooks.tame: exists already", "fix      hooks.tame={...} without +"]),
         slow([*TINY, "optimizer.lr=nan"], ["optimizer.lr: must be finite", "given    nan"]),
         slow([*TINY, "optimizer.lr=inf"], ["optimizer.lr: must be finite", "given    inf"]),
         ([*TINY, "optimizer.lr=-1"], ["optimizer: ", "Invalid learning rate"]),
-        (
-            [*TINY, "optimizer=lbfgs", "train.precision=fp16"],
-            ["train.precision: the step of LBFGS requires a closure, which the gradient scaler"],
-        ),
-        ([*TINY, "optimizer=adam", "optimizer.betas=[0.9,nan]"], ["optimizer.betas[1]: must be finite"]),
         slow([*TINY, "scheduler=step", "scheduler.gamma=nan"], ["scheduler.gamma: must be finite"]),
+        *(slow(*case) for case in IN_PREPARATION),
     ],
-    ids=lambda value: value[-1] if isinstance(value, list) else None,
+    ids=last_override,
 )  # fmt: skip
 def test_invalid_override_is_reported_with_a_suggestion(cli: Cli, overrides: list[str], expected: list[str]) -> None:
     error = error_of(cli(*overrides))
+    for words in expected:
+        assert words in error
+
+
+def refusal_of(*overrides: str) -> str:
+    """Return the error of an experiment that is composed and prepared, without the command line."""
+    config = config_loader().load_configuration("config", list(overrides), RunMode.RUN)
+    with pytest.raises(ConfigError) as refused:
+        prepare(read_config(config)[0])
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("overrides", "expected"), IN_PREPARATION, ids=last_override)
+def test_invalid_override_is_refused_during_the_preparation(overrides: list[str], expected: list[str]) -> None:
+    error = refusal_of(*overrides)
     for words in expected:
         assert words in error
 
@@ -239,7 +265,7 @@ def test_all_errors_are_reported_at_once(cli: Cli) -> None:
         slow([*HOOKS, "+hooks.digit_maps.slice=all"]),
         slow([*HOOKS, "apply.init=3"]),
         slow([*HOOKS, "+apply.x={layers:encoder,action:set,attribute:inplac,value:1}"]),
-        [*HOOKS, "+apply.x={layers:encoder,action:call,fn:{_target_:builtins.print,x:3}}"],
+        slow([*HOOKS, "+apply.x={layers:encoder,action:call,fn:{_target_:builtins.print,x:3}}"]),
         slow([*HOOKS, "+apply.x={layers:.,action:replace,module:{_target_:torch.nn.Identity}}"]),
         slow([*HOOKS, "+apply.x={layers:encoder,action:replace,module:{_target_:torch.nn.Linear}}"]),
         slow([*HOOKS, "+apply.x={layers:'**',action:freeze}", "~hooks.tame", "~hooks.gradients"]),
@@ -255,19 +281,19 @@ def test_all_errors_are_reported_at_once(cli: Cli) -> None:
         [*TINY, "model=3"],
         [*TINY, "model=[1,2]"],
         [*TINY, "model="],
-        [*TINY, "model.sizes=64"],
+        slow([*TINY, "model.sizes=64"]),
         slow([*TINY, "model.sizes=[a,b]"]),
         [*TINY, "data=null"],
         [*TINY, "data=5"],
         [*TINY, "data.dataset=null"],
-        [*TINY, "data.dataset._target_=builtins.dict"],
+        slow([*TINY, "data.dataset._target_=builtins.dict"]),
         slow([*TINY, "data.slice.split=val"]),
         slow([*TINY, "+data.slice.classes=3"]),
         slow([*TINY, "+data.slice.stride=0"]),
         [*TINY, "task=null"],
-        [*TINY, "task.loss=null"],
+        slow([*TINY, "task.loss=null"]),
         slow([*TINY, "task.loss._target_=torch.nn.MSELos"]),
-        [*TINY, "task._target_=torch.nn.Identity"],
+        slow([*TINY, "task._target_=torch.nn.Identity"]),
         [*TINY, "optimizer=null"],
         [*TINY, "optimizer.lr=abc"],
         slow([*TINY, "optimizer.lr=-1"]),
@@ -290,7 +316,7 @@ def test_all_errors_are_reported_at_once(cli: Cli) -> None:
         [*TINY, "--no-such-flag"],
         [*TINY, "--config-dir", "nowhere"],
         ["-m", *TINY, "hooks=3"],
-        ["-m", *TINY, "model=mlp,nope"],
+        slow(["-m", *TINY, "model=mlp,nope"]),
     ],
     ids=lambda overrides: " ".join(overrides[-2:]),
 )
@@ -298,6 +324,7 @@ def test_invalid_command_line_gives_no_traceback(cli: Cli, overrides: list[str])
     assert error_of(cli(*overrides)).strip()
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("name", ["é漢字" * 50, "x" * 2_000], ids=["unicode", "long"])
 @pytest.mark.parametrize(
     "override", ["+exp={}", "+hooks.{}=3", "hooks.tame.layers='{}'", "model._target_={}", "name={}/"]
@@ -328,7 +355,7 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
         slow("hooks: {a: {layers: '**', kind: forward}}\n", ["hooks.a.action: is missing", "record, print, call, clip, scale, modify"]),
         slow("hooks: {a: {" + ANY + ", action: modify}}\n", ["hooks.a.fn: is missing", "{_target_: package.function}"]),
         slow("hooks: {a: {" + ANY + ", action: modify, fn: {}}}\n", ["hooks.a.fn._target_: is missing"]),
-        ("hooks: {a: {" + ANY + ", action: modify, fn: {_target_: torch.reluu}}}\n", ["hooks.a.fn:", "similar  torch.relu"]),
+        slow("hooks: {a: {" + ANY + ", action: modify, fn: {_target_: torch.reluu}}}\n", ["hooks.a.fn:", "similar  torch.relu"]),
         slow("hooks: {a: {" + ANY + ", action: modify, fn: {_target_: math.sqrt}}}\n", ["hooks.a.fn:", "math.sqrt"]),
         slow("hooks: {a: {" + ANY + ", action: scale, factor: .nan}}\n", ["hooks.a.factor:", "finite"]),
         slow("hooks: {a: {" + ANY + ", action: clip, norm: .nan}}\n", ["hooks.a.norm:", "finite"]),
@@ -345,7 +372,7 @@ def test_unicode_or_very_long_name_is_refused(cli: Cli, override: str, name: str
         ("seed: ${oc.env:NOPE}\n", ["seed:", "NOPE"]),
         slow("apply: {a: {types: Linear, action: init}}\n", ["apply.a.fn: is missing"]),
         slow("apply: {a: {types: Linear, action: fill, value: .inf}}\n", ["apply.a.value:", "finite"]),
-        ("scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}\n", ["scheduler:", "LRScheduler"]),
+        slow("scheduler: {_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}\n", ["scheduler:", "LRScheduler"]),
     ],
     ids=lambda value: value.strip() if isinstance(value, str) else None,
 )  # fmt: skip
@@ -414,12 +441,27 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("case", tiered(MODELS, set(MODELS) - {"no parameter"}))
-def test_custom_model_that_cannot_train_is_refused(cli: Cli, case: str) -> None:
+def write_model(case: str) -> list[str]:
+    """Write an experiment with a model, and return the expected words of its error."""
     body, expected = MODELS[case]
     module = "bad_" + case.replace(" ", "_")
     write(f"{module}.py", "import torch\n" + body)
     write("conf/exp/mine.yaml", EXPERIMENT.replace("instrument.training.models.MLP, sizes: [64, 10]", f"{module}.Net"))
+    return expected
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_custom_model_that_cannot_train_is_refused(workdir: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.syspath_prepend(workdir)
+    expected = write_model(case)
+    error = refusal_of("+exp=mine")
+    for words in expected:
+        assert words in error
+
+
+@pytest.mark.parametrize("case", tiered(MODELS, ["forward fails"]))
+def test_error_in_a_custom_model_is_reported(cli: Cli, case: str) -> None:
+    expected = write_model(case)
     error = error_of(cli("+exp=mine"))
     for words in expected:
         assert words in error
@@ -446,7 +488,7 @@ def test_custom_task_without_a_loss_is_refused(cli: Cli, result: str, expected: 
     assert expected in error
 
 
-def test_custom_dataset_that_cannot_be_batched_is_refused(cli: Cli) -> None:
+def test_custom_dataset_that_cannot_be_batched_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     write(
         "bad_data.py",
         "class Words:\n    def __init__(self, **given):\n        pass\n    def __len__(self):\n        return 9\n"
@@ -456,7 +498,8 @@ def test_custom_dataset_that_cannot_be_batched_is_refused(cli: Cli) -> None:
     assert "data.dataset: its items cannot be collated into a batch" in error
     text = Path("bad_data.py").read_text().replace("object(), 1", "[][i]")
     write("few_data.py", text)
-    error = error_of(cli(*TINY, "data.dataset._target_=few_data.Words"))
+    monkeypatch.syspath_prepend(Path.cwd())
+    error = refusal_of(*TINY, "data.dataset._target_=few_data.Words")
     assert "data.dataset: its samples cannot be loaded (in " in error
     assert "IndexError" in error
     assert "collate" not in error
@@ -553,6 +596,22 @@ def test_model_error_during_training_keeps_the_rows(cli: Cli) -> None:
     run = load_failed_run("out", "failed", "error")
     assert list(run.metrics.step) == [0, 1, 2]  # shape inference made two of the calls
     assert run.info["error"] == "RuntimeError: worn out"
+
+
+def test_run_continues_after_stdout_is_closed(workdir: Path) -> None:
+    printed = workdir / ".process.out"
+    os.mkfifo(printed)
+    process = Command(workdir, "instrument", [*TINY, "train.steps=12", "hydra.run.dir=out"], {}, "process")
+    with printed.open() as pipe:
+        assert pipe.readline().startswith("run")
+    printed.unlink()
+    printed.touch()
+    done = process.wait()
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    run = instrument.load("out")
+    assert run.info["status"] == "done"
+    assert run.metrics.step.max() == 12
 
 
 def test_ctrl_c_closes_files_and_exits_with_code_130(workdir: Path) -> None:

@@ -58,7 +58,10 @@ def runs() -> list[list[str]]:
 
 
 def shortened(commands: list[list[str]]) -> list[list[str]]:
-    """Return fewer commands with every option and key: runs with the same first argument are merged."""
+    """Return fewer commands with every option and key: runs with the same first argument are merged.
+
+    A command that names only an experiment is omitted: test_conf.py composes each of their files.
+    """
     merged: dict[str, dict[str, str]] = {}
     sweeps: list[list[str]] = []
     seen: set[str] = set()
@@ -69,7 +72,8 @@ def shortened(commands: list[list[str]]) -> list[list[str]]:
         elif named.keys() - seen:
             sweeps.append(arguments)
             seen |= named.keys()
-    return [*(list(named.values()) for named in merged.values()), *sweeps]
+    experiments = {f"+exp={file.stem}" for file in (REPOSITORY / "conf" / "exp").glob("*.yaml")}
+    return [*(list(named.values()) for named in merged.values() if not named.keys() <= experiments), *sweeps]
 
 
 def test_commands_of_the_pages_are_found() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from conftest import REPOSITORY
+from tiers import tiered
 
 from instrument.convert import main
 
@@ -30,7 +31,7 @@ SOURCES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("tool", SOURCES)
+@pytest.mark.parametrize("tool", tiered(SOURCES, ["nvdlfw"]))
 def test_converted_file_runs_as_an_experiment(tool: str, cli: Callable[..., Any], workdir: Path) -> None:
     name, text = SOURCES[tool]
     Path(name).write_text(text)

@@ -34,7 +34,9 @@ def test_difference_is_printed_with_a_table_and_a_page(tmp_path: Path, capsys: p
     assert ["layers.1", "forward", "output", "0.091", "0", "0", "0", "0", "0.091"] in lines
     assert "0: 50%, > 1024: 50%" in out
     assert f"{page}  (" in out
-    assert "DIFFERENT" in page.read_text()
+    text = page.read_text()
+    assert all(each in text for each in ("DIFFERENT", "layers.1", "data:image/png;base64,", "units in the last place"))
+    assert len(text) < 1_000_000
 
 
 def test_exit_codes_of_equal_runs_and_of_a_tolerance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,17 +54,20 @@ def test_exit_code_of_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "loss: the first difference is at step 0: 1 and nan" in capsys.readouterr().out
 
 
-def test_many_layers_are_listed_if_they_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([run(tmp_path / "a", layers=60), run(tmp_path / "b", 1.1, layers=60), "--steps", "0:1"]) == 1
+def test_many_layers_are_listed_if_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff_command, "MOST_LISTED", 4)
+    assert main([run(tmp_path / "a", layers=6), run(tmp_path / "b", 1.1, layers=6), "--steps", "0:1"]) == 1
     out = capsys.readouterr().out
-    assert "layers.39" in out
+    assert "layers.3" in out
     assert "layers.0 " not in out.partition("differs from step")[2]
-    assert "... and 21 more: --html FILE shows all" in out
-    assert "at 61 locations, step 0\n" in out
+    assert "... and 3 more: --html FILE shows all" in out
+    assert "at 7 locations, step 0\n" in out
     assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--tolerance", "1"]) == 0
     out = capsys.readouterr().out
-    assert "layers.39" in out
-    assert "... and 21 more: --html FILE shows all" in out
+    assert "layers.3" in out
+    assert "... and 3 more: --html FILE shows all" in out
 
 
 def test_table_fits_a_narrow_terminal(

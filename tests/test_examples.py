@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from conftest import REPOSITORY, Answer
+from tiers import tiered
 from torch import nn
 
 import instrument
@@ -91,18 +92,22 @@ def test_shapes_are_printed_in_forward_order(script: Script) -> None:
     assert len(lines) == 2 * len(list(model.modules()))
 
 
-def test_features_equal_the_layer_outputs(script: Script) -> None:
-    from torchvision.models import resnet50
+@pytest.mark.parametrize("size", tiered([18, 50], [18]))
+def test_features_equal_the_layer_outputs(script: Script, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    import torchvision.models
     from torchvision.models.feature_extraction import create_feature_extractor
 
+    resnet = getattr(torchvision.models, f"resnet{size}")
+    monkeypatch.setattr(torchvision.models, "resnet50", resnet)
     lines = script("features.py")
     run = instrument.load("runs/features")
     torch.manual_seed(0)
-    model = resnet50(weights=None).eval()
+    model = resnet(weights=None).eval()
     images = torch.randn(4, 3, 224, 224)
     with torch.no_grad():
         expected = create_feature_extractor(model, ["layer4", "avgpool"])(images)
-    for layer, shape in (("layer4", (4, 2048, 7, 7)), ("avgpool", (4, 2048, 1, 1))):
+    channels = {18: 512, 50: 2048}[size]
+    for layer, shape in (("layer4", (4, channels, 7, 7)), ("avgpool", (4, channels, 1, 1))):
         values = run.tensors(layer=layer)["values"][0]
         assert values.shape == shape
         assert np.array_equal(values, expected[layer].numpy())
@@ -154,6 +159,7 @@ def test_l2_hook_equals_weight_decay(script: Script) -> None:
     assert float(lines[2].split()[-1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_functions_have_a_trained_bias(experiment: Experiment) -> None:
     run = experiment("biased_functions")
     tensors = run.tensors()
@@ -241,6 +247,7 @@ def test_wgan_penalty_sweep(script: Script) -> None:
     assert not run.events.severity.isin(["warning", "error"]).any()
 
 
+@pytest.mark.slow
 def test_patching_reports_the_effect_of_each_layer(script: Script) -> None:
     first, *lines = script("patching.py")
     clean, damaged = (float(number) for number in re.findall(r"[\d.]+", first))

@@ -218,6 +218,14 @@ def make_features(folder: Path, *, targets: bool = True, ids: Callable[[int], ob
     return probe.features("0")
 
 
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run with the outputs of a layer."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    make_features(folder)
+    return folder
+
+
 def read_zarr(folder: Path) -> np.ndarray:
     """Read a Zarr array of format 2 without compression."""
     layout = json.loads((folder / ".zarray").read_text())
@@ -231,6 +239,7 @@ def read_zarr(folder: Path) -> np.ndarray:
     return np.concatenate(parts)[: shape[0]]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("targets", [True, False])
 @pytest.mark.parametrize("ids", [int, "image {}.png".format], ids=["numbers", "names"])
 def test_features_are_exported_with_ids(
@@ -313,12 +322,11 @@ def test_features_of_a_sweep_are_exported_per_run(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_exports_of_features_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    recorded: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    make_features(tmp_path / "run")
-    assert export.main([str(tmp_path / "run"), *arguments]) == 2
+    assert export.main([str(recorded), *arguments]) == 2
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "run" / "features").exists()
+    assert not (recorded / "features").exists()
 
 
 def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -334,19 +342,21 @@ def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, capsys: py
     assert export.main([*command, "--select", "hook=f"]) == 0
 
 
-def test_existing_features_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_features(tmp_path / "run")
-    command = [str(tmp_path / "run"), "--to", "npz", "--features", "0"]
+def test_existing_features_are_not_overwritten(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [str(recorded), "--to", "npz", "--features", "0", "--out", str(tmp_path)]
     assert export.main(command) == 0
-    before = (tmp_path / "run" / "features" / "0.npz").read_bytes()
+    before = (tmp_path / "0.npz").read_bytes()
     assert export.main(command) == 2
     assert "--out: already exists, and existing files are not overwritten" in capsys.readouterr().err
-    assert (tmp_path / "run" / "features" / "0.npz").read_bytes() == before
+    assert (tmp_path / "0.npz").read_bytes() == before
 
 
 @pytest.mark.parametrize("to", ["csv", "npz", "zarr"])
-def test_failed_export_of_features_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
-    make_features(tmp_path / "run")
+def test_failed_export_of_features_leaves_no_files(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
     writer = export.FEATURE_WRITERS[to]
 
     def fail(features: instrument.Features, path: Path) -> None:
@@ -354,8 +364,8 @@ def test_failed_export_of_features_leaves_no_files(tmp_path: Path, monkeypatch: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setitem(export.FEATURE_WRITERS, to, fail)
-    assert export.main([str(tmp_path / "run"), "--to", to, "--features", "0"]) == 1
-    assert list((tmp_path / "run" / "features").iterdir()) == []
+    assert export.main([str(recorded), "--to", to, "--features", "0", "--out", str(tmp_path / "out")]) == 1
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 # ---------------------------------------------------------------------------------------------- selected runs and errors

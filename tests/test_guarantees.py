@@ -183,12 +183,12 @@ class NoProbe:
         return None
 
 
-@pytest.mark.parametrize("name", tiered(MODELS, set(MODELS) - {"resnet18"}))
+@pytest.mark.parametrize("name", tiered(MODELS, ("mnist_cnn", "lstm", "transformer", "tied")))
 def test_recording_everything_is_bit_identical(name: str) -> None:
     torch.manual_seed(0)
     build, draw = MODELS[name]
     model = build()
-    batches = [draw() for _ in range(2 if name == "resnet18" else 4)]
+    batches = [draw() for _ in range(2)]
     baseline = train(copy.deepcopy(model), batches, lambda optimizer: NoProbe())
 
     specs = parse_hooks(record_everything(model))
@@ -357,7 +357,7 @@ def test_hook_that_fires_in_some_steps_is_counted() -> None:
     assert NOT_CALLED in b["cause"]
 
 
-@pytest.mark.parametrize("name", ["mnist_cnn", "mlp", "vgg"])
+@pytest.mark.parametrize("name", tiered(["mnist_cnn", "mlp", "vgg"], ["mnist_cnn"]))
 def test_healthy_model_has_full_coverage_and_no_events(name: str) -> None:
     build, draw = MODELS[name]
     model = build()
@@ -470,6 +470,7 @@ def raise_keyboard_interrupt(tensor: Tensor, context: instrument.Context) -> Ten
     raise KeyboardInterrupt
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize(
     ("function", "error"),
     [("raise_value_error", instrument.HookError), ("raise_keyboard_interrupt", KeyboardInterrupt)],

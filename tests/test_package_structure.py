@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -69,16 +69,30 @@ def subpackage_of(file: Path) -> str:
 
 
 @cache
-def read(file: Path) -> tuple[str | None, list[tuple[int, str]]]:
-    """Return the docstring and the imports of a file. Each file is parsed once."""
+def parsed(file: Path) -> tuple[str | None, list[ast.Import | ast.ImportFrom]]:
+    """Return the docstring of a file, and its imports, also in functions and for type checkers."""
     tree = ast.parse(file.read_text())
-    return ast.get_docstring(tree), list(imported_subpackages(file, tree))
+    return ast.get_docstring(tree), list(imports_in(tree.body))
 
 
-def imported_subpackages(file: Path, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and subpackage of each import from this package, also in functions and for type checkers."""
+def imports_in(statements: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yield the imports of statements and of the statements inside them. An expression contains none."""
+    for node in statements:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif not isinstance(node, ast.expr):
+            yield from imports_in(ast.iter_child_nodes(node))
+
+
+@cache
+def imported_subpackages(file: Path) -> list[tuple[int, str]]:
+    """Return line and subpackage of each import from this package."""
+    return list(found_subpackages(file))
+
+
+def found_subpackages(file: Path) -> Iterator[tuple[int, str]]:
     package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(tree):
+    for node in parsed(file)[1]:
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -101,7 +115,7 @@ def test_imports_respect_the_layers() -> None:
         f"{file.relative_to(REPOSITORY)}:{line} imports {other or 'instrument'}"
         for file in files()
         if (subpackage := subpackage_of(file))  # test_heavy_modules_are_imported_lazily checks `__init__.py`
-        for line, other in read(file)[1]
+        for line, other in imported_subpackages(file)
         if other != subpackage
         and (subpackage, other) not in ALLOWED_WITHIN_A_LAYER
         and not (other and LAYER_INDEX[other] < LAYER_INDEX[subpackage])
@@ -110,7 +124,7 @@ def test_imports_respect_the_layers() -> None:
 
 
 def test_allowed_imports_within_a_layer_are_still_used() -> None:
-    imports = {(subpackage_of(file), other) for file in files() for _, other in read(file)[1]}
+    imports = {(subpackage_of(file), other) for file in files() for _, other in imported_subpackages(file)}
     assert imports >= ALLOWED_WITHIN_A_LAYER
 
 
@@ -123,16 +137,15 @@ def test_import_check_finds_every_form_of_import(tmp_path: Path, monkeypatch: py
         "from .. import stats\nfrom ..actions.base import Context\nfrom . import globs\nfrom .fields import Spec\n"
         "def late():\n    from ..capture import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
     )
-    _, found = read(file)
-    assert found == [
-        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (12, ""), (9, "capture"),
+    assert imported_subpackages(file) == [
+        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (9, "capture"), (12, ""),
     ]  # fmt: skip
 
 
 def imported_modules(file: Path) -> Iterator[str]:
     """Yield the modules of this package that a file imports anywhere, also only for type checkers."""
     package = ("instrument", *file.relative_to(PACKAGE).parts[:-1])
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in parsed(file)[1]:
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else ()
             start = ".".join([*base, *([node.module] if node.module else [])])
@@ -261,4 +274,4 @@ def test_names_of_test_files_are_unique() -> None:
 
 
 def test_every_file_has_a_docstring() -> None:
-    assert [str(file) for file in files() if not read(file)[0]] == []
+    assert [str(file) for file in files() if not parsed(file)[0]] == []

@@ -13,28 +13,56 @@ import pytest
 from conftest import REPOSITORY
 from waiting import TIMEOUT
 
+import instrument
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+# A site of two pages, with the theme, the plugins and the search of the whole one.
+SMALL = f"""
+INHERIT: {REPOSITORY / "mkdocs.yml"}
+docs_dir: {REPOSITORY / "docs"}
+theme: {{custom_dir: {REPOSITORY / "docs" / "theme"}}}
+exclude_docs: "*\\n!/index.md\\n!/start.md\\n!/assets/"
+nav: [index.md, start.md]
+validation: {{links: {{not_found: info}}}}
+"""
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("whole", marks=pytest.mark.slow)])
+def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-    )
+    if request.param == "whole":
+        return build(REPOSITORY / "mkdocs.yml", folder)
+    configuration = tmp_path_factory.mktemp("configuration") / "mkdocs.yml"
+    configuration.write_text(SMALL)
+    return build(configuration, folder)
+
+
+def build(configuration: Path, folder: Path) -> Path:
+    """Build a site in strict mode, in which a warning is an error."""
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "-f",
+        configuration,
+        "--site-dir",
+        folder,
+    ]
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     assert built.returncode == 0, built.stderr
     return folder
 
 
 def test_site_requests_nothing_from_other_hosts(site: Path) -> None:
     pages = list(site.rglob("*.html"))
-    assert len(pages) > 25
+    assert pages
     for page in pages:
         loaded = re.findall(r"<(?:script|img|iframe)[^>]+src=[\"']?(https?:[^\"' >]+)", page.read_text())
         loaded += re.findall(
@@ -44,6 +72,7 @@ def test_site_requests_nothing_from_other_hosts(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("site", ["whole"], indirect=True)
 def test_search_works_from_a_folder(site: Path, browser: Browser) -> None:
     requests: list[str] = []
     with browser.new_page(viewport={"width": 1400, "height": 900}) as page:
@@ -59,10 +88,21 @@ def test_search_index_has_every_page(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text())
     found = {entry["location"].partition("#")[0] for entry in index["docs"]}
     pages = {str(page.relative_to(site)) for page in site.rglob("*.html")} - {"404.html"}
+    assert "start.html" in pages
     assert {page for page in pages if page not in found and page != "index.html"} == set()
 
 
-def test_reference_has_every_public_name(site: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("site", ["whole"], indirect=True)
+def test_whole_site_has_every_page_and_member(site: Path) -> None:
+    assert len(list(site.rglob("*.html"))) > 25
     text = (site / "reference" / "api.html").read_text()
     for name in ("attach", "Probe.end_step", "load", "Run.tensors", "Context.generator", "plot.heatmap"):
         assert name in text, name
+
+
+def test_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: ([\w.]+)$", (REPOSITORY / "docs" / "reference" / "api.md").read_text(), re.M)
+    of_errors = {name for name in instrument.__all__ if name.endswith(("Error", "Warning"))}
+    assert set(instrument.__all__) - of_errors <= {part for name in named for part in name.split(".")}
+    assert "instrument.errors" in named

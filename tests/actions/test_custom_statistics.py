@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 from conftest import Answer
 from device_statistics import use_device_statistics
+from fuzz import CONFIG
 from report_fixtures import data_of
 from torch import Tensor, nn
 
@@ -21,9 +21,10 @@ from instrument.actions.base import StepContext
 from instrument.actions.measurement import Measurement
 from instrument.distributed.unsupported import reduce_problems
 from instrument.sinks.tags import scalars
-from instrument.spec.parse import parse_hooks
+from instrument.spec.parse import parse_config, parse_hooks
 from instrument.spec.record import RecordSpec
 from instrument.stats.device_numbers import DeviceNumbers
+from instrument.training.experiment import prepare
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -288,22 +289,30 @@ def test_statistic_of_a_configuration_can_be_an_objective(cli: Callable[..., Ans
     assert "no numeric column of stats is named height" in answer.err
 
 
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("statistic", "message"),
     [
-        ("mymodule.itself", "the trial call on a copy before the run failed: .*'itself' must return one real number"),
-        ("mymodule.missing", "mymodule has no 'missing'"),
+        ("itself", "the trial call on a copy before the run failed: .*'itself' must return one real number"),
+        ("missing", "test_custom_statistics has no 'missing'"),
     ],
 )
 @pytest.mark.parametrize("kind", ["forward", "parameter_grad", "full_backward"])
-def test_invalid_statistic_is_reported_before_the_first_batch(
-    cli: Callable[..., Answer], workdir: Path, statistic: str, message: str, kind: str
-) -> None:
+def test_invalid_statistic_is_refused_when_a_run_is_prepared(statistic: str, message: str, kind: str) -> None:
+    hook = {"layers": "layers.1", "kind": kind, "action": "record", "stats": [{"_target_": f"{__name__}.{statistic}"}]}
+    with pytest.raises(instrument.ConfigError, match=rf"hooks\.h\.stats[\s\S]*{message}"):
+        prepare(parse_config({**CONFIG, "apply": None, "hooks": {"h": hook}}))
+
+
+def test_invalid_statistic_is_reported_before_the_first_batch(cli: Callable[..., Answer], workdir: Path) -> None:
     (workdir / "mymodule.py").write_text(MODULE)
     answer = cli(
-        *RUN, f"+hooks.h={{layers: layers.2, kind: {kind}, action: record, stats: [{{_target_: {statistic}}}]}}"
+        *RUN, "+hooks.h={layers: layers.2, kind: forward, action: record, stats: [{_target_: mymodule.itself}]}"
     )
     assert answer.code == 2, answer.out
     assert "hooks.h.stats" in answer.err
-    assert re.search(message, answer.err)
+    assert "'itself' must return one real number" in answer.err
     assert not (workdir / "out").exists()

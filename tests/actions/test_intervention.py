@@ -100,6 +100,7 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
         ("another device", "must return device cpu, but returned device meta"),
     ],
 )
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", KINDS)
 def test_result_that_does_not_fit_is_reported(kind: str, what: str, message: str) -> None:
     error = train(kind, "return_invalid", what=what).error

@@ -18,13 +18,14 @@ DIRECTIONS = torch.randn(2, 12, dtype=torch.float64, generator=torch.Generator()
 BATCHES = torch.randn(3, 4, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) + 0.5
 
 
-@pytest.fixture
-def folder(workdir: Path) -> Path:
-    """Return a working directory with files of vectors and with recorded runs of an identity."""
-    np.save(workdir / "one.npy", DIRECTIONS[0].numpy())
-    np.save(workdir / "two.npy", DIRECTIONS.numpy())
-    np.save(workdir / "three.npy", np.arange(3.0))
-    np.save(workdir / "last.npy", np.eye(12)[11])
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with files of vectors and with recorded runs of an identity."""
+    folder = tmp_path_factory.mktemp("recorded")
+    np.save(folder / "one.npy", DIRECTIONS[0].numpy())
+    np.save(folder / "two.npy", DIRECTIONS.numpy())
+    np.save(folder / "three.npy", np.arange(3.0))
+    np.save(folder / "last.npy", np.eye(12)[11])
     for name, factor in (("a", 1.0), ("b", 2.0)):
         record = {"kind": "forward", "action": "record", "tensors": True}
         hooks = {
@@ -33,11 +34,18 @@ def folder(workdir: Path) -> Path:
             "again": {"layers": "1", **record},
         }
         model = nn.Sequential(nn.Identity(), nn.Identity())
-        with instrument.attach(model, hooks, out=workdir / name) as probe:
+        with instrument.attach(model, hooks, out=folder / name) as probe:
             for batch in BATCHES:
                 model(batch * factor)
                 probe.end_step()
-    return workdir
+    return folder
+
+
+@pytest.fixture
+def folder(recorded: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in the folder of the vectors and runs. Tests write their own files elsewhere."""
+    monkeypatch.chdir(recorded)
+    return recorded
 
 
 def result(tensor: Tensor, module: nn.Module | None = None, **fields: Any) -> tuple[Tensor, Tensor]:
@@ -65,10 +73,10 @@ def test_vector_of_a_file_is_added_to_the_units(dtype: torch.dtype) -> None:
     assert torch.equal(output, expected)
 
 
-def test_vector_of_a_safetensors_file_is_selected_by_its_key(folder: Path) -> None:
+def test_vector_of_a_safetensors_file_is_selected_by_its_key(workdir: Path) -> None:
     from safetensors.torch import save_file
 
-    save_file({"left": DIRECTIONS[0].float(), "right": DIRECTIONS[1].float()}, folder / "v.safetensors")
+    save_file({"left": DIRECTIONS[0].float(), "right": DIRECTIONS[1].float()}, workdir / "v.safetensors")
     output, _ = result(SEQUENCE.float(), fn="add", vector="v.safetensors", key="right")
     assert torch.equal(output, SEQUENCE.float() + DIRECTIONS[1].float())
     for key, words in (
@@ -80,7 +88,7 @@ def test_vector_of_a_safetensors_file_is_selected_by_its_key(folder: Path) -> No
 
 
 @pytest.mark.usefixtures("folder")
-def test_projection_equals_the_formula_and_has_its_gradient() -> None:
+def test_projection_equals_the_formula_and_has_its_gradient(tmp_path: Path) -> None:
     direction = DIRECTIONS[0] / DIRECTIONS[0].norm()
     along = (SEQUENCE @ direction)[..., None] * direction
     output, gradient = result(SEQUENCE, fn="project_out", vector="one.npy")
@@ -94,15 +102,14 @@ def test_projection_equals_the_formula_and_has_its_gradient() -> None:
     output, _ = result(images, fn="project_out", vector="three.npy")
     expected = images - torch.einsum("nchw,c,d->ndhw", images, unit, unit)
     assert torch.allclose(output, expected, rtol=0, atol=1e-14)
-    np.save("same.npy", DIRECTIONS[[0, 0]].numpy())  # linearly dependent
-    assert torch.allclose(
-        result(SEQUENCE, fn="project_out", vector="same.npy")[0], SEQUENCE - along, rtol=0, atol=1e-14
-    )
+    np.save(tmp_path / "same.npy", DIRECTIONS[[0, 0]].numpy())  # linearly dependent
+    output, _ = result(SEQUENCE, fn="project_out", vector=str(tmp_path / "same.npy"))
+    assert torch.allclose(output, SEQUENCE - along, rtol=0, atol=1e-14)
     module = nn.Identity()
     for fn in ("project_out", "project_onto"):
         spec = {"layers": ".", "kind": "forward", "action": "modify", "fn": fn, "vector": "two.npy", "slice": "1:, -1"}
         with instrument.attach(module, {"h": spec}):
-            assert torch.autograd.gradcheck(module, SEQUENCE.clone().requires_grad_())
+            assert torch.autograd.gradcheck(module, SEQUENCE[:2, :2].clone().requires_grad_())
 
 
 @pytest.mark.usefixtures("folder")
@@ -151,7 +158,7 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("workdir")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_projection_keeps_its_precision_under_autocast(dtype: torch.dtype) -> None:
     np.save("ones.npy", np.ones(64))

@@ -21,7 +21,7 @@ VALUE = st.one_of(
     st.booleans(),
     st.integers(),
     st.floats(allow_nan=False),
-    st.text(max_size=3),
+    st.text("aä0 -.", max_size=3),
     st.lists(st.integers(), max_size=2),
 )
 

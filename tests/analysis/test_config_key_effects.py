@@ -46,7 +46,7 @@ def only(frame: pd.DataFrame) -> pd.Series:
 
 @pytest.mark.parametrize("examples", tiered([4, 30], [4]))
 def test_interval_equals_that_of_scipy(tmp_path_factory: pytest.TempPathFactory, examples: int) -> None:
-    pairs = st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=12)
+    pairs = st.lists(st.tuples(NUMBER, NUMBER), min_size=2, max_size=min(examples, 12))
 
     @settings(max_examples=examples)
     @given(pairs=pairs, confidence=st.sampled_from([0.5, 0.9, 0.99]))
@@ -156,7 +156,7 @@ def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, exa
     @settings(max_examples=examples)
     @example(numbers=[0.0, 1.1984620899082105e308, 0.0, 0.0, 0.0, 1.1984620899082105e308])
     @example(numbers=[1.7e308, -1.7e308, 1.7e308, -1.7e308, 1.7e308, -1.7e308, 0.0, 0.0])
-    @given(numbers=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=2, max_size=12))
+    @given(numbers=st.lists(st.floats(allow_nan=True, allow_infinity=True), min_size=2, max_size=min(examples, 12)))
     def check(numbers: list[float]) -> None:
         half = len(numbers) // 2
         run = losses(tmp_path_factory.mktemp("t"), {0.1: numbers[:half], 1.0: numbers[half : 2 * half]})
@@ -171,7 +171,7 @@ def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, exa
 def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
     """Compared with a pandas implementation over all rows."""
     random = np.random.default_rng(0)
-    for rate, norm, seed in product((0.1, 0.2), (0.1, 1.0, 10.0), (1, 2, 3)):
+    for rate, norm, seed in product((0.1, 0.2), (0.1, 1.0, 10.0), (1, 2)):
         layers = ("a", "b", "only in one" if norm == 0.1 else "c")
         rows = {
             "stats": [
@@ -194,7 +194,7 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
         "ci_high", "confidence", "p_value", "p_adjusted", "survives", "pairs", "not_finite", "one_sided",
     ]  # fmt: skip
     assert (len(found), set(found["value"])) == (2 * (2 * 2 + 1 + 2), {1.0, 10.0})
-    assert (set(found["n"]), set(found["pairs"])) == ({3}, {6})
+    assert (set(found["n"]), set(found["pairs"])) == ({2}, {4})
 
     last = sweep.metrics[(sweep.metrics["phase"] == "train") | (sweep.metrics["step"] == 4)]
     tables = {"stats": sweep.stats, "effects": sweep.effects, "metrics": last}
@@ -210,7 +210,7 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
         assert [one["ci_low"], one["ci_high"]] == pytest.approx([interval.low, interval.high])
     assert list(found["table"].drop_duplicates()) == ["metrics", "stats", "effects"]
     assert found.attrs["left_out"] == {}
-    assert len(found.attrs["pairs"]) == 12
+    assert len(found.attrs["pairs"]) == 8
     assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
 
 
@@ -235,7 +235,7 @@ def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
 
 def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path) -> None:
     """With either side as the baseline, the differences are equal up to their sign."""
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         tames = {f"{norm}-{by}": (norm, by) for norm, by in product((0.1, 1.0), ("tensor", "all"))}
         for name, tame in {"none": None, **tames}.items():
             spec = None if tame is None else {**CLIP, "norm": tame[0], "scope": tame[1]}
@@ -251,18 +251,18 @@ def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path) -> N
         assert forth[names].to_numpy().tolist() == back[names].to_numpy().tolist()
         assert forth["difference"].tolist() == pytest.approx((-back["difference"]).tolist())
         assert forth["ci_low"].tolist() == pytest.approx((-back["ci_high"]).tolist())
-        assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (6, [3])
+        assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (4, [2])
 
 
 def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:
     """An override that changes nothing leaves the interval unchanged."""
-    for copies, folder in ((1, tmp_path / "once"), (4, tmp_path / "again")):
+    for copies, folder in ((1, tmp_path / "once"), (2, tmp_path / "again")):
         for copy, seed, (norm, off) in product(range(copies), (1, 2, 3), ((0.1, 0.0), (1.0, 0.5))):
             rows = {"metrics": [{"loss": seed**2 * (1 + off)}]}
             config = {**clip_config(norm), "data": {"root": str(copy)}}
             write_run(folder / f"{copy}-{norm}-{seed}", config=config, seed=seed, rows=rows)
     once, again = (only(instrument.load(tmp_path / name).effects_of("hooks.tame.norm")) for name in ("once", "again"))
-    assert (once["n"], once["pairs"], again["n"], again["pairs"]) == (3, 3, 3, 12)
+    assert (once["n"], once["pairs"], again["n"], again["pairs"]) == (3, 3, 3, 6)
     for name in ("mean_baseline", "mean_value", "difference", "ci_low", "ci_high"):
         assert again[name] == pytest.approx(once[name])
 

@@ -131,7 +131,7 @@ HOOKS = {
 }
 
 
-@pytest.fixture(scope="module", params=["files", "bytes", "memory"])
+@pytest.fixture(scope="module", params=tiered(["files", "bytes", "memory"], ["files"]))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
     """A recorded pass: in Parquet, in small row groups, and in memory."""
     if request.param == "memory":
@@ -154,6 +154,13 @@ def test_features_equal_a_hand_written_hook(run: instrument.Run) -> None:
     assert np.array_equal(y, TARGETS.numpy())
     assert y.dtype == np.int64
     assert repr(features) == "Features(X: float32 (23, 5), y: int64 (23,), ids: int64 (23,))"
+
+
+def test_features_in_small_row_groups_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.sinks.tensors.ROW_GROUP_BYTES", 100)
+    X, _, ids = record({"pool": HOOKS["pool"]}, tmp_path / "run").features("avgpool")
+    assert np.array_equal(X, expected(lambda model: model.avgpool)[:, :, 0, 0])
+    assert np.array_equal(ids, np.arange(23))
 
 
 @pytest.mark.parametrize(
@@ -609,17 +616,8 @@ ARGUMENTS = [
 ]
 
 
-def test_run_of_a_sweep_without_tensors_is_left_out(tmp_path: Path) -> None:
-    for name, layers in (("one", "layers.0"), ("two", None)):
-        hooks = [f"+hooks.f={FEATURES}"] if layers else []
-        arguments = [each for each in ARGUMENTS if not each.startswith("+hooks")]
-        assert run_in(tmp_path, *arguments, *hooks, f"hydra.run.dir=sweep/{name}").code == 0
-    with pytest.warns(InstrumentWarning, match="run two is left out"):
-        features = instrument.load(tmp_path / "sweep").features("layers.0", step=3)
-    assert list(features) == ["one"]
-
-
 def test_features_of_a_sweep_are_joined_per_run(tmp_path: Path) -> None:
+    """A run without tensors is left out."""
     assert run_in(tmp_path, "-m", *ARGUMENTS, "seed=1,2", "hydra.sweep.dir=sweep").code == 0
     sweep = instrument.load(tmp_path / "sweep")
     features = sweep.features("layers.0", step=3)
@@ -628,6 +626,11 @@ def test_features_of_a_sweep_are_joined_per_run(tmp_path: Path) -> None:
     assert not np.array_equal(features["0"].X, features["1"].X)
     with pytest.raises(ConfigError, match="out: the folder contains 2 runs"):
         sweep.features("layers.0", step=3, out=tmp_path / "X.npy")
+
+    write_run(tmp_path / "sweep/2")
+    with pytest.warns(InstrumentWarning, match="run 2 is left out"):
+        features = instrument.load(tmp_path / "sweep").features("layers.0", step=3)
+    assert list(features) == ["0", "1"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")

@@ -66,21 +66,22 @@ def test_path_may_be_a_relative_string(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_sweep_frame_has_typed_override_columns(tmp_path: Path) -> None:
-    for job in range(11):
+    jobs = [0, 1, 9, 10]
+    for job in jobs:
         overrides = {"hooks.tame.norm": 0.1 * job, "seed": job, "model": "mlp", "deterministic": job > 4}
         make_run(tmp_path / "sweep" / str(job), overrides=overrides, seed=job)
     sweep = instrument.load(tmp_path / "sweep")
-    assert [folder.name for folder in sweep.folders] == [str(job) for job in range(11)]  # numeric order: 10 after 9
-    assert len(sweep.stats) == 66
+    assert [folder.name for folder in sweep.folders] == [str(job) for job in jobs]  # numeric order: 10 after 9
+    assert len(sweep.stats) == 24
     types = sweep.stats.dtypes
     assert pd.api.types.is_float_dtype(types["hooks.tame.norm"])
     assert pd.api.types.is_integer_dtype(types["seed"])
     assert pd.api.types.is_bool_dtype(types["deterministic"])
-    assert list(sweep.stats.groupby("seed")["mean"].first()) == [float(job) for job in range(11)]
-    assert list(sweep.stats.groupby("run", sort=False).size()) == [6] * 11
-    assert list(sweep.runs.run) == [str(job) for job in range(11)]
-    assert list(sweep.runs.loss) == [0.25 + job for job in range(11)]
-    assert "11 runs, 11 done" in repr(sweep)
+    assert list(sweep.stats.groupby("seed")["mean"].first()) == [float(job) for job in jobs]
+    assert list(sweep.stats.groupby("run", sort=False).size()) == [6] * 4
+    assert list(sweep.runs.run) == [str(job) for job in jobs]
+    assert list(sweep.runs.loss) == [0.25 + job for job in jobs]
+    assert "4 runs, 4 done" in repr(sweep)
 
 
 def test_missing_override_is_null(tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def everything(folder: Path) -> pl.DataFrame:
+    """All rows of the runs."""
+    return instrument.load(folder).lazy("stats").collect()
+
+
 @pytest.fixture
 def listed_runs(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Record the folders of the runs whose files were listed."""
@@ -88,11 +94,9 @@ def test_lazy_rows_are_in_file_and_run_order(tmp_path: Path) -> None:
     ],
 )
 def test_files_of_excluded_runs_are_not_listed(
-    folder: Path, listed_runs: set[str], condition: pl.Expr, left: str
+    folder: Path, everything: pl.DataFrame, listed_runs: set[str], condition: pl.Expr, left: str
 ) -> None:
     rows = instrument.load(folder).lazy("stats")
-    everything = rows.collect()
-    listed_runs.clear()
     assert rows.filter(condition).collect().equals(everything.filter(condition))
     assert "".join(sorted(listed_runs)) == left
 
@@ -106,24 +110,25 @@ def test_files_of_excluded_runs_are_not_listed(
         LR.fill_null(9.0) > 1,
         (RUN + LAYER.cast(str)) == "1a",
         (STEP + ODD) == 2,
-        (STEP == ODD) & (ODD == 1),
-        LR.is_nan() | LR.is_null(),
         pl.lit(False),
-        pl.lit(True),
-        pl.col("rank").is_null(),
         pl.any_horizontal(ODD == 1, STEP == 0),
-        pl.all_horizontal(ODD == 1, STEP == 0),
         RUN.max() == RUN,
         RUN.is_first_distinct(),
-        RUN.rank() > 3,
         pl.int_range(pl.len()) < 5,
         STEP.shift(1) == 3,
         RUN.map_batches(lambda runs: runs == "3", return_dtype=pl.Boolean),
+        pytest.param((STEP == ODD) & (ODD == 1), marks=pytest.mark.slow),
+        pytest.param(LR.is_nan() | LR.is_null(), marks=pytest.mark.slow),
+        pytest.param(pl.lit(True), marks=pytest.mark.slow),
+        pytest.param(pl.col("rank").is_null(), marks=pytest.mark.slow),
+        pytest.param(pl.all_horizontal(ODD == 1, STEP == 0), marks=pytest.mark.slow),
+        pytest.param(RUN.rank() > 3, marks=pytest.mark.slow),
     ],
 )
-def test_filtered_rows_equal_those_of_the_full_frame(folder: Path, condition: pl.Expr, engine: str) -> None:
+def test_filtered_rows_equal_those_of_the_full_frame(
+    folder: Path, everything: pl.DataFrame, condition: pl.Expr, engine: str
+) -> None:
     rows = instrument.load(folder).lazy("stats")
-    everything = rows.collect()
     queries: list[Callable[[pl.LazyFrame], pl.LazyFrame]] = [
         lambda frame: frame.filter(condition),
         lambda frame: frame.filter(condition).filter(ODD == 1).select("mean", "run"),
@@ -135,9 +140,8 @@ def test_filtered_rows_equal_those_of_the_full_frame(folder: Path, condition: pl
         assert query(rows).collect(engine=engine).equals(expected)  # type: ignore[call-overload]
 
 
-def test_head_slice_and_tail_equal_those_of_the_full_frame(folder: Path) -> None:
+def test_head_slice_and_tail_equal_those_of_the_full_frame(folder: Path, everything: pl.DataFrame) -> None:
     rows = instrument.load(folder).lazy("stats")
-    everything = rows.collect()
     assert everything.schema == rows.collect_schema()
     for subset in (rows.head(3), rows.slice(7, 30), rows.tail(3)):
         assert subset.collect().height in (3, 30)
@@ -246,11 +250,9 @@ def test_remote_rows_equal_local_rows(remote_path: str, closed: Path) -> None:
 @pytest.mark.parametrize(
     "condition",
     [
-        RUN == "2",
         (ODD == 1) & (STEP == 3) & (LAYER == "a"),
-        pl.col("mean") > 202,
         (RUN == "1") | (STEP == 5),
-        LR.is_null(),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (RUN == "2", pl.col("mean") > 202, LR.is_null())),
     ],
 )
 def test_remote_filter_equals_local_filter(remote_path: str, closed: Path, condition: pl.Expr) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +123,27 @@ def test_runs_table_can_be_joined(tmp_path: Path) -> None:
     assert tuples(alone.sql("select run, status from RUNS")) == [(".", "done")]
 
 
-@pytest.mark.parametrize("name", ["a[1]", "*", "what?", "it's", 'a"b', "ä ü"])
-def test_special_characters_in_folder_names_are_literal(tmp_path: Path, name: str) -> None:
-    make_run(tmp_path / "s" / name, overrides={"x": 1})
-    make_run(tmp_path / "s" / "a1", overrides={"x": 2})
-    sweep = instrument.load(tmp_path / "s")
+NAMES = ["a[1]", "*", "what?", "it's", 'a"b', "ä ü", "a1"]
+
+
+@pytest.fixture(scope="module")
+def oddly_named(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
+    """A sweep with special characters in the names of its runs."""
+    folder = tmp_path_factory.mktemp("names")
+    for number, name in enumerate(NAMES):
+        make_run(folder / name, overrides={"x": number})
+    return instrument.load(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_special_characters_in_folder_names_are_literal(oddly_named: instrument.Run, name: str) -> None:
     quoted = name.replace("'", "''")
     answer = query_both(
-        sweep,
+        oddly_named,
         f"select run, x, count(*) from stats where run = '{quoted}' group by all",
         lambda rows: rows.filter(pl.col("run") == name).group_by("run", "x").agg(pl.len()),
     )
-    assert answer == [(name, 1, 12)]
+    assert answer == [(name, NAMES.index(name), 12)]
 
 
 def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> None:
@@ -168,26 +177,33 @@ def odd_and_even(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def all_rows(odd_and_even: Path) -> Iterator[duckdb.DuckDBPyConnection]:
+    """A database with all rows of the sweep."""
+    with duckdb.connect() as connection:
+        connection.register("stats", pa.Table.from_pandas(instrument.load(odd_and_even).stats))
+        yield connection
+
+
 @pytest.mark.parametrize(
     "condition",
     [
-        "run = '2'",
         "run = '2' and lr = 0.2",
-        "run >= '1' and odd = 0",
         "run >= '2' and lr < 0.35 and odd = 1 and layer = 'a'",
         "run in ('1', '2') and odd = 0",
         "run = '1' or run = '3'",
-        "odd = 1 and run <> '1'",
-        "run = '4' and odd = 1",
         "run like '3%' and odd = 1 and step > 2",
+        pytest.param("run = '2'", marks=pytest.mark.slow),
+        pytest.param("run >= '1' and odd = 0", marks=pytest.mark.slow),
+        pytest.param("odd = 1 and run <> '1'", marks=pytest.mark.slow),
+        pytest.param("run = '4' and odd = 1", marks=pytest.mark.slow),
     ],
 )
-def test_conditions_on_run_columns_equal_those_on_rows(odd_and_even: Path, condition: str) -> None:
-    sweep = instrument.load(odd_and_even)
+def test_conditions_on_run_columns_equal_those_on_rows(
+    odd_and_even: Path, all_rows: duckdb.DuckDBPyConnection, condition: str
+) -> None:
     statement = f"select run, lr, odd, min(mean), count(*) from stats where {condition} group by all order by all"
-    with duckdb.connect() as connection:
-        connection.register("stats", pa.Table.from_pandas(sweep.stats))
-        assert tuples(sweep.sql(statement)) == tuples(connection.execute(statement).df())
+    assert tuples(instrument.load(odd_and_even).sql(statement)) == tuples(all_rows.execute(statement).df())
 
 
 def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,6 +228,7 @@ def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pyt
     ("content", "error"),
     [(b"", "cannot be read"), (b"PAR1" + b"\0" * 100 + b"PAR1", "cannot be read"), (b"no parquet", "cannot be read")],
 )
+@pytest.mark.combinations
 @pytest.mark.parametrize("number", [0, 1])
 def test_damaged_files_are_reported_and_the_rest_is_read(
     tmp_path: Path, content: bytes, error: str, number: int
@@ -240,7 +257,7 @@ def test_files_with_other_columns_are_reported(tmp_path: Path) -> None:
         assert tuples(run.sql("select count(*), max(mean) from stats")) == [(8, 5.0)]
 
 
-@pytest.mark.parametrize("old", [[0], [1], [0, 1, 2]])
+@pytest.mark.parametrize("old", [[0], pytest.param([1], marks=pytest.mark.slow), [0, 1, 2]])
 def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[int]) -> None:
     for job in range(3):
         make_run(tmp_path / "s" / str(job))

@@ -54,6 +54,7 @@ def model_of(layers: int) -> nn.Module:
 RECORD = {"layers": "*", "kind": "forward", "action": "record"}
 
 
+@torch.no_grad()
 def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_seconds: float) -> float:
     """Run steps; return the fraction of time that hooks took."""
     model = probe.plan.layers.model
@@ -68,14 +69,14 @@ def train(simulated: SimulatedTime, probe: instrument.Probe, steps: int, step_se
 @pytest.mark.parametrize("number", tiered(range(10), [2]))
 def test_budget_overhead_converges_to_the_limit(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     draw = random.Random(number)
-    layers, step_seconds = draw.randrange(8, 40), 10 ** draw.uniform(-3, -1)
+    layers, step_seconds = draw.randrange(3, 40), 10 ** draw.uniform(-3, -1)
     budget = draw.choice([0.01, 0.02, 0.05, 0.1])
     simulated = SimulatedTime(monkeypatch)
     at_first = budget * draw.uniform(1.2, 8.0)  # overhead without a budget
     weights = [draw.expovariate(1.0) for _ in range(layers)]
     simulated.costs = {i + 2: at_first * step_seconds * weight / sum(weights) for i, weight in enumerate(weights)}
     with instrument.attach(model_of(layers), {"h": RECORD}, budget={"time": budget}, rules=None) as probe:
-        train(simulated, probe, 4000, step_seconds)
+        train(simulated, probe, 1000, step_seconds)
         ends = train(simulated, probe, 64 * 8, step_seconds)
     assert ends <= budget + 0.01
     assert ends >= budget - 0.01 or ends >= 0.7 * budget, "no more was dropped than necessary"
@@ -108,7 +109,7 @@ def test_hidden_cost_is_measured_by_pausing_hooks(monkeypatch: pytest.MonkeyPatc
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}, rules=None) as probe:
         model = probe.plan.layers.model
-        for _ in range(1000):
+        for _ in range(400):
             before = simulated.spent
             model(torch.ones(1, 1))
             simulated.now += 0.01 + (simulated.spent - before)
@@ -123,14 +124,15 @@ def test_cost_of_subsampled_hooks_is_measured_again(monkeypatch: pytest.MonkeyPa
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.003}
     longer = steps = 0
-    with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "5%"}, rules=None) as probe:
+    hooked = instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "5%"}, rules=None)
+    with torch.no_grad(), hooked as probe:
         model, was_due = probe.plan.layers.model, True
-        for step in range(6000):
+        for step in range(3000):
             due, before = probe.attached_hooks[0].is_scheduled, simulated.now
             model(torch.ones(1, 1))
             simulated.now += 0.01 + (0.009 if due and not was_due and step > 60 else 0.0)
             was_due = due
-            longer, steps = (longer + simulated.now - before - 0.01, steps + 1) if step >= 4976 else (longer, steps)
+            longer, steps = (longer + simulated.now - before - 0.01, steps + 1) if step >= 1976 else (longer, steps)
             probe.end_step()
         assert probe.budget is not None
         assert probe.overhead == pytest.approx(longer / (steps * 0.01), rel=0.1)
@@ -143,7 +145,7 @@ def test_slower_machine_does_not_count_as_overhead(monkeypatch: pytest.MonkeyPat
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "15%"}, rules=None) as probe:
         train(simulated, probe, 200, 0.01)
-        train(simulated, probe, 2000, 0.02)
+        train(simulated, probe, 500, 0.02)
     assert probe.overhead == pytest.approx(0.05, rel=0.05)
 
 
@@ -151,20 +153,29 @@ def test_evaluation_is_not_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.001}
     with instrument.attach(model_of(1), {"h": RECORD}, budget={"time": "50%"}, rules=None) as probe:
-        for _ in range(400):
+        for _ in range(150):
             train(simulated, probe, 1, 0.01)
             with probe.evaluating():
                 simulated.now += 0.05
     assert probe.overhead == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("schedule", [{"every": 8}, {"every": 16}, {"every": 10}, {"steps": [10, 300]}], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param({"every": 8}, marks=pytest.mark.slow),
+        pytest.param({"every": 16}, marks=pytest.mark.slow),
+        {"every": 10},
+        {"steps": [10, 300]},
+    ],
+    ids=str,
+)
 def test_hooks_with_rare_steps_are_never_paused(monkeypatch: pytest.MonkeyPatch, schedule: dict[str, Any]) -> None:
     """Only hooks that run at every step are paused to measure steps without records."""
     simulated = SimulatedTime(monkeypatch)
-    simulated.costs = {2: 0.001, 3: 0.001}
+    simulated.costs = {2: 0.001}
     for others in ({}, {"often": RECORD}):
-        with instrument.attach(model_of(2), {"h": {**RECORD, **schedule}, **others}, budget={"time": 10.0}) as probe:
+        with instrument.attach(model_of(1), {"h": {**RECORD, **schedule}, **others}, budget={"time": 10.0}) as probe:
             train(simulated, probe, 400, 0.01)
         seen = {row["step"] for row in probe.sink.records("stats") if row["hook"] == "h"}
         assert seen == set(schedule.get("steps", range(0, 400, schedule.get("every", 1))))
@@ -236,10 +247,10 @@ def test_most_expensive_site_is_subsampled_first(monkeypatch: pytest.MonkeyPatch
     simulated = SimulatedTime(monkeypatch)
     simulated.costs = {2: 0.0001, 3: 0.002}
     with instrument.attach(model_of(2), {"h": RECORD}, budget={"time": 0.15}, rules=None) as probe:
-        train(simulated, probe, 1000, 0.01)
+        train(simulated, probe, 600, 0.01)
     rows = {row["layer"]: row for row in probe.sink.records("coverage")}
-    assert rows["0"]["fired"] == rows["0"]["expected"] == pytest.approx(1000 - PAUSED_STEPS, abs=BLOCK)
-    assert rows["1"]["fired"] == rows["1"]["expected"] == pytest.approx(525, abs=40)
+    assert rows["0"]["fired"] == rows["0"]["expected"] == pytest.approx(600 - PAUSED_STEPS, abs=BLOCK)
+    assert rows["1"]["fired"] == rows["1"]["expected"] == pytest.approx(325, abs=25)
     steps = [row["step"] for row in probe.sink.records("stats") if row["layer"] == "1"]
     assert {later - earlier for earlier, later in zip(steps[-100:], steps[-99:], strict=False)} == {2}
 
@@ -252,7 +263,7 @@ def test_budget_drops_tensors_then_l1_and_resumes(
     spec = {**RECORD, "stats": ["mean", "l1"], "tensors": True}
     model = model_of(1)
     with instrument.attach(model, {"h": spec}, budget={"time": "1%"}) as first:
-        train(simulated, first, 6000, 0.01)
+        train(simulated, first, 2000, 0.01)
         state = first.state_dict()
     messages = [row["message"] for row in first.sink.records("events") if row["rule"] == "budget"]
     assert any(f"once in {MAX_SUBSAMPLING} scheduled steps" in message for message in messages)
@@ -279,7 +290,7 @@ def test_budget_restores_sampling_after_a_burst(monkeypatch: pytest.MonkeyPatch)
         train(simulated, probe, 400, 0.01)
         subsampling = probe.attached_hooks[0].subsampling
         simulated.costs = {2: 0.001}
-        train(simulated, probe, 4000, 0.01)
+        train(simulated, probe, 1000, 0.01)
         assert subsampling >= 16
         assert probe.attached_hooks[0].subsampling == subsampling // 16, (
             "sampling is restored four times only, to prevent oscillation"
@@ -294,42 +305,43 @@ def test_budget_never_changes_interventions(monkeypatch: pytest.MonkeyPatch) -> 
     simulated.costs = {2: 0.01}
     specs = {"seen": RECORD, "half": {**RECORD, "action": "scale", "factor": 0.5}}
     with instrument.attach(model_of(1), specs, budget={"time": "1%"}) as probe:
-        train(simulated, probe, 1000, 0.01)
-    assert len(probe.sink.rows["effects"]) == 1000
-    assert len(probe.sink.rows["stats"]) < 100
+        train(simulated, probe, 600, 0.01)
+    assert len(probe.sink.rows["effects"]) == 600
+    assert len(probe.sink.rows["stats"]) < 60
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_byte_budget_lasts_to_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """Ten tensors of 4 kB per step for 2,000 steps would be 80 MB."""
+    """Ten tensors of 4 kB per step for 1,000 steps would be 40 MB."""
 
     simulated = SimulatedTime(monkeypatch)
-    allowed = 10_000_000
+    allowed = 5_000_000
     model = nn.Sequential(*(nn.Identity() for _ in range(10)))
     specs = read_specs({"h": {**RECORD, "stats": "none", "tensors": True}})
     sink = instrument.MemorySink()
-    steps = 2000 if known else None
-    probe = instrument.Probe(make_plan(specs, model), sink, budget=parse_budget({"bytes": "10MB"}), steps=steps)
+    steps = 1000 if known else None
+    probe = instrument.Probe(make_plan(specs, model), sink, budget=parse_budget({"bytes": allowed}), steps=steps)
     with probe:
-        for _ in range(2000):
+        for _ in range(1000):
             simulated.now += 0.05
             model(torch.ones(1000))
             probe.end_step()
     kept = len(sink.rows["tensors"]) * 4000
     assert kept <= allowed
     assert kept >= allowed / (2 if known else 10)
-    assert max(row["step"] for row in sink.records("tensors")) > 1900, "the last steps are recorded too"
+    assert max(row["step"] for row in sink.records("tensors")) > 950, "the last steps are recorded too"
 
 
-def test_run_reports_what_the_budget_dropped(cli: Cli) -> None:
+def test_run_reports_what_the_budget_dropped(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.capture.budget.MIN_SECONDS", 0.0)
     arguments = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"]
-    answer = cli(*arguments, "train.steps=600", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
+    answer = cli(*arguments, "train.steps=100", "budget.time=0.1%", "budget.bytes=2GB", "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     assert "budget: hook 'activations' was sampled less often at" in answer.out
     run = instrument.load("out")
     assert (run.events.rule == "budget").sum() > 2
     assert (run.coverage.fired == run.coverage.expected).all()
-    assert len(run.stats) < 600 * run.stats.layer.nunique(), "the number depends on the speed of the machine"
+    assert len(run.stats) < 100 * run.stats.layer.nunique(), "the number depends on the speed of the machine"
     assert Path("out/stats").is_dir()
 
 

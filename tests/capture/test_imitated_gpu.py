@@ -6,6 +6,7 @@ gradients are tested with tensors on the meta device, which have no values eithe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from test_no_waiting import CHANGES, FUNCTION_KINDS, KINDS, possible, spec_of, tables_of
+from tiers import tiered
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,22 +104,35 @@ def test_every_function_is_tried() -> None:
     assert (tried - {"patch"}) | PENALTIES == known  # patch from another run is tried below
 
 
-@pytest.mark.combinations
+def rows_by_hook(probe: instrument.Probe, table: str) -> Counter[str]:
+    return Counter(row["hook"] for row in probe.sink.records(table))  # type: ignore[attr-defined]
+
+
 @pytest.mark.usefixtures("imitated")
-@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(change: str, kind: str) -> None:
-    spec = spec_of(change, kind)
+@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("record", "print", "clip_samples", "noise", "resample", "when"),
+        pytest.param((*CHANGES,), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
+)
+def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(changes: tuple[str, ...], shift: int) -> None:
+    """Each change is a hook of another layer. A test below tries the other changes without values."""
+    kinds = ("forward", "forward_pre")
+    specs = {change: {**spec_of(change, kinds[(i + shift) % 2]), "layers": str(i)} for i, change in enumerate(changes)}
     with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(4, 4, device="cuda"), nn.ReLU())
-        with instrument.attach(model, {change: spec}) as probe:
+        model = nn.ModuleList([nn.Linear(4, 4, device="cuda") for _ in changes])
+        with instrument.attach(model, specs) as probe:
             for step in range(2):
-                with Launches() as launches:
-                    model(torch.empty(3, 4, device="cuda"))
-                assert launches.copies == [] or not step, "only constants, in the first step"
+                for change, layer in zip(changes, model, strict=True):
+                    with Launches() as launches:
+                        layer(torch.empty(3, 4, device="cuda"))
+                    assert launches.copies == [] or not step, f"{change}: only constants, in the first step"
                 probe.end_step()
-    assert [row["fired"] for row in probe.coverage()] == [2]
-    assert all(len(probe.sink.rows[table]) == 2 for table in tables_of(change))
+    assert {row["hook"]: row["fired"] for row in probe.coverage()} == dict.fromkeys(changes, 2)
+    assert all(rows_by_hook(probe, table)[change] == 2 for change in changes for table in tables_of(change))
 
 
 @pytest.mark.usefixtures("imitated")
@@ -217,14 +232,16 @@ def test_hook_in_a_captured_graph_is_refused(monkeypatch: pytest.MonkeyPatch) ->
                 model(torch.empty(3, 4, device="cuda"))
 
 
-@pytest.mark.combinations
 @pytest.mark.usefixtures("imitated")
-@pytest.mark.parametrize(("change", "kind"), [(c, k) for c in CHANGES for k in KINDS if possible(c, k)])
-def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))
+@pytest.mark.parametrize("shift", tiered(range(len(KINDS)), [7]))
+def test_hooks_without_values_work_forward_and_backward(shift: int) -> None:
+    """Each change is a hook of another layer, and has each kind at one of the shifts. All changes are possible at shift 7."""
+    kinds = {change: KINDS[(i + shift) % len(KINDS)] for i, change in enumerate(CHANGES)}
+    tried = [change for change, kind in kinds.items() if possible(change, kind)]
+    specs = {change: {**spec_of(change, kinds[change]), "layers": str(i)} for i, change in enumerate(tried)}
+    model = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in tried))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    spec = spec_of(change, kind)
-    with instrument.attach(model, {change: spec}, optimizer=optimizer) as probe:
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for step in range(2):
             with Launches() as launches:
                 loss = model(torch.empty(3, 4, device="meta", requires_grad=True)).square().mean()
@@ -232,22 +249,27 @@ def test_hooks_without_values_work_forward_and_backward(change: str, kind: str) 
                 optimizer.step()
             assert launches.copies == [] or not step
             probe.end_step()
+    assert {row["hook"] for row in probe.coverage()} == {*tried}
     assert all(row["fired"] == 2 for row in probe.coverage())
-    assert all(len(probe.sink.rows[table]) >= 2 for table in tables_of(change))
+    assert all(rows_by_hook(probe, table)[change] >= 2 for change in tried for table in tables_of(change))
 
 
-@pytest.mark.combinations
+def hooks_of_every_kind(**spec: Any) -> dict[str, dict[str, Any]]:
+    """Return a hook of each kind, each on another layer."""
+    hooks = {kind: {"layers": str(i), "kind": kind, **spec} for i, kind in enumerate(KINDS)}
+    for kind in FUNCTION_KINDS:
+        hooks[kind]["functions"] = "linear"
+    return hooks
+
+
 @pytest.mark.usefixtures("imitated")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("change", [{"fn": "replace"}, {"fn": "patch", "slice": "0:2"}], ids=["replace", "patch"])
-def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[str, str], kind: str) -> None:
-    def train(device: str, spec: dict[str, Any], out: Path | None = None) -> list[list[str]]:
-        model = nn.Sequential(nn.Linear(4, 4, device=device), nn.ReLU(), nn.Linear(4, 4, device=device))
+def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[str, str]) -> None:
+    def train(device: str, hooks: dict[str, Any], out: Path | None = None) -> list[list[str]]:
+        model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in KINDS))
         optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
-        functions = {"functions": "linear"} if kind in FUNCTION_KINDS else {}
-        hooks = {"h": {"layers": "0", "kind": kind, **functions, **spec}}
         with instrument.attach(model, hooks, optimizer=optimizer, out=out) as probe:
-            for _ in range(3):
+            for _ in range(2):
                 with Launches() as launches:
                     loss = model(torch.zeros(3, 4, device=device, requires_grad=True)).square().mean()
                     loss.backward()
@@ -256,31 +278,28 @@ def test_recorded_tensor_is_copied_once_per_firing(tmp_path: Path, change: dict[
                 probe.end_step()
         return copies
 
-    train("cpu", {"action": "record", "tensors": True}, tmp_path / "run")
-    firings = 2 if kind == "parameter_grad" else 1  # weight and bias
-    found = train("meta", {"action": "modify", "run": str(tmp_path / "run"), **change})
-    assert found == [["aten._to_copy.default"] * firings] * 3
+    train("cpu", hooks_of_every_kind(action="record", tensors=True), tmp_path / "run")
+    firings = len(KINDS) + 1  # `parameter_grad` changes weight and bias
+    found = train("meta", hooks_of_every_kind(action="modify", run=str(tmp_path / "run"), **change))
+    assert found == [["aten._to_copy.default"] * firings] * 2
 
 
-@pytest.mark.combinations
 @pytest.mark.usefixtures("imitated")
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [{"fn": "add"}, {"fn": "project_out"}, {"fn": "add", "units": [0, 1, 3]}], ids=str)
-def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, Any], kind: str) -> None:
+def test_vector_is_copied_to_the_device_once(workdir: Path, fields: dict[str, Any]) -> None:
     np.save("vector.npy", np.ones(4))
-    model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.ReLU(), nn.Linear(4, 4, device="meta"))
+    model = nn.Sequential(*(nn.Linear(4, 4, device="meta") for _ in KINDS))
     optimizer, copies = torch.optim.SGD(model.parameters(), lr=0.1), []
-    functions = {"functions": "linear"} if kind in FUNCTION_KINDS else {}
-    spec = {"layers": "0", "kind": kind, **functions, "action": "modify", "vector": "vector.npy", **fields}
-    with instrument.attach(model, {"h": spec}, optimizer=optimizer) as probe:
-        for _ in range(3):
+    hooks = hooks_of_every_kind(action="modify", vector="vector.npy", **fields)
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+        for _ in range(2):
             with Launches() as launches:
                 model(torch.empty(3, 4, device="meta", requires_grad=True)).square().mean().backward()
                 optimizer.step()
             copies.append(len(launches.copies))
             probe.end_step()
-    assert copies[0] > 0
-    assert copies[1:] == [0, 0]
+    assert copies[0] >= len(KINDS)
+    assert copies[1] == 0
 
 
 BIG = 1_000_000

@@ -111,7 +111,7 @@ if __name__ == "__main__":
         train(DistributedDataParallel(create_model()), folder / "failed", "global", fail_at=1)
     except ValueError:
         results["failed"] = {}
-    instrument.folders.run_folder.RANK_0_TIMEOUT = 2.0
+    instrument.folders.run_folder.RANK_0_TIMEOUT = 0.5
     micro = {"h": {"layers": "0", "kind": "parameter_grad_micro", "action": "record"}}
     problems = {
         "taken": refused(DistributedDataParallel(create_model()), folder / "none"),

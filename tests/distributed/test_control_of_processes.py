@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distributed_runs import run_processes
-
-import instrument
+from distributed_runs import train
 
 
 def test_all_processes_follow_rank_zero(tmp_path: Path) -> None:
-    done = run_processes(
+    run = train(
         tmp_path,
+        "out",
         *("device=cpu", "data=digits", "model=mlp", "model.sizes=[64,8,10]", "optimizer=sgd", "optimizer.lr=0.1"),
-        *("train={steps: 8, batch_size: 16, checkpoint: {every: 100}}", "train.parallel=ddp", "hydra.run.dir=out"),
+        *("train={steps: 8, batch_size: 16, checkpoint: {every: 100}}", "train.parallel=ddp"),
         "+hooks.seen={layers: '**', kind: forward, action: record, every: 10}",
         "+hooks.sender={layers: ., kind: forward, action: call, fn: {_target_: control_sender.send_messages}}",
         processes=2,
     )
-    run = instrument.load(tmp_path / "out")
-    assert run.info["status"] == "stopped", done.stderr
+    assert run.info["status"] == "stopped"
     assert list((tmp_path / "out" / "checkpoints").glob("step-*.pt"))
     steps = run.stats[run.stats["hook"] == "seen"].groupby("rank")["step"].unique().map(sorted)
     assert steps[0] == steps[1]

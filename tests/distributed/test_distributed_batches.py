@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from distributed_runs import run_processes
+from distributed_runs import train
 from tiers import tiered
-
-import instrument
 
 ARGUMENTS = (
     "device=cpu",
@@ -26,11 +24,8 @@ DATA = {
 
 @pytest.mark.parametrize("data", tiered(DATA, quick=["stream"]))
 def test_two_processes_train_as_one(data: str, tmp_path: Path) -> None:
-    for name, processes, parallel in (("one", 1, []), ("two", 2, ["train.parallel=ddp", "reduce=global"])):
-        arguments = (*ARGUMENTS, DATA[data], *parallel, f"hydra.run.dir={name}")
-        done = run_processes(tmp_path, *arguments, processes=processes)
-        assert done.returncode == 0, done.stderr
-    one, two = (instrument.load(tmp_path / name) for name in ("one", "two"))
+    one = train(tmp_path, "one", *ARGUMENTS, DATA[data])
+    two = train(tmp_path, "two", *ARGUMENTS, DATA[data], "train.parallel=ddp", "reduce=global", processes=2)
     for metric in ("loss", "accuracy", "grad_norm"):
         assert two.metrics[metric].tolist() == pytest.approx(one.metrics[metric].tolist(), rel=1e-5, nan_ok=True)
     assert two.stats["numel"].tolist() == one.stats["numel"].tolist()

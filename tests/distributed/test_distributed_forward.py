@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from distributed_runs import run_processes
+from distributed_runs import run_processes, train
 from state_comparison import identical
 from tiers import tiered
 from torch import nn
@@ -52,10 +52,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., instrume
         more = () if parallel is None else (f"train.parallel={parallel}", "reduce=global")
         command = (*arguments, *more)
         if command not in done:
-            name = f"run{len(done)}"
-            result = run_processes(folder, *command, f"hydra.run.dir={name}", processes=1 if parallel is None else 2)
-            assert result.returncode == 0, result.stderr
-            done[command] = instrument.load(folder / name)
+            done[command] = train(folder, f"run{len(done)}", *command, processes=1 if parallel is None else 2)
         return done[command]
 
     return run

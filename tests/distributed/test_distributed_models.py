@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from distributed_runs import run_processes
+from distributed_runs import run_processes, start, train
 from tiers import tiered
 
 import instrument
@@ -17,6 +17,7 @@ TRAINED = [
     "train={steps: 6, batch_size: 40, accumulate: 2}",
     "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
 ]
+REDUCED = ["train.parallel=ddp", "reduce=global"]
 ABLATED = "+hooks.ablated={layers: middle, kind: forward, action: modify, fn: zero, start: 2}"
 KEYS = ["step", "layer", "path"]
 
@@ -28,22 +29,18 @@ KEYS = ["step", "layer", "path"]
 )
 def single_process(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Working directory of a run of one process, and its arguments."""
-    folder, common = (
-        tmp_path_factory.mktemp("unused"),
-        [*TRAINED, "model={_target_: distributed_models.UnusedLayer}", *request.param],
-    )
-    one = run_processes(folder, *common, "hydra.run.dir=one")
-    assert one.returncode == 0, one.stderr
+    folder = tmp_path_factory.mktemp("unused")
+    common = [*TRAINED, "model={_target_: distributed_models.UnusedLayer}", *request.param]
+    train(folder, "one", *common)
     return folder, common
 
 
 @pytest.mark.parametrize("parallel", tiered(["ddp", "fsdp2"], []))
 def test_parameters_without_gradients_are_not_changed(single_process: tuple[Path, list[str]], parallel: str) -> None:
     folder, common = single_process
-    more = (f"hydra.run.dir={parallel}", f"train.parallel={parallel}", "reduce=global")
-    two = run_processes(folder, *common, *more, processes=2)
-    assert two.returncode == 0, two.stderr
-    single, distributed = (instrument.load(folder / name).stats for name in ("one", parallel))
+    more = (f"train.parallel={parallel}", "reduce=global")
+    single = instrument.load(folder / "one").stats
+    distributed = train(folder, parallel, *common, *more, processes=2).stats
     both = single.merge(distributed, on=KEYS, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
     assert (both["_merge"] == "both").all()
     assert "idle" not in set(both["layer"])
@@ -60,7 +57,7 @@ def test_unused_parameters_are_reported_before_the_step(tmp_path: Path, rank: st
         "train.parallel=ddp",
         "train.steps=3",
     ]
-    result = run_processes(tmp_path, *arguments, "hydra.run.dir=stopped", processes=2)
+    result = start(tmp_path, "stopped", *arguments, processes=2)
     assert result.returncode != 0
     assert "set train.find_unused_parameters=true" in result.stderr
     run = instrument.load(tmp_path / "stopped")
@@ -70,20 +67,14 @@ def test_unused_parameters_are_reported_before_the_step(tmp_path: Path, rank: st
 
 
 def test_find_unused_parameters_skips_unused_layers(tmp_path: Path) -> None:
-    arguments = [*TRAINED, "model={_target_: distributed_models.UnusedLayer, after: 6}", "train.parallel=ddp"]
-    result = run_processes(
-        tmp_path, *arguments, "train.find_unused_parameters=true", "hydra.run.dir=found", processes=2
-    )
-    assert result.returncode == 0, result.stderr
-    stats = instrument.load(tmp_path / "found").stats
+    unused = ["model={_target_: distributed_models.UnusedLayer, after: 6}", "train.find_unused_parameters=true"]
+    stats = train(tmp_path, "found", *TRAINED, *unused, "train.parallel=ddp", processes=2).stats
     assert (stats.query("layer == 'middle'").step.max(), stats.query("layer == 'last'").step.max()) == (2, 5)
 
 
 def test_task_that_calls_parts_of_the_model(tmp_path: Path) -> None:
     gan = ["+exp=wgan_gp", "train.steps=2", "device=cpu"]
-    done = run_processes(tmp_path, *gan, "train.parallel=ddp", "hydra.run.dir=out", processes=2)
-    assert done.returncode == 0, done.stderr
-    run = instrument.load(tmp_path / "out")
+    run = train(tmp_path, "out", *gan, "train.parallel=ddp", processes=2)
     gradients = run.stats.query("kind == 'parameter_grad'").set_index(["rank", "hook", *KEYS]).drop(columns="scope")
     assert set(gradients.index.get_level_values("hook")) == {"critic_gradients", "generator_gradients"}
     pd.testing.assert_frame_equal(gradients.loc[0], gradients.loc[1])  # reduced
@@ -113,16 +104,8 @@ def test_error_on_one_rank_before_training_names_the_rank(tmp_path: Path) -> Non
 
 
 def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
-    done = run_processes(
-        tmp_path,
-        *TRAINED,
-        "model={_target_: distributed_models.Reentrant}",
-        "train.parallel=ddp",
-        "hydra.run.dir=out",
-        processes=2,
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(instrument.load(tmp_path / "out").stats["step"]) == set(range(6))
+    reentrant = ["model={_target_: distributed_models.Reentrant}", "train.parallel=ddp"]
+    assert set(train(tmp_path, "out", *TRAINED, *reentrant, processes=2).stats["step"]) == set(range(6))
 
 
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
@@ -132,10 +115,8 @@ def test_task_module_is_not_trained(tmp_path: Path) -> None:
         "task={_target_: distributed_models.EmbeddingDistance}",
         "~task.loss",
     ]
-    for name, processes, more in [("one", 1, []), ("two", 2, ["train.parallel=ddp", "reduce=global"])]:
-        done = run_processes(tmp_path, *TRAINED, *task, f"hydra.run.dir={name}", *more, processes=processes)
-        assert done.returncode == 0, done.stderr
-    single, distributed = (instrument.load(tmp_path / name).stats for name in ("one", "two"))
+    single = train(tmp_path, "one", *TRAINED, *task).stats
+    distributed = train(tmp_path, "two", *TRAINED, *task, *REDUCED, processes=2).stats
     both = single.merge(distributed, on=KEYS, suffixes=("", "_there"), validate="1:1")
     assert len(both) == len(single) == len(distributed)
     assert ((both["l2"] - both["l2_there"]).abs() <= 1e-5 * both["l2"]).all()
@@ -149,9 +130,7 @@ def test_tokens_of_all_ranks_are_weighted_equally(tmp_path: Path) -> None:
         "task=next_token",
         "train={steps: 3, batch_size: 4, accumulate: 2, eval_batch_size: 6}",
     ]
-    for folder, more, processes in (("one", [], 1), ("two", ["train.parallel=ddp", "reduce=global"], 2)):
-        done = run_processes(tmp_path, *language, *more, f"hydra.run.dir={folder}", processes=processes)
-        assert done.returncode == 0, done.stderr
-    one, two = (instrument.load(tmp_path / folder).metrics for folder in ("one", "two"))
+    one = train(tmp_path, "one", *language).metrics
+    two = train(tmp_path, "two", *language, *REDUCED, processes=2).metrics
     columns = ["loss", "accuracy", "grad_norm"]
     pd.testing.assert_frame_equal(one[columns], two[columns], rtol=1e-5)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from distributed_runs import run_processes
+from conftest import run_in
+from distributed_runs import run_processes, start, train
 from state_comparison import identical
-from tiers import tiered
 
 import instrument
 from instrument import compact
@@ -19,9 +20,7 @@ from instrument.training.checkpoint import Checkpoints
 CLOCK = ["seconds", "samples_per_second"]
 
 
-def arguments(
-    name: str, parallel: str, reduce: str, failing_rank: int, device: str = "cpu", *, steps: int = 20, every: int = 5
-) -> list[str]:
+def arguments(parallel: str, reduce: str, failing_rank: int, device: str, *, steps: int, every: int) -> list[str]:
     """Return arguments of a run with checkpoints every few steps. It is killed after two, in the middle of a step."""
     return [
         f"device={device}",
@@ -40,7 +39,6 @@ def arguments(
         "+hooks.tests={layers: '5', kind: forward, action: record, phase: eval}",
         f"train.parallel={parallel}",
         f"reduce={reduce}",
-        f"hydra.run.dir={name}",
     ]
 
 
@@ -61,20 +59,20 @@ STRATEGIES = [("ddp", "global"), ("fsdp2", "none")]
     ],
 )
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str]]:
-    """Folders of an uninterrupted run and of a run with a rank killed once or twice, and the output of the latter."""
+    """Folders of an uninterrupted run and of a run with a rank killed once or twice, and the output of the latter.
+
+    The folder of the killed run before it was resumed is next to them, with the name `dead`.
+    """
     parallel, reduce, device, kills, every = request.param
     steps = 2 * every * (kills + 1)
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("fewer GPUs than processes")
     folder = tmp_path_factory.mktemp("resumed")
-    uninterrupted = run_processes(
-        folder, *arguments("whole", parallel, reduce, -1, device, steps=steps, every=every), processes=2
-    )
-    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    train(folder, "whole", *arguments(parallel, reduce, -1, device, steps=steps, every=every), processes=2)
     kept: list[int] = []  # the steps of the checkpoints
-    done = run_processes(
-        folder, *arguments("killed", parallel, reduce, 1, device, steps=steps, every=every), processes=2
-    )
+    killed = arguments(parallel, reduce, 1, device, steps=steps, every=every)
+    done = start(folder, "killed", *killed, processes=2)
+    shutil.copytree(folder / "killed", folder / "dead")
     while done.returncode:
         assert len(kept) < 4, done.stderr
         assert instrument.load(folder / "killed").info["failed_rank"] == 1
@@ -118,32 +116,47 @@ def test_resumed_checkpoints_equal_an_uninterrupted_run(runs: tuple[Path, Path, 
             assert identical(one[name], other[name]), name
 
 
-@pytest.fixture(scope="module")
-def dead(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def dead(runs: tuple[Path, Path, list[str]], tmp_path: Path) -> Path:
     """Folder of a run of two processes, one of which was killed."""
-    folder = tmp_path_factory.mktemp("dead")
-    assert run_processes(folder, *arguments("out", "ddp", "none", 0), processes=2).returncode != 0
-    return folder / "out"
+    return Path(shutil.copytree(runs[1].with_name("dead"), tmp_path / "out"))
 
 
-@pytest.mark.parametrize("processes", tiered([1, 3], [1]))
-def test_resume_requires_the_same_number_of_processes(tmp_path: Path, dead: Path, processes: int) -> None:
-    shutil.copytree(dead, tmp_path / "out")
-    before = sorted(tmp_path.glob("out/**/*"))
-    done = run_processes(tmp_path, "resume=out", processes=processes)
+def check_number_of_processes(dead: Path, processes: int, resume: Callable[[], tuple[int, str]]) -> None:
+    """Assert that a command which resumes the run in this number of processes is refused, and changes no file."""
+    before = sorted(dead.glob("**/*"))
+    code, error = resume()
+    assert code != 0
+    assert f"with the same number, not with {processes}" in error
+    assert "resume: the run was started with 2 processes" in error
+    assert "torchrun --nproc-per-node 2 -m instrument resume=out" in error
+    assert "/instrument/" not in error  # no traceback of this package
+    assert sorted(dead.glob("**/*")) == before
+
+
+def test_resume_with_one_process_is_refused(dead: Path) -> None:
+    def resume() -> tuple[int, str]:
+        answer = run_in(dead.parent, "resume=out")
+        return answer.code, answer.err
+
+    check_number_of_processes(dead, 1, resume)
+
+
+@pytest.mark.slow
+def test_resume_with_more_processes_is_refused(dead: Path) -> None:
+    def resume() -> tuple[int, str]:
+        done = run_processes(dead.parent, "resume=out", processes=3)
+        return done.returncode, done.stderr
+
+    check_number_of_processes(dead, 3, resume)
+
+
+def test_missing_checkpoint_file_of_a_rank_is_reported(dead: Path) -> None:
+    (missing,) = (dead / "checkpoints").glob("*-0001.pt")
+    step = Checkpoints(dead).load()["step"]
+    missing.unlink()
+    done = run_processes(dead.parent, "resume=out", processes=2)
     assert done.returncode != 0
-    assert f"with the same number, not with {processes}" in done.stderr
-    assert "resume: the run was started with 2 processes" in done.stderr
-    assert "torchrun --nproc-per-node 2 -m instrument resume=out" in done.stderr
-    assert "/instrument/" not in done.stderr  # no traceback of this package
-    assert sorted(tmp_path.glob("out/**/*")) == before
-
-
-def test_missing_checkpoint_file_of_a_rank_is_reported(tmp_path: Path, dead: Path) -> None:
-    shutil.copytree(dead, tmp_path / "out")
-    (tmp_path / "out" / "checkpoints" / "step-00000010-0001.pt").unlink()
-    done = run_processes(tmp_path, "resume=out", processes=2)
-    assert done.returncode != 0
-    assert "step-00000010-0001.pt" in done.stderr
+    assert missing.name in done.stderr
     assert "No such file" in done.stderr
-    assert Checkpoints(tmp_path / "out").load()["step"] == 10
+    assert Checkpoints(dead).load()["step"] == step

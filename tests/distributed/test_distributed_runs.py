@@ -36,8 +36,8 @@ defaults:
   - _self_
 name: ranked
 model: {sizes: [64, 32, 16, 10]}
-train: {steps: 4, batch_size: 50, accumulate: 2, eval_every: 2, eval_batch_size: 50}
-data: {slice: {stop: 210}, eval_slice: {stop: 120}}
+train: {steps: 2, batch_size: 50, accumulate: 2, eval_every: 1, eval_batch_size: 50}
+data: {slice: {stop: 110}, eval_slice: {stop: 120}}
 hooks:
   seen:     {layers: "**", kind: forward, action: record, stats: [default, l1, dead_fraction], histogram: 32, quantiles: [0.25, 0.5]}
   evaluated: {layers: "**", kind: forward, action: record, phase: eval}
@@ -58,6 +58,11 @@ hooks:
 """
 
 
+def write_experiment(folder: Path) -> None:
+    (folder / "conf" / "exp").mkdir(parents=True, exist_ok=True)
+    (folder / "conf" / "exp" / "ranked.yaml").write_text(EXPERIMENT.lstrip())
+
+
 def run_experiment(
     folder: Path,
     *arguments: str,
@@ -65,8 +70,7 @@ def run_experiment(
     launcher: Callable[..., subprocess.CompletedProcess[str]] = distributed_runs.run_processes,
 ) -> subprocess.CompletedProcess[str]:
     """Run the experiment in a folder."""
-    (folder / "conf" / "exp").mkdir(parents=True, exist_ok=True)
-    (folder / "conf" / "exp" / "ranked.yaml").write_text(EXPERIMENT.lstrip())
+    write_experiment(folder)
     return launcher(folder, *arguments, processes=processes)
 
 
@@ -79,6 +83,7 @@ VARIANTS = {
     "apart": (2, ["train.parallel=ddp"]),
     "shards": (2, ["train.parallel=fsdp2"]),
 }
+COMMANDS = {"ddp2", "ddp4"}  # started with the command line; the others without it
 MERGED = tiered(["ddp2", "ddp4", "fsdp2", "fsdp4"], ["ddp2", "fsdp2"])
 
 
@@ -93,12 +98,18 @@ class Runs(dict[str, instrument.Run]):
         processes, arguments = VARIANTS[variant]
         if self.device == "cuda" and processes > torch.cuda.device_count():
             pytest.skip("fewer GPUs than processes")
-        more = (f"device={self.device}", f"hydra.run.dir={variant}", *arguments)
-        launcher = distributed_runs.torchrun if variant == "ddp4" else distributed_runs.run_processes
-        done = run_experiment(self.folder, "+exp=ranked", *more, processes=processes, launcher=launcher)
-        assert done.returncode == 0, done.stderr
-        assert "warning" not in done.stdout, done.stdout
-        self[variant] = instrument.load(self.folder / variant)
+        more = ("+exp=ranked", f"device={self.device}", *arguments)
+        if variant in COMMANDS:
+            launcher = distributed_runs.torchrun if variant == "ddp4" else distributed_runs.run_processes
+            done = run_experiment(
+                self.folder, *more, f"hydra.run.dir={variant}", processes=processes, launcher=launcher
+            )
+            assert done.returncode == 0, done.stderr
+            assert "warning" not in done.stdout, done.stdout
+            self[variant] = instrument.load(self.folder / variant)
+        else:
+            write_experiment(self.folder)
+            self[variant] = distributed_runs.train(self.folder, variant, *more, processes=processes)
         return self[variant]
 
 
@@ -314,8 +325,9 @@ def test_dead_rank_in_a_custom_loop_is_reported(tmp_path: Path) -> None:
     [(0, "kill", "none"), pytest.param(1, "kill", "none", marks=pytest.mark.slow), (1, "raise", "global")],
 )
 def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, reduce: str, processes: int) -> None:
-    done = run_experiment(
+    done = distributed_runs.start(
         tmp_path,
+        "out",
         *(
             "data=digits",
             f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5}}",
@@ -324,7 +336,6 @@ def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, r
         *(
             "+hooks.seen={layers: '*', kind: forward, action: record}",
             "train.parallel=ddp",
-            "hydra.run.dir=out",
             f"reduce={reduce}",
         ),
         processes=processes,
@@ -368,6 +379,7 @@ def test_configuration_error_is_reported_once(tmp_path: Path, problem: str, expe
     lines = [line for line in done.stderr.splitlines() if expected in line and "torchrun" not in line]
     assert len({*lines}) == len(lines) >= 1, done.stderr
     assert "cannot continue" not in done.stderr
+    assert "/instrument/" not in done.stderr  # no traceback of this package
     assert not list(tmp_path.glob("runs/**/stats"))
 
 
@@ -387,7 +399,7 @@ def config(**changes: Any) -> Any:
     [
         pytest.param(1, ["train.parallel=ddp"], marks=pytest.mark.slow),
         pytest.param(2, [], marks=pytest.mark.slow),
-        (2, ["train.parallel=ddp", "plan=true"]),
+        pytest.param(2, ["train.parallel=ddp", "plan=true"], marks=pytest.mark.slow),
     ],
 )
 def test_invalid_combination_leaves_no_folder(tmp_path: Path, processes: int, arguments: list[str]) -> None:
@@ -405,6 +417,8 @@ def test_strategy_must_match_the_number_of_processes() -> None:
         ConfigError, match=r"train.parallel: this requires several processes[\s\S]*torchrun --nproc-per-node"
     ):
         choose_strategy(config(train={"steps": 1, "parallel": "ddp"}), None)
+    with pytest.raises(ConfigError, match="plan: a dry run requires a single process"):
+        choose_strategy(config(train={"steps": 1, "parallel": "ddp"}, plan=True), group)
 
 
 @pytest.mark.parametrize(

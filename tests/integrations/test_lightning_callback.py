@@ -26,7 +26,7 @@ HOOKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def installed() -> None:
     pytest.importorskip("lightning.pytorch")
 
@@ -63,9 +63,16 @@ def fit(module: nn.Module, callback: LightningCallback | None, **more: Any) -> N
         trainer.fit(module, DataLoader(data, 4), DataLoader(data, 8))
 
 
-def test_steps_micro_steps_clipping_and_evaluations_are_recorded() -> None:
-    callback = callback_of()
-    fit(module_of(), callback, accumulate_grad_batches=2, gradient_clip_val=0.01)
+@pytest.fixture(scope="module")
+def recorded() -> tuple[nn.Module, LightningCallback]:
+    """A trained module, and the callback that recorded its training."""
+    module, callback = module_of(), callback_of()
+    fit(module, callback, accumulate_grad_batches=2, gradient_clip_val=0.01)
+    return module, callback
+
+
+def test_steps_micro_steps_clipping_and_evaluations_are_recorded(recorded: tuple[nn.Module, LightningCallback]) -> None:
+    callback = recorded[1]
     stats = callback.probe.sink.frame("stats")
     assert sorted(stats[stats.hook == "raw"].step.unique()) == [0, 1, 2, 3]
     assert stats[stats.hook == "micro"].groupby("step").micro_step.unique().map(list).tolist() == [[0, 1]] * 4
@@ -80,11 +87,10 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded() -> None:
     assert len(callback.probe.sink.rows["metrics"]) == 4
 
 
-def test_recording_keeps_weights_bit_identical() -> None:
-    baseline, recorded = module_of(), module_of()
+def test_recording_keeps_weights_bit_identical(recorded: tuple[nn.Module, LightningCallback]) -> None:
+    baseline = module_of()
     fit(baseline, None, accumulate_grad_batches=2, gradient_clip_val=0.01)
-    fit(recorded, callback_of(), accumulate_grad_batches=2, gradient_clip_val=0.01)
-    for ours, theirs in zip(recorded.parameters(), baseline.parameters(), strict=True):
+    for ours, theirs in zip(recorded[0].parameters(), baseline.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 

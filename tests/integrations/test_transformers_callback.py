@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,13 @@ HOOKS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+@pytest.fixture(autouse=True, scope="module")
+def offline() -> Iterator[None]:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        yield
 
 
 def callback_of(**more: Any) -> TransformersCallback:
@@ -77,9 +80,19 @@ def train(model: nn.Module, folder: Path, callback: TransformersCallback | None)
     transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks).train()
 
 
-def test_steps_micro_steps_clipping_and_evaluations_are_recorded(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, TransformersCallback]:
+    """A trained model, and the callback that recorded its training."""
+    model = model_of()
     with callback_of() as callback:
-        train(model_of(), tmp_path, callback)
+        train(model, tmp_path_factory.mktemp("recorded"), callback)
+    return model, callback
+
+
+def test_steps_micro_steps_clipping_and_evaluations_are_recorded(
+    recorded: tuple[nn.Module, TransformersCallback],
+) -> None:
+    callback = recorded[1]
     stats = callback.probe.sink.frame("stats")
     assert stats[stats.hook == "sums"].groupby("step").micro_step.unique().map(list).tolist() == [[0, 1]] * 3
     norm = stats[stats.hook == "used"].groupby("step").l2.apply(lambda norms: (norms**2).sum() ** 0.5)
@@ -90,12 +103,12 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(tmp_path: Path)
     assert not any(row["cause"] for row in callback.probe.coverage())
 
 
-def test_recording_keeps_weights_bit_identical(tmp_path: Path) -> None:
-    baseline, recorded = model_of(), model_of()
+def test_recording_keeps_weights_bit_identical(
+    tmp_path: Path, recorded: tuple[nn.Module, TransformersCallback]
+) -> None:
+    baseline = model_of()
     train(baseline, tmp_path, None)
-    with callback_of() as callback:
-        train(recorded, tmp_path, callback)
-    for ours, theirs in zip(recorded.parameters(), baseline.parameters(), strict=True):
+    for ours, theirs in zip(recorded[0].parameters(), baseline.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 

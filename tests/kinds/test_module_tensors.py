@@ -411,6 +411,7 @@ ALL_KINDS = [*MODULE_KINDS, "parameter_grad", "post_accumulate_grad", "step_post
     ],
     ids=str,
 )
+@pytest.mark.combinations
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_action_runs_at_the_scheduled_steps_only(kind: str, schedule: dict[str, Any], steps: list[int]) -> None:
     counted_calls.clear()

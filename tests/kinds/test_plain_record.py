@@ -167,10 +167,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def train(model: nn.Module, probe: Any) -> None:
-    """Make four steps with two micro-batches each, one evaluation, and a second backward pass."""
+    """Make four steps, the second with two micro-batches, one evaluation, and second backward passes."""
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
-        for _ in range(2):
+        for _ in range(2 if step == 1 else 1):
             x = torch.randn(4, 6, generator=generator)
             with suppress(ArithmeticError):
                 loss = model(x).square().mean()
@@ -224,7 +224,7 @@ def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> Non
     assert repr(fast) == repr(general)  # as text, since NaN differs from itself
 
 
-@pytest.mark.parametrize("seeds", portions(quick=30, total=300, size=90))
+@pytest.mark.parametrize("seeds", portions(quick=10, total=300, size=97))
 def test_both_paths_write_the_same_rows_for_random_networks(seeds: range) -> None:
     hooks = {name: SPECS[name] for name in ("outputs", "gradients", "totals")}
     hooks["totals"] = {**hooks["totals"], "start": 0}

@@ -95,6 +95,7 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.combinations
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
 @pytest.mark.parametrize("change", [NOISE, DROPOUT], ids=["noise", "dropout"])
@@ -189,7 +190,7 @@ def test_module_that_calls_itself_through_a_checkpoint(reentrant: bool) -> None:
 
 # The method name since transformers 4.46; the newest versions have another one.
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@VARIANTS
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.parametrize("name", tiered(["GPT2LMHeadModel", "LlamaForCausalLM"], ["GPT2LMHeadModel"]))
 def test_checkpointing_of_transformers(name: str, reentrant: bool) -> None:
     """Records are bit-identical, and noise in every block equals that of the model without checkpointing."""
@@ -348,9 +349,10 @@ class RandomSegments(nn.Module):
         return self.segment(random.Random(self.seed))(x)
 
 
+@pytest.mark.combinations
 @VARIANTS
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre", "tensor"])
-@pytest.mark.parametrize("seeds", portions(4, 12, 8))
+@pytest.mark.parametrize("seeds", portions(2, 12, 10))
 def test_any_nesting_of_segments_equals_plain_training(seeds: range, kind: str, reentrant: bool) -> None:
     specs = {"draw": {"layers": ["blocks.*.0", "blocks.1"], "kind": kind, **NOISE}}
     for seed in seeds:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tiered
 from torch import Tensor, nn
 
 import instrument
@@ -188,7 +189,7 @@ def reference(model: nn.Module, given: dict[str, Any]) -> tuple[dict[Key, Tensor
     return values, {key: part.grad.clone() for key, part in kept.items() if part.grad is not None}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", tiered(MODELS, MODELS.keys() - {"Llama", "T5"}))
 def test_every_nested_tensor_is_recorded_with_its_gradient(name: str) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)

@@ -117,7 +117,7 @@ def test_maps_equal_the_probabilities_of_the_module(model: Model, run: instrumen
 
 def test_sample_is_selected_by_id(run: instrument.Run) -> None:
     frame = run.tensors(hook="probabilities", layer="blocks.0")
-    for sample, (step, position) in {7: (0, 0), 3: (0, 1), 4: (1, 0), 9: (1, 1), None: (1, 0)}.items():
+    for sample, (step, position) in {3: (0, 1), 9: (1, 1), None: (1, 0)}.items():
         figure = attention(run, "blocks.0", head=1, sample=sample)
         expected = frame[frame.step == step]["values"].iloc[0][position, 1]
         np.testing.assert_array_equal(values_of(maps_of(figure)["head 1"]), expected)
@@ -155,7 +155,7 @@ def test_tokens_are_labels(run: instrument.Run) -> None:
 
 def test_tokens_of_a_long_sequence_are_thinned(model: Model) -> None:
     run = recorded(model, torch.randint(0, 128, (1, 90)), probabilities={**FUNCTION, "functions": "softmax"})
-    figure = attention(run, "blocks.0")
+    figure = attention(run, "blocks.0", head=[0, 1])
     assert overlaps(figure) == []
     queries, keys = labels_of(next(iter(maps_of(figure).values())))
     assert queries == keys

@@ -107,7 +107,7 @@ def test_missing_gradients_are_an_error_with_a_hint(run: instrument.Run) -> None
         gradient_flow(run.stats.query("hook == 'acts'"))
 
 
-@pytest.mark.parametrize("most", tiered([1.1, 2.0, 7.0, 40.0, 1e3, 1e9], [1.1, 1e9]))
+@pytest.mark.parametrize("most", tiered([1.1, 2.0, 7.0, 40.0, 1e3, 1e9], [1e9]))
 def test_labels_do_not_overlap(most: float) -> None:
     values = np.geomspace(0.15, 0.15 * most, 60)
     figure = gradient_flow(stats_of({f"encoder.block.{i}.attention": [value, 0.2] for i, value in enumerate(values)}))

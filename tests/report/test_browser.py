@@ -301,26 +301,45 @@ def _contrast(*colours: str) -> float:
     return (max(light) + 0.05) / (min(light) + 0.05)
 
 
-MARKUP = "<script>alert(1)</script>"
+MARKUP, BOLD = "<script>alert(1)</script>", "<b>bold</b>&amp;"
 ONE_HOOK = {"h": {"layers": "*", "kind": "forward", "action": "record"}}
 
 
 @pytest.fixture(scope="module")
-def small_report(browser: Browser, page_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenReport]:
-    """Report of a run of one step with one hook, and with markup in the names of its layers."""
+def small_report_page(
+    browser: Browser, page_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OpenReport]:
     model = nn.Sequential()
     model.add_module(MARKUP, nn.Linear(4, 4))
-    model.add_module("<b>bold</b>&amp;", nn.ReLU())
-    run = train(tmp_path_factory.mktemp("small") / "r", model, ONE_HOOK, steps=1)
+    model.add_module(BOLD, nn.ReLU())
+    model.add_module("last", nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].bias.fill_(-100.0)
+    update = {"kind": "step_post", "role": "update", "action": "record", "stats": "update_ratio"}
+    hooks = {
+        **ONE_HOOK,
+        "first": {**update, "layers": MARKUP},
+        "last": {**update, "layers": "last"},
+        "spread": {**SPREAD, "types": "ReLU"},
+    }
+    run = train(tmp_path_factory.mktemp("small") / "r", model, hooks, steps=2)
     with open_report(browser, page_file, run) as report:
         yield report
 
 
+@pytest.fixture
+def small_report(small_report_page: OpenReport) -> Iterator[OpenReport]:
+    """Report of a run with markup in the names of its layers, a dead layer, and updates recorded by two hooks."""
+    small_report_page.restore()
+    yield small_report_page
+    small_report_page.check()
+
+
 def test_names_with_markup_are_shown_as_text(small_report: OpenReport) -> None:
-    assert small_report.plot("heatmap-chart")[0]["x"] == ["0"]
+    assert small_report.plot("heatmap-chart")[0]["x"] == ["0", "1"]
     assert small_report.page.text_content("#layer-title") == f"{MARKUP}, Linear"
     ticks = small_report.page.locator("#heatmap-chart .ytick text").all_text_contents()
-    assert ticks == [MARKUP, "<b>bold</b>&amp;"]
+    assert ticks == [MARKUP, BOLD, "last"]
     assert MARKUP in small_report.page.inner_text("#model")
 
 
@@ -328,10 +347,38 @@ def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
     hidden = small_report.page.evaluate(
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
     )
-    assert hidden == ["flow", "attention", "maps", "interventions"]
+    assert hidden == ["attention", "maps", "interventions"]
     links = small_report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
-    assert links == ["#findings", "#training", "#layers", "#units", "#coverage", "#events", "#model"]
+    assert links == ["#findings", "#training", "#layers", "#flow", "#units", "#coverage", "#events", "#model"]
     assert "Set histogram: true" in small_report.page.inner_text("#layer-histogram-note")
+
+
+@pytest.mark.slow
+def test_very_large_charts_are_drawn(small_report: OpenReport) -> None:
+    assert small_report.page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
+
+
+@pytest.mark.slow
+def test_zero_has_its_own_color_on_a_logarithmic_scale(small_report: OpenReport) -> None:
+    scale = "(() => { const s = scaleOf([[1, 1e-2, 1e-4, 0]]); return [1e-4, 0].map(s.to).concat(s.low, s.colours[1][0], s.high); })()"
+    least, zero, low, edge, high = small_report.page.evaluate(scale)
+    position = [(value - low) / (high - low) for value in (least, zero)]
+    assert position[1] < edge < position[0]
+
+
+def test_histogram_of_a_dead_layer_is_visible(small_report: OpenReport) -> None:
+    small_report.choose("layer-location", BOLD)
+    assert small_report.page.text_content("#layer-title") == f"{BOLD}, ReLU"
+    columns = small_report.page.evaluate("document.getElementById('layer-histogram').data.map(({y, z}) => [y, z])")
+    assert len(columns) == 2
+    assert all(y[0] < 0.0 < y[1] and z == [[0.0]] for y, z in columns)  # one bin with all elements: log10(1)
+
+
+def test_updates_of_all_hooks_can_be_selected(small_report: OpenReport) -> None:
+    assert small_report.page.locator("#updates-series option").all_text_contents() == [
+        "first: step_post update",
+        "last: step_post update",
+    ]
 
 
 @pytest.mark.slow
@@ -353,13 +400,14 @@ def test_configuration_can_be_copied(full_report: OpenReport) -> None:
 
 def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_sweep: instrument.Run) -> None:
     done = [i for i, info in enumerate(reported_sweep.infos) if info["status"] == "done"]
+    names = [reported_sweep.folders[i].name for i in done]
     losses = [reported_sweep.infos[i]["metrics"]["loss"] for i in done]
     with open_page(reported_sweep, width=PHONE, dark=True) as report:
         check_readable(report)
         assert report.choices("against-x") == ["hooks.tame", "hooks.odd", "seed"]
         points = [y for trace in report.plot("against-chart") if trace["x"] for y in trace["y"]]
         assert all(any(y == pytest.approx(loss, rel=1e-5) for y in points) for loss in losses)
-        assert "4 of 8 runs are not shown" in report.page.inner_text("#against-note")
+        assert "2 of 6 runs are not shown" in report.page.inner_text("#against-note")
         report.choose("against-x", "seed")
         report.choose("against-colour", "hooks.tame")
         means, dots, *_ = report.plot("against-chart")
@@ -371,7 +419,7 @@ def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_
         report.choose("against-y", "l2 of acts: forward output")
         report.choose("against-location", "layers.0")
         (grid,) = report.plot("against-chart")
-        finished = reported_sweep.stats[reported_sweep.stats["run"].isin([str(i) for i in done])]
+        finished = reported_sweep.stats[reported_sweep.stats["run"].isin(names)]
         stats = finished.query("layer == 'layers.0'").sort_values("step").groupby("run")["l2"].last()
         assert sorted(cell for row in grid["customdata"] for cell in row) == pytest.approx(sorted(stats), rel=1e-5)
         assert len(report.plot("training-chart")) == reported_sweep.metrics["run"].nunique()

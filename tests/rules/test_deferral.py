@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from instrument.rules.rule_set import RuleEvent
 from instrument.spec.rules import default_rules
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
-MOST = 100  # steps of a training
+MOST = 60  # steps of a training
 WATCH = {"watch": "seen", "stat": "mean", "above": 4.0, "for": 2}
 RULES: dict[str, Any] = {
     **default_rules(),
@@ -83,7 +83,6 @@ def trainings(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-@settings(max_examples=60, deadline=None)
 @given(trainings(), st.integers(0, MOST), st.lists(st.sampled_from([1, 2, 3, 30, MOST]), min_size=1, max_size=4))
 def test_rules_decide_the_same_with_steps_read_together(steps: list[Step], resumed_at: int, sizes: list[int]) -> None:
     expected: list[RuleEvent] = []

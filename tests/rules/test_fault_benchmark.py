@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -34,8 +36,8 @@ def test_benchmark_has_enough_trainings_and_accepts_existing_rules(benchmark: Mo
     ("name", "found"),
     [
         ("dropout of 1", "all_zero @ dropout1"),
-        ("all weights equal", "poor_initialization @ linear0"),
-        ("softmax twice", "double_softmax @ softmax"),
+        slow("all weights equal", "poor_initialization @ linear0"),
+        slow("softmax twice", "double_softmax @ softmax"),
         ("frozen layer (learning rate of its group is 0)", "unchanged_parameter @ linear"),
     ],
 )
@@ -51,8 +53,8 @@ def test_fault_is_found(benchmark: ModuleType, name: str, found: str) -> None:
     ("architecture", "name"),
     [
         ("CNN", "fine-tuning with frozen layers"),
-        ("MLP", "softmax with a squared error"),
-        ("MLP", "batch normalization"),
+        slow("MLP", "softmax with a squared error"),
+        slow("MLP", "batch normalization"),
     ],
 )
 def test_healthy_training_has_no_warning(benchmark: ModuleType, architecture: str, name: str) -> None:

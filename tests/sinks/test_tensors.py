@@ -101,6 +101,7 @@ def test_error_in_the_writer_thread_is_raised_in_the_loop(
     def fail(self: TableWriter, batch: object) -> None:
         raise error
 
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
     sink = ParquetSink(tmp_path)
     sink.keep(KEY, [3], torch.zeros(3))
     sink.write("metrics", [(0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)])
@@ -168,12 +169,14 @@ def test_tensor_is_sliced_and_cast_before_it_is_copied(tmp_path: Path, mode: Any
     assert torch.equal(torch.from_numpy(row.values.copy()).to(wanted.dtype), wanted)
 
 
-def test_pool_memory_is_bounded_and_released(tmp_path: Path) -> None:
+def test_pool_memory_is_bounded_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step needs 6 MB."""
+    monkeypatch.setattr(module, "POOL_BYTES", 10_000_000)
     before = set(threading.enumerate())
     sink = ParquetSink(tmp_path, tensors="bytes")
     for step in range(6):
         for _ in range(30):
-            sink.keep((step, *KEY[1:]), [500_000], torch.zeros(500_000))
+            sink.keep((step, *KEY[1:]), [50_000], torch.zeros(50_000))
             assert sink._tensors.pool.used <= module.POOL_BYTES
         sink.end_step()
         assert sink._tensors.pool.used == 0

@@ -67,6 +67,7 @@ def test_element_on_an_edge_belongs_to_the_bin_above(implementation: str) -> Non
     assert answer["counts"] == [2, 2, 2, 3]
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("numel", [2 * SAMPLE + 1, 300_000, 1 << 21])
 def test_sampled_quantiles_are_accurate_and_all_elements_counted(implementation: str, numel: int) -> None:

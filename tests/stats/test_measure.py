@@ -161,7 +161,7 @@ SHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.combinations(2)
+@pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", SHAPES)
@@ -172,7 +172,7 @@ def test_statistics_of_every_layout_and_float_type(
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@pytest.mark.combinations(2)
+@pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_non_finite_values_are_counted_and_excluded(
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
-@pytest.mark.combinations(2)
+@pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("size", [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -220,6 +220,7 @@ def test_statistics_with_a_block_without_finite_values(implementation: Implement
     assert_law_5(implementation(tensor), reference(numpy_of(tensor)))
 
 
+@pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("size", [100, 2 * BLOCK + 3])
@@ -247,6 +248,7 @@ def test_constant_tensor_has_zero_std(implementation: Implementation, size: int)
     assert got["mean"] == tensor[0].item()
 
 
+@pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize(
     ("dtype", "magnitude"),
@@ -281,6 +283,7 @@ def test_huge_and_tiny_values_do_not_overflow_or_vanish(
     assert_law_5(implementation(tensor), wanted)
 
 
+@pytest.mark.combinations
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 def test_integers_and_booleans_are_measured(implementation: Implementation, dtype: torch.dtype) -> None:
@@ -432,7 +435,7 @@ ADVERSARIES: dict[str, Callable[[np.random.Generator, int], Any]] = {
 }
 
 
-@pytest.mark.combinations(2)
+@pytest.mark.combinations
 @pytest.mark.parametrize("size", [5, 700, 20_091, 2 * BLOCK + 3])
 @pytest.mark.parametrize("scale", [1e-13, 1e-11, 1e-3, 1.0, 1e12, 3e15, 1e17])
 @pytest.mark.parametrize("adversary", ADVERSARIES)

@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from omegaconf import DictConfig
 from run_folders import write_run
 from tiers import tiered
 
 import instrument
+from instrument.cli.sweep_checks import prepare_launcher
+from instrument.configuration.search_path import config_loader
 from instrument.pip_extras import pip_command
 from instrument.sweeps.jobs import Sweep
 
@@ -53,8 +57,9 @@ def ray_arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("launcher", tiered(["processes", "slurm_local", "ray_local"], ["processes"]))
 def test_refused_job_does_not_stop_others_and_sets_the_exit_code(
-    cli: Cli, ray_arguments: dict[str, Any], launcher: str
+    cli: Cli, request: pytest.FixtureRequest, launcher: str
 ) -> None:
+    ray_arguments = {} if launcher == "processes" else request.getfixturevalue("ray_arguments")
     hook = ("+hooks.seen={layers:layers.0,kind:forward,action:record}", "hooks.seen.layers=decodr,layers.0")
     arguments = (*TINY, *hook, "hydra.sweep.dir=out", *IN_PROCESS.get(launcher, (f"hydra/launcher={launcher}",)))
     answer = cli("-m", *arguments)
@@ -79,6 +84,36 @@ def assert_ray_was_asked(ray_arguments: dict[str, Any], init: dict[str, Any]) ->
     assert os.environ["RAY_DEDUP_LOGS"] == os.environ["RAY_COLOR_PREFIX"] == "0"
 
 
+def composed(*overrides: str) -> DictConfig:
+    return config_loader().load_configuration("config", [*TINY, *overrides], RunMode.MULTIRUN)
+
+
+def test_ray_presets_ask_for_one_core_per_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_DEDUP_LOGS", "RAY_COLOR_PREFIX"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    remote = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=host:1")
+    for preset, address in ((("hydra/launcher=ray_local",), "local"), (remote, "host:1")):
+        config = composed("seed=1,2", *preset)
+        prepare_launcher(config)
+        assert config.hydra.launcher.ray.init.address == address
+        assert config.hydra.launcher.ray.remote == {"num_cpus": 1, "max_retries": 0}
+        assert os.environ["RAY_DEDUP_LOGS"] == os.environ["RAY_COLOR_PREFIX"] == "0"
+
+
+def test_local_jobs_share_the_cores_unless_the_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("seed=1,2", "hydra/launcher=slurm_local")
+    before = list(config.hydra.overrides.hydra)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    prepare_launcher(config)
+    assert config.hydra.overrides.hydra == before
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    prepare_launcher(config)
+    share = max((os.cpu_count() or 1) // 2, 1)
+    assert config.hydra.overrides.hydra == [*before, f"++hydra.job.env_set.OMP_NUM_THREADS='{share}'"]
+
+
+@pytest.mark.slow
 def test_existing_ray_cluster_is_used(cli: Cli, ray_arguments: dict[str, Any]) -> None:
     launcher = ("hydra/launcher=ray_cluster", "hydra.launcher.ray.init.address=host:1")
     answer = cli("-m", *TINY, "seed=-1", "hydra.sweep.dir=out", *launcher)
@@ -86,6 +121,7 @@ def test_existing_ray_cluster_is_used(cli: Cli, ray_arguments: dict[str, Any]) -
     assert_ray_was_asked(ray_arguments, {"address": "host:1"})
 
 
+@pytest.mark.slow
 def test_submitit_jobs_share_the_cores(
     cli: Cli, ray_arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

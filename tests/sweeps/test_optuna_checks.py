@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,16 @@ from typing import Any
 import pandas as pd
 import pytest
 import yaml
+from _pytest.mark import ParameterSet
+from omegaconf import OmegaConf
 from run_folders import write_run
 
 import instrument
+from instrument.configuration.search_path import conf_folder
+from instrument.errors import ConfigError
 from instrument.sweep import main
 from instrument.sweeps.jobs import SweepJob
-from instrument.sweeps.optuna_checks import RESULTS, best_trial
+from instrument.sweeps.optuna_checks import RESULTS, best_trial, check_search
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.steps=1")
@@ -27,51 +30,82 @@ RANDOM = (
     "hydra.sweeper.sampler.seed=0",
     "hydra.sweeper.n_trials=2",
 )
+L2 = "last(stats.l2 where layer = 'layers.0')"
 SEARCH = ("-m", *TINY, "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.01,1.0)")
+
+
+def slow(*values: Any) -> ParameterSet:
+    """Return a slow case, for a sweep whose parts other tests cover."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def checked(**settings: Any) -> None:
+    """Check a search with these settings of its sweeper; the others are those of the preset."""
+    preset = OmegaConf.load(conf_folder() / "hydra" / "sweeper" / "search.yaml")
+    plugin = {"n_jobs": 1, "max_failure_rate": 0.0, "storage": None, "study_name": None}
+    given = {key: value for key, value in preset.items() if key != "defaults"}
+    check_search(OmegaConf.create({"sweeper": {**plugin, **given, **settings}}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"direction": "maximise"}, ["unknown direction", "given    maximise", "similar  maximize"]),
+        ({"direction": ["minimize", "maximize"]}, ["only one direction is allowed", "allowed  minimize, maximize"]),
+        ({"n_trials": 0}, ["hydra.sweeper.n_trials: must be at least 1", "given    0"]),
+        ({"n_jobs": -1}, ["hydra.sweeper.n_jobs: must be at least 1", "given    -1"]),
+        (
+            {"max_failure_rate": 2},
+            ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"],
+        ),
+        (
+            {"storage": "nonsense"},
+            ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"],
+        ),
+        (
+            {"storage": "mysql://me:hush@host/db"},
+            ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"],
+        ),
+    ],
+    ids=str,
+)
+def test_invalid_sweeper_setting_is_refused(settings: dict[str, Any], expected: list[str]) -> None:
+    checked()
+    with pytest.raises(ConfigError) as refused:
+        checked(**settings)
+    for words in expected:
+        assert words in str(refused.value)
+    assert "hush" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("direction=maximise", ["unknown direction", "given    maximise", "similar  maximize"]),
-        ("direction=[minimize,maximize]", ["only one direction is allowed", "allowed  minimize, maximize"]),
-        ("n_trials=0", ["hydra.sweeper.n_trials: must be at least 1", "given    0"]),
-        pytest.param(
-            *("n_jobs=-1", ["hydra.sweeper.n_jobs: must be at least 1", "given    -1"]),
-            marks=pytest.mark.slow,
-        ),
-        ("max_failure_rate=2", ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"]),
-        (
-            "storage=nonsense",
-            ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"],
-        ),
-        (
-            "storage=mysql://me:hush@host/db",
-            ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"],
-        ),
+        ("direction=maximise", "similar  maximize"),
+        slow("direction=[minimize,maximize]", "only one direction is allowed"),
+        slow("storage=nonsense", "the study storage cannot be used"),
+        slow("storage=mysql://me:hush@host/db", "it must not contain a password"),
     ],
 )
-def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli, override: str, expected: list[str]) -> None:
+def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli, override: str, expected: str) -> None:
     answer = cli(*SEARCH, f"hydra.sweeper.{override}")
     assert answer.code == 2
-    for words in expected:
-        assert words in answer.err
+    assert expected in answer.err
     assert "hush" not in answer.err
     assert "jobs in" not in answer.err
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_study_with_another_direction_is_refused(cli: Cli) -> None:
+def test_study_with_another_direction_is_refused(workdir: Path) -> None:
     import optuna
 
-    storage = "sqlite:///mine.db"
-    optuna.create_study(study_name="mine", storage=storage, direction="maximize")
-    study = ("hydra.sweeper.study_name=mine", f"hydra.sweeper.storage={storage}", "hydra.sweep.dir=out")
-    answer = cli(*SEARCH, *study)
-    assert answer.code == 2
-    assert "the study mine already exists with another direction" in answer.err
-    assert "    given    minimize\n    allowed  maximize\n" in answer.err
-    assert not Path("out").exists()
+    study = {"study_name": "mine", "storage": "sqlite:///mine.db"}
+    optuna.create_study(**study, direction="maximize")
+    with pytest.raises(ConfigError) as refused:
+        checked(**study)
+    assert "the study mine already exists with another direction" in str(refused.value)
+    assert "    given    minimize\n    allowed  maximize\n" in f"{refused.value}\n"
+    checked(**study, direction="maximize")
 
 
 def test_error_of_the_sweeper_starts_no_job(cli: Cli) -> None:
@@ -82,16 +116,25 @@ def test_error_of_the_sweeper_starts_no_job(cli: Cli) -> None:
     assert "0 jobs" not in answer.err
 
 
-def test_best_trial_is_printed_with_its_value(cli: Cli, capfd: pytest.CaptureFixture[str]) -> None:
-    best_of_two = ("hydra.sweeper.n_trials=2", "hydra.sweeper.direction=maximize", "objective=accuracy")
-    answer = cli(*SEARCH, *best_of_two, "hydra.sweep.dir=out")
-    assert answer.code == 0
-    numbers = {
-        job.name: json.loads((job / "run.json").read_text())["metrics"]["accuracy"] for job in Path("out").glob("[0-9]")
-    }
-    best = max(sorted(numbers), key=lambda name: numbers[name])
-    learning_rate = yaml.safe_load(Path("out", RESULTS).read_text())["best_params"]["optimizer.lr"]
-    line = f"best        out/{best}  optimizer.lr={learning_rate}  accuracy = {numbers[best]:.6g}\n"
+@pytest.mark.parametrize(
+    ("direction", "objective"),
+    [("maximize", L2), slow("minimize", L2), slow("maximize", "accuracy"), slow("minimize", "accuracy")],
+)
+def test_best_trial_is_printed_with_its_value(
+    cli: Cli, capfd: pytest.CaptureFixture[str], direction: str, objective: str
+) -> None:
+    search = ("hydra.sweeper.n_trials=2", f"hydra.sweeper.direction={direction}", f'objective="{objective}"')
+    answer = cli(*SEARCH, *CLIPPED, *search, "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    sweep = instrument.load("out")
+    values = pd.Series([info.get("objective", info["metrics"]["accuracy"]) for info in sweep.infos])
+    assert len(values) == 2
+    best = values.idxmax() if direction == "maximize" else values.idxmin()
+    found = yaml.safe_load(Path("out", RESULTS).read_text())
+    assert found["best_value"] == values[best]
+    assert found["best_params"]["optimizer.lr"] == sweep.runs["optimizer.lr"][best]
+    learning_rate = found["best_params"]["optimizer.lr"]
+    line = f"best        out/{best}  optimizer.lr={learning_rate}  {objective} = {values[best]:.6g}\n"
     assert line in answer.out
     assert f"written to  out/{RESULTS}\n" in answer.out
     assert "A new study" not in answer.err
@@ -108,33 +151,20 @@ def test_failed_trial_does_not_stop_the_search(cli: Cli) -> None:
     assert "  optimizer.lr=0.1  loss = " in answer.err
 
 
-@pytest.mark.parametrize(
-    ("direction", "best"), [("minimize", "idxmin"), pytest.param("maximize", "idxmax", marks=pytest.mark.slow)]
-)
-def test_optuna_minimizes_or_maximizes_the_objective(cli: Cli, direction: str, best: str) -> None:
-    objective = "last(stats.l2 where layer = 'layers.0')"
-    answer = cli(
-        *("-m", *TINY, *CLIPPED, "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "hydra.sweep.dir=out"),
-        *(f"hydra.sweeper.direction={direction}", f'objective="{objective}"', "optimizer.lr=interval(0.01,2.0)"),
-    )
-    assert answer.code == 0, answer.err
-    found = yaml.safe_load(Path("out/optimization_results.yaml").read_text())
-    sweep = instrument.load("out")
-    numbers = pd.Series([info["objective"] for info in sweep.infos], index=sweep.runs["optimizer.lr"])
-    assert len(numbers) == 3
-    assert found["best_params"]["optimizer.lr"] == getattr(numbers, best)()
-    assert found["best_value"] == numbers[getattr(numbers, best)()]
-
-
 def test_stored_study_is_continued(cli: Cli) -> None:
-    study = ("hydra.sweeper.study_name=mine", "hydra.sweeper.storage=sqlite:///mine.db", "hydra.sweeper.n_trials=1")
-    for folder in ("first", "second"):
-        arguments = ("hydra/sweeper=search", *study, "optimizer.lr=interval(0.01,2.0)", f"hydra.sweep.dir={folder}")
-        answer = cli("-m", *TINY, *arguments)
-        assert answer.code == 0, answer.err
     import optuna
 
-    assert len(optuna.load_study("mine", "sqlite:///mine.db").trials) == 2
+    storage = "sqlite:///mine.db"
+    study = optuna.create_study(study_name="mine", storage=storage)
+    study.optimize(lambda trial: 1e-9 * trial.suggest_float("optimizer.lr", 0.01, 1.0), n_trials=1)
+    stored = ("hydra.sweeper.study_name=mine", f"hydra.sweeper.storage={storage}", "hydra.sweeper.n_trials=1")
+    answer = cli(*SEARCH, *stored, "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    assert (
+        f"best        from an earlier sweep of the study  optimizer.lr={study.best_params['optimizer.lr']}"
+        in answer.out
+    )
+    assert len(optuna.load_study("mine", storage).trials) == 2
 
 
 def test_trial_without_a_finite_objective_is_ignored(cli: Cli) -> None:

@@ -80,7 +80,7 @@ def start_and_kill(folder: Path, draw: random.Random) -> int:
     reported = b""
     if draw.random() < 0.9:  # most runs are killed during training
         reported += os.read(read, 4)
-        time.sleep(draw.random() * 0.4)
+        time.sleep(draw.random() * 0.15)
     else:
         time.sleep(draw.random() * 0.2)
     os.kill(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Long training: `python long_training.py FOLDER STEPS`. Prints the used resources after 1,000 steps and at the end."""
+"""Long training: `python long_training.py FOLDER STEPS`. Prints the used resources after 500 steps and at the end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main(folder: Path, steps: int) -> None:
             loss.backward()
             optimizer.step()
             probe.end_step(loss=loss)
-            if step + 1 in (1000, steps):
+            if step + 1 in (500, steps):
                 print(json.dumps(used_resources(step + 1)), flush=True)
 
 

@@ -26,7 +26,7 @@ from instrument.training.loop import Progress
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 
-EVERY = 11  # steps from one checkpoint to the next
+EVERY = 7  # steps from one checkpoint to the next
 
 
 class Net(nn.Module):
@@ -47,7 +47,11 @@ class Net(nn.Module):
 
 
 VARIANTS: list[dict[str, Any]] = [
-    {"optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01}, "train": {"eval_every": 20}},
+    {
+        "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
+        "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [9, 120], "gamma": 0.5},
+        "train": {"eval_every": 10, "accumulate": 2},
+    },
     {
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
         "scheduler": {"_target_": "torch.optim.lr_scheduler.MultiStepLR", "milestones": [30, 120], "gamma": 0.5},
@@ -82,7 +86,7 @@ HOOKS = {
 
 def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
-    steps = 45 if number < len(VARIANTS) else 400
+    steps = 25 if number < len(VARIANTS) else 400
     return {
         "name": "resumed",
         "seed": number,

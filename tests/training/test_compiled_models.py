@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import Answer
 from tiers import tiered
 from torch import nn
+from training_runs import train_here
 
 import instrument
 from instrument import ConfigError
@@ -18,6 +19,7 @@ HOOKS = {
     "seen": {"layers": "*", "kind": "forward", "action": "record"},
     "flow": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"},
 }
+SMALL = ["model=mlp", "data=digits", "model.sizes=[64,10]", "train.steps=3"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +29,13 @@ def reset_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("called_before", "in_place"),
+    [(False, True), (True, False), *(pytest.param(each, each, marks=pytest.mark.slow) for each in (False, True))],
+)
 def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> None:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     batch = torch.randn(3, 4)
     baseline = model(batch).detach()
     compiled = model
@@ -48,7 +52,7 @@ def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> 
             probe.end_step()
     assert torch.equal(output, baseline)
     assert {(row["hook"], row["layer"], row["fired"]) for row in probe.coverage()} == {
-        (hook, layer, 2) for hook in HOOKS for layer in "012"
+        (hook, layer, 2) for hook in HOOKS for layer in "01"
     }
     assert torch.equal(compiled(batch), baseline)
     (message,) = [row["message"] for row in probe.sink.records("events") if row["rule"] == "graph_break"]
@@ -59,7 +63,7 @@ def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> 
 
 def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     batch = torch.randn(3, 4)
     expected = model(batch).detach()
     imported = False
@@ -72,7 +76,7 @@ def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.Monkey
             output.sum().backward()
             probe.end_step()
             assert torch.equal(output, expected)
-    assert [row["fired"] for row in probe.coverage()] == [3] * 6
+    assert [row["fired"] for row in probe.coverage()] == [3] * 4
 
 
 def test_fullgraph_is_refused_with_the_supported_kinds() -> None:
@@ -92,30 +96,22 @@ def test_fullgraph_is_refused_with_the_supported_kinds() -> None:
 
 
 @pytest.mark.parametrize("backend", tiered(["eager", "inductor"], quick=["eager"]))
-def test_run_with_compile_reports_graph_breaks(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_run_with_compile_reports_graph_breaks(workdir: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     hook = "+hooks.seen={layers:layers.*,kind:forward,action:record}"
-    size = ["model=mlp", "data=digits", "model.sizes=[64,8,10]", "train.steps=3", "hydra.run.dir=out"]
-    answer = cli(*size, "train.compile=true", hook)
-    assert answer.code == 0, answer.err
-    run = instrument.load("out")
-    assert run.coverage.fired.tolist() == [3, 3]
+    run = train_here(workdir / "out", *SMALL, "train.compile=true", hook)
+    assert run.coverage.fired.tolist() == [3]
     (message,) = run.events.query("rule == 'graph_break'").message
     assert "graph breaks" in message
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_run_trains_in_half_precision(cli: Callable[..., Answer], precision: str) -> None:
+def test_run_trains_in_half_precision(workdir: Path, precision: str) -> None:
     hooks = [
         "+hooks.seen={layers:layers.*,kind:forward,action:record}",
         "+hooks.g={layers:'**',kind:parameter_grad,action:record}",
     ]
-    size = ["model=mlp", "data=digits", "model.sizes=[64,8,10]", "train.steps=3", "hydra.run.dir=out"]
-    answer = cli(*size, f"train.precision={precision}", *hooks)
-    assert answer.code == 0, answer.err
-    run = instrument.load("out")
+    run = train_here(workdir / "out", *SMALL, f"train.precision={precision}", *hooks)
     assert not run.coverage.cause.any()
     assert run.metrics.query("phase == 'train'").skipped.tolist() == (
         [None] * 3 if precision == "bf16" else [False] * 3

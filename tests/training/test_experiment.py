@@ -66,7 +66,10 @@ def trained(experiment: Experiment) -> MemorySink:
 @pytest.mark.parametrize(
     ("model", "shape"),
     [
-        ({"_target_": "torchvision.models.resnet18", "weights": None, "num_classes": 10}, (3, 32, 32)),
+        pytest.param(
+            {"_target_": "torchvision.models.resnet18", "weights": None, "num_classes": 10}, (3, 32, 32),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"_target_": "torchvision.models.vgg11_bn", "weights": None, "num_classes": 10}, (3, 32, 32),
             marks=pytest.mark.slow,

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import run_in
 from state_comparison import identical
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from training_runs import resume_here, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -406,8 +406,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with an uninterrupted run, and an equal run that failed at batch 8 and was resumed."""
     folder = tmp_path_factory.mktemp("forward")
     command = [*COMMAND, "train.checkpoint.every=3"]
-    answer = run_in(folder, *command, "report=true", "hydra.run.dir=whole")
-    assert answer.code == 0, answer.err
+    train_here(folder / "whole", *command)
     with pytest.MonkeyPatch.context() as patch:
         original, calls = forward.forward_step, [0]
 
@@ -418,9 +417,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             return original(*arguments)
 
         patch.setattr(forward, "forward_step", fail)
-        assert run_in(folder, *command, "hydra.run.dir=stopped").code == 1
-    answer = run_in(folder, "resume=stopped")
-    assert answer.code == 0, answer.err
+        with pytest.raises(RuntimeError, match="stopped here"):
+            train_here(folder / "stopped", *command)
+    resume_here(folder / "stopped")
     return folder
 
 
@@ -450,7 +449,12 @@ def test_report_describes_a_forward_run(runs: Path) -> None:
     assert (facts["batches"], facts["samples"]) == ("10", "200")
     assert float(facts["mean loss"]) == pytest.approx(instrument.load(runs / "whole").info["metrics"]["loss"], 1e-3)
     assert set(numbers["metrics"]) == {"forward"}, "the training chart shows the phases train and eval only"
-    assert (runs / "whole" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_forward_run_writes_its_report(workdir: Path) -> None:
+    train_here(workdir / "out", *COMMAND, "report=true")
+    assert Path("out/report.html").exists()
 
 
 def test_plots_show_forward_rows_by_default(runs: Path) -> None:
@@ -476,8 +480,6 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     effects = sweep.effects_of("train.batch_size").query("table == 'metrics' and statistic == 'loss'")
     assert list(effects.phase) == ["forward"]
     assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
-    answer = cli(*COMMAND, "sink.tensorboard=true", "hydra.run.dir=tracked", "quiet=true")
-    assert answer.code == 0, answer.err
     assert "\nmean  " in cli(*COMMAND).out
     answer = cli(*COMMAND, "task=forward")
     assert answer.code == 0, answer.err

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from conftest import run_in
 from fork_server import Command
+from tiers import tiered
 from waiting import wait_until_training
 
 import instrument
 from instrument.capture.tables import TABLES
 
-FEW_STEPS = ["train.steps=300"]
+FEW_STEPS = ["train.steps=60"]
 MANY_STEPS = ["train.steps=10000000"]
 RUN = [
     "model=mlp",
@@ -79,12 +81,12 @@ def test_on_error_continue_trains_without_recording(workdir: Path) -> None:
     code, out, err = result_of(start(*FEW_STEPS, "sink.on_error=continue", limit=100_000))
     assert code == 0, err
     assert out.count("RECORDING STOPPED") == 2  # immediately, and at the end
-    assert "step 300/300  evaluation" in out
+    assert "step 60/60  evaluation" in out
     run = instrument.load("out")
     assert run.info["status"] == "done"
     assert run.info["metrics"]["loss"] > 0
     assert "File too large" in run.info["recording_stopped"]
-    assert 20 < complete_steps(run) < 300
+    assert 20 < complete_steps(run) < 60
     (event,) = run.events[run.events.rule == "recording"].itertuples()
     assert event.severity == "error"
     assert event.step == complete_steps(run)
@@ -92,11 +94,11 @@ def test_on_error_continue_trains_without_recording(workdir: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """File system of one megabyte."""
+    """File system of 400 kilobytes."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True, check=False
     )
     if mounted.returncode:
         pytest.skip("mounting a file system takes a privilege that this process does not have")
@@ -104,10 +106,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["hooks.kept=null"], pytest.param(["sink.tensors=bytes"], marks=pytest.mark.slow)], ids=str
-)
-def test_full_file_system_stops_the_run_with_an_event(tmp_path: Path, small_disk: Path, arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", tiered([(), ("hooks.kept=null",), ("sink.tensors=bytes",)], quick=[()]))
+def test_full_file_system_stops_the_run_with_an_event(
+    tmp_path: Path, small_disk: Path, arguments: tuple[str, ...]
+) -> None:
     process = start(*MANY_STEPS, f"hydra.run.dir={small_disk}/out", *arguments, folder=tmp_path)
     code, _, err = result_of(process)
     assert code == 1
@@ -153,15 +155,15 @@ def test_read_only_folder_keeps_the_recorded_steps(public_folder: Path) -> None:
         "    while context.step == 9 and not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    return tensor\n"
     )
     waits = "+hooks.waits={layers: ., kind: forward, action: modify, fn: {_target_: waits.wait}}"
-    process = start("train.steps=60", waits, user=nobody)
+    process = start("train.steps=20", waits, user=nobody)
     wait_until_training(process)
     for folder in (Path("out"), *(path for path in Path("out").rglob("*") if path.is_dir())):
         folder.chmod(0o555)
     Path("go").touch()
     code, _, err = result_of(process)
     assert code == 1
-    assert "cannot write to out: Permission denied; steps up to 59 are saved" in err
-    assert complete_steps(instrument.load("out")) == 60
+    assert "cannot write to out: Permission denied; steps up to 19 are saved" in err
+    assert complete_steps(instrument.load("out")) == 20
 
 
 def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
@@ -183,12 +185,12 @@ def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
 def test_folder_of_a_running_or_killed_run_is_refused(workdir: Path) -> None:
     first = start(*MANY_STEPS)
     wait_until_training(first)
-    code, _, err = result_of(start(*FEW_STEPS))
-    assert code == 2
-    assert "the folder already contains a run" in err
+    refused = run_in(workdir, *RUN)
+    assert refused.code == 2
+    assert "the folder already contains a run" in refused.err
     first.send(signal.SIGKILL)
     assert first.wait().returncode == -signal.SIGKILL
-    assert result_of(start(*FEW_STEPS))[0] == 2
+    assert run_in(workdir, *RUN).code == 2
     assert json.loads(Path("out/run.json").read_text())["status"] == "running"
     assert instrument.load("out").info["status"] == "killed"
 

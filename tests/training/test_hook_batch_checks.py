@@ -78,6 +78,7 @@ def outputs(sink: MemorySink) -> dict[tuple[str, int, int], Tensor]:
     return {(row["phase"], row["step"], row["micro_step"]): row["values"] for row in sink.records("tensors")}
 
 
+@pytest.mark.combinations
 @pytest.mark.parametrize("phase", ["train", "eval"])
 @pytest.mark.parametrize("part", [{}, {"slice": ":, 0:3"}, {"units": [2, 0, 1]}], ids=["replace", "slice", "units"])
 def test_each_batch_gets_its_recorded_tensor(clean: str, phase: str, part: dict[str, Any]) -> None:
@@ -402,7 +403,12 @@ def by_sample(sink: MemorySink, hook: str = "after") -> dict[int, Tensor]:
 
 @pytest.mark.parametrize(
     ("phase", "part"),
-    [("train", {}), ("train", {"units": [2, 0, 1]}), ("eval", {}), ("eval", {"slice": "2:, 0:3"})],
+    [
+        pytest.param("train", {}, marks=pytest.mark.slow),
+        pytest.param("train", {"units": [2, 0, 1]}),
+        pytest.param("eval", {}, marks=pytest.mark.slow),
+        pytest.param("eval", {"slice": "2:, 0:3"}),
+    ],
     ids=str,
 )
 def test_samples_get_their_values_in_any_batch(clean: str, phase: str, part: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from state_comparison import identical
 from torch import nn
+from training_runs import resume_here, train_here
 
 import instrument
 import instrument.training.models
@@ -139,22 +140,28 @@ class Tied(nn.Sequential):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "the file does not exist"),
         (b"nothing", "cannot be read with weights_only=True"),
         ([torch.ones(2)], "contains no state dict"),
         ({"epoch": 3}, "contains no state dict"),
         (nn.Linear(2, 2), "cannot be read with weights_only=True"),
     ],
 )
-def test_file_without_state_dict_is_reported(cli: Cli, content: Any, words: str) -> None:
+def test_file_without_state_dict_is_reported(tmp_path: Path, content: Any, words: str) -> None:
+    path = tmp_path / "weights.pt"
     if isinstance(content, bytes):
-        Path("weights.pt").write_bytes(content)
-    elif content is not None:
-        torch.save(content, "weights.pt")
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ConfigError, match=words) as caught:
+        prepare_mlp(path)
+    assert caught.value.problems[0].where == "init_from"
+
+
+def test_missing_file_is_reported_before_the_run(cli: Cli) -> None:
     answer = cli(*RUN, "init_from=weights.pt", "hydra.run.dir=out")
     assert answer.code == 2
     assert "init_from: " in answer.err
-    assert words in answer.err
+    assert "the file does not exist" in answer.err
     assert not Path("out").exists()
 
 
@@ -185,40 +192,35 @@ def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor])
     assert message in set(run.events.message)
 
 
-def test_weights_of_a_run_are_loaded_after_apply(cli: Cli) -> None:
+def test_weights_of_a_run_are_loaded_after_apply(workdir: Path) -> None:
     kaiming = "+apply.start={types: [Linear], action: init, fn: kaiming_normal_}"
-    assert cli(*RUN, kaiming, "train.save=true", "train.checkpoint.every=3", "hydra.run.dir=first").code == 0
+    first = train_here(workdir / "first", *RUN, kaiming, "train.save=true", "train.checkpoint.every=3")
     trained = torch.load("first/weights.pt", weights_only=True)
     assert identical(trained, dict(Checkpoints(Path("first")).load()["model"]))
-    answer = cli(*RUN, kaiming, "mode=forward", "init_from=first", "train.save=true", "hydra.run.dir=second")
-    assert answer.code == 0, answer.err
+    again = [*RUN, kaiming, "mode=forward", "init_from=first", "train.save=true"]
+    second = train_here(workdir / "second", *again)
     assert identical(torch.load("second/weights.pt", weights_only=True), trained)
-    first, second = instrument.load("first"), instrument.load("second")
     assert second.info["init_from"]["path"] == "first"
     assert second.info["init_from"]["sha256"] == hashlib.sha256(Path("first/weights.pt").read_bytes()).hexdigest()
     assert second.info["init_from"]["changed"] == []
     Path("first/weights.pt").unlink()
-    answer = cli(*RUN, kaiming, "mode=forward", "init_from=first", "train.save=true", "hydra.run.dir=third")
-    assert answer.code == 0, answer.err
+    train_here(workdir / "third", *again)
     assert identical(torch.load("third/weights.pt", weights_only=True), trained)
     assert first.info.get("init_from") is None
 
 
-def test_run_without_weights_is_reported(cli: Cli) -> None:
-    assert cli(*RUN, "hydra.run.dir=first").code == 0
-    answer = cli(*RUN, "init_from=first", "hydra.run.dir=second")
-    assert answer.code == 2
-    assert "the run saved no weights" in answer.err
-    forward = [*RUN, "mode=forward", "train.checkpoint.every=2", "hydra.run.dir=third"]
-    assert cli(*forward).code == 0
-    answer = cli(*RUN, "init_from=third", "hydra.run.dir=second")
-    assert answer.code == 2
-    assert "the checkpoint contains no weights, since the run had mode: forward" in answer.err
+def test_run_without_weights_is_reported(workdir: Path) -> None:
+    train_here(workdir / "first", *RUN)
+    with pytest.raises(ConfigError, match="the run saved no weights"):
+        train_here(workdir / "second", *RUN, "init_from=first")
+    train_here(workdir / "third", *RUN, "mode=forward", "train.checkpoint.every=2")
+    with pytest.raises(ConfigError, match="the checkpoint contains no weights, since the run had mode: forward"):
+        train_here(workdir / "second", *RUN, "init_from=third")
     assert not Path("second").exists()
 
 
 def test_resumed_run_requires_the_same_weights(
-    cli: Cli, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from instrument.training import forward
 
@@ -233,20 +235,18 @@ def test_resumed_run_requires_the_same_weights(
             return original(*arguments)
 
         patch.setattr(forward, "forward_step", fail)
-        command = [*RUN, "mode=forward", "init_from=weights.pt", "train.checkpoint.every=1", "hydra.run.dir=out"]
-        assert cli(*command).code == 1
+        with pytest.raises(RuntimeError, match="stopped here"):
+            train_here(workdir / "out", *RUN, "mode=forward", "init_from=weights.pt", "train.checkpoint.every=1")
     content = Path("weights.pt").read_bytes()
     torch.save({name: tensor + 1 for name, tensor in weights.items()}, "weights.pt")
-    answer = cli("resume=out")
-    assert answer.code == 2
-    assert "the file has changed since the run was started" in answer.err
+    with pytest.raises(ConfigError, match="the file has changed since the run was started"):
+        resume_here(workdir / "out")
     Path("weights.pt").write_bytes(content)
-    assert cli("resume=out").code == 0
-    assert instrument.load("out").info["status"] == "done"
+    assert resume_here(workdir / "out").info["status"] == "done"
 
 
 def test_resumed_training_needs_no_weights(
-    cli: Cli, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from instrument.training import loop
 
@@ -261,10 +261,10 @@ def test_resumed_training_needs_no_weights(
             return original(model)
 
         patch.setattr(loop, "gradient_norm", fail)
-        assert cli(*RUN, "init_from=weights.pt", "train.checkpoint.every=1", "hydra.run.dir=out").code == 1
+        with pytest.raises(RuntimeError, match="stopped here"):
+            train_here(workdir / "out", *RUN, "init_from=weights.pt", "train.checkpoint.every=1")
     Path("weights.pt").unlink()
-    assert cli("resume=out").code == 0
-    assert instrument.load("out").info["init_from"]["path"] == "weights.pt"
+    assert resume_here(workdir / "out").info["init_from"]["path"] == "weights.pt"
 
 
 def test_weights_that_cannot_be_saved_are_reported(cli: Cli) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import tiered
 from torch import nn
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -137,7 +138,10 @@ def test_closure_is_refused_with_several_processes() -> None:
         prepare(config, strategy)
 
 
-@pytest.mark.parametrize(("batch_size", "accumulate"), [(16, 3), (20, 3), (7, 7)])
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate"),
+    [(20, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((16, 3), (7, 7)))],
+)
 def test_accumulated_gradient_equals_that_of_one_batch(batch_size: int, accumulate: int) -> None:
     parts = prepare_experiment(train={"steps": 1, "batch_size": batch_size, "accumulate": accumulate})
     single_batch = prepare_experiment(train={"steps": 1, "batch_size": 48})
@@ -167,7 +171,7 @@ LANGUAGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch_size", [1, 12, 20])
+@pytest.mark.parametrize("batch_size", tiered([1, 12, 20], quick=[20]))
 def test_accumulation_weights_tokens_equally(batch_size: int) -> None:
     parts = prepare_experiment(
         **LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1}
@@ -207,7 +211,7 @@ class MappingTask:
         return Outcome(nn.functional.cross_entropy(model(batch["rows"]), batch["classes"]), len(batch["id"]))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", tiered([1, 2, 3], quick=[2]))
 def test_mapping_batches_train_like_plain_pytorch(accumulate: int) -> None:
     overrides: dict[str, Any] = {
         "model": {"_target_": "instrument.training.models.MLP", "sizes": [8, 6, 3]},

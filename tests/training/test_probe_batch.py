@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from training_runs import compose, resume_here, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -20,6 +21,7 @@ from instrument.tasks import Outcome
 from instrument.training.device_and_seed import process_state
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, train
+from instrument.verification.comparison import verify
 from instrument.verification.fingerprints import _fingerprint
 
 MAPS = {"layers": "1", "kind": "forward", "action": "record", "phase": "probe", "every": 2, "tensors": True}
@@ -119,7 +121,13 @@ def traced(**changes: Any) -> tuple[list[Any], MemorySink, Experiment, list[nn.M
     return fingerprints, sink, experiment, models
 
 
-@pytest.mark.parametrize("train", [{}, {"precision": "fp16"}, {"accumulate": 2}])
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"precision": "fp16", "accumulate": 2},
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"precision": "fp16"}, {"accumulate": 2})),
+    ],
+)
 def test_probe_batch_does_not_change_the_training(train: dict[str, Any]) -> None:
     settings = {"steps": STEPS, "batch_size": 16, "eval_every": 2, **train}
     hooks = {"maps": MAPS, "flow": FLOW, "weights": WEIGHTS, "sums": SUMS, "trained": TRAINED}
@@ -259,7 +267,7 @@ def test_forward_phase_works_in_a_custom_loop() -> None:
 
 
 def test_run_with_probe_batch_is_resumed_and_verified(
-    cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cli: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = [
         "model=mlp",
@@ -270,7 +278,7 @@ def test_run_with_probe_batch_is_resumed_and_verified(
         '+hooks.flow={layers: "**", kind: full_backward, action: record, phase: probe, every: 4}',
         "train.checkpoint.every=4",
     ]
-    assert cli(*arguments, "hydra.run.dir=whole").code == 0
+    whole = train_here(workdir / "whole", *arguments)
     with monkeypatch.context() as patch:
         from instrument.training import loop
 
@@ -283,21 +291,16 @@ def test_run_with_probe_batch_is_resumed_and_verified(
             return original(model)
 
         patch.setattr(loop, "gradient_norm", fail)
-        assert cli(*arguments, "hydra.run.dir=stopped").code == 1
-    assert cli("resume=stopped").code == 0
-    whole, resumed = (instrument.load(name) for name in ("whole", "stopped"))
+        with pytest.raises(RuntimeError, match="stopped here"):
+            train_here(workdir / "stopped", *arguments)
+    resumed = resume_here(workdir / "stopped")
     assert whole.stats.equals(resumed.stats)
     assert sorted(set(whole.stats.step)) == [0, 4, 8]
     answer = cli(*arguments, "plan=true")
     assert answer.code == 0, answer.err
     assert "every 4 steps, in probe" in answer.out
     assert f"{len(whole.stats)}" in answer.out
-
-    from instrument.verify import main
-
-    monkeypatch.setattr("sys.argv", ["verify", *arguments])
-    main()
-    assert "EQUAL: all values are bit-identical" in capfd.readouterr().out
+    assert verify(compose(*arguments)[0]).holds
 
 
 def test_training_plots_ignore_probe_rows(workdir: Path) -> None:

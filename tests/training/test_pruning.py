@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import Answer, run_in
+from training_runs import train_here
 
 import instrument
+from instrument import ConfigError
 from instrument.training.pruning import Pruned
 
 ARGUMENTS = (
@@ -60,10 +62,8 @@ def test_first_round_and_output_layer_are_dense(folder: Path) -> None:
 
 
 def test_missing_round_is_a_configuration_error(tmp_path: Path) -> None:
-    answer = rounds(tmp_path, "2")
-    assert answer.code == 2
-    assert "apply.ticket" in answer.err
-    assert "runs/lottery_ticket/1/weights.pt" in answer.err
+    with pytest.raises(ConfigError, match=r"apply\.ticket[\s\S]*runs/lottery_ticket/1/weights\.pt"):
+        train_here(tmp_path / "out", *ARGUMENTS[1:], "apply.ticket.fn.round=2")
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ TINY = [
 ]
 
 
-@pytest.fixture(scope="module", params=portions(2, 12, 5))
+@pytest.fixture(scope="module", params=portions(1, 12, 6))
 def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Path]]:
     """Folders of uninterrupted runs, and of equal runs that were killed several times."""
     numbers: range = request.param
@@ -74,13 +74,6 @@ def check_equal(uninterrupted: instrument.Run, killed: instrument.Run) -> None:
     assert weights.iloc[-1] < weights.iloc[0], "the loss should decrease"
 
 
-def run_until_failure(cli: Cli, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Run a command that fails at step 8."""
-    with monkeypatch.context() as patch:
-        fails_at(patch, 8)
-        assert cli(*arguments).code == 1
-
-
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run that failed at step 8."""
@@ -112,7 +105,7 @@ def fails_at(patch: pytest.MonkeyPatch, step: int) -> None:
     patch.setattr(loop, "gradient_norm", fail)
 
 
-def test_resume_needs_only_the_folder(cli: Cli, out: Path) -> None:
+def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) -> None:
     before = instrument.load("out")
     assert (before.info["status"], len(before.metrics)) == ("failed", 8)
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
@@ -130,22 +123,17 @@ def test_resume_needs_only_the_folder(cli: Cli, out: Path) -> None:
     assert not (run.events.rule == "error").any(), "events of removed steps should be removed"
     assert {file: file.read_bytes() for file in Path("out/.hydra").iterdir()} == hydra
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000012.pt"]
-
-
-def test_resume_of_a_finished_run_is_refused(cli: Cli) -> None:
-    assert cli(*TINY).code == 0
     answer = cli("resume=out")
     assert answer.code == 2
     assert "the run is already done" in answer.err
 
 
-def test_resume_without_a_checkpoint_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_until_failure(cli, monkeypatch, *TINY, "train.checkpoint.every=0")
-    answer = cli("resume=out")
-    assert answer.code == 2
-    assert "the run has no checkpoint: train.checkpoint.every was 0" in answer.err
+def test_resume_without_a_checkpoint_is_refused(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_until_failure(monkeypatch, every=0)
+    with pytest.raises(ConfigError, match=r"the run has no checkpoint: train\.checkpoint\.every was 0"):
+        run_tiny("out", resume="out", every=0)
     assert instrument.load("out").info["status"] == "failed"
-    assert len(instrument.load("out").metrics) == 8, "no rows should be removed"
+    assert len(instrument.load("out").metrics) == 3, "no rows should be removed"
 
 
 @pytest.mark.parametrize(
@@ -166,8 +154,9 @@ def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, argu
     assert len(instrument.load("out").metrics) == 8
 
 
-def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path) -> None:
+def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.reopen(Path("out"))
+    monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.1)
     answer = cli("resume=out")
     assert answer.code == 2
     assert "the run is in progress in another process" in answer.err
@@ -260,17 +249,15 @@ class Versioned(torch.nn.Module):
         return scores @ self.weight
 
 
-def test_states_keep_their_types_and_versions(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    versioned = [
-        "model={_target_: torch.nn.Sequential, _args_: [{_target_: torch.nn.Flatten}, {_target_: torch.nn.Linear, "
-        "in_features: 64, out_features: 10}, {_target_: test_resume.Versioned}]}",
-        "+scheduler._target_=test_resume.warm_then_steps",
-    ]
-    arguments = [argument for argument in TINY if not argument.startswith("model")] + versioned
-    assert cli(*arguments, "hydra.run.dir=whole").code == 0
-    run_until_failure(cli, monkeypatch, *arguments)
-    answer = cli("resume=out")
-    assert answer.code == 0, answer.err
+def test_states_keep_their_types_and_versions(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [{"_target_": "torch.nn.Flatten"}, LINEAR, {"_target_": "test_resume.Versioned"}]
+    changes = {
+        "model": {"_target_": "torch.nn.Sequential", "_args_": layers},
+        "scheduler": {"_target_": "test_resume.warm_then_steps"},
+    }
+    run_tiny("whole", **changes)
+    run_until_failure(monkeypatch, **changes)
+    run_tiny("out", resume="out", **changes)
     one, other = (Checkpoints(Path(name)).load() for name in ("whole", "out"))
     assert identical(one["model"], other["model"])
     assert identical(one["scheduler"], other["scheduler"])
@@ -278,8 +265,8 @@ def test_states_keep_their_types_and_versions(cli: Cli, monkeypatch: pytest.Monk
 
 def warm_then_steps(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     schedules = torch.optim.lr_scheduler
-    parts = [schedules.LinearLR(optimizer, 0.5, total_iters=7), schedules.MultiStepLR(optimizer, [2], 0.1)]
-    return schedules.SequentialLR(optimizer, parts, [7])
+    parts = [schedules.LinearLR(optimizer, 0.5, total_iters=3), schedules.MultiStepLR(optimizer, [1], 0.1)]
+    return schedules.SequentialLR(optimizer, parts, [3])
 
 
 def test_resume_needs_the_folder_of_a_run(tmp_path: Path) -> None:
@@ -288,27 +275,27 @@ def test_resume_needs_the_folder_of_a_run(tmp_path: Path) -> None:
         RunFolder.reopen(tmp_path)
 
 
-@pytest.mark.parametrize("pytorch_error", [False, True])
-def test_full_disk_keeps_the_previous_checkpoint(
-    cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch, pytorch_error: bool
-) -> None:
+def raise_disk_full(state: object, file: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def raise_error_of_pytorch(state: object, file: object) -> None:
+    try:
+        raise_disk_full(state, file)
+    except OSError:
+        raise RuntimeError("[enforce fail at inline_container.cc:679] . unexpected pos 128")  # noqa: B904
+
+
+def test_full_disk_keeps_the_previous_checkpoint(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Path("out/checkpoints/step-00000005.pt").read_bytes()
-
-    def raise_disk_full(state: object, file: object) -> None:
-        try:
-            raise OSError(28, "No space left on device")
-        except OSError:
-            if pytorch_error:
-                raise RuntimeError("[enforce fail at inline_container.cc:679] . unexpected pos 128")  # noqa: B904
-            raise
-
-    with monkeypatch.context() as patch:
-        patch.setattr("instrument.training.checkpoint.torch.save", raise_disk_full)
-        answer = cli("resume=out")
-    assert answer.code == 1
-    assert "step-00000010.pt cannot be written: No space left on device" in answer.err
-    assert Path("out/checkpoints/step-00000005.pt").read_bytes() == before
-    assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
+    for save in (raise_disk_full, raise_error_of_pytorch):
+        with monkeypatch.context() as patch:
+            patch.setattr("instrument.training.checkpoint.torch.save", save)
+            answer = cli("resume=out")
+        assert answer.code == 1
+        assert "step-00000010.pt cannot be written: No space left on device" in answer.err
+        assert Path("out/checkpoints/step-00000005.pt").read_bytes() == before
+        assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
     assert cli("resume=out").code == 0
 
 
@@ -330,8 +317,8 @@ def state_dict_hooks() -> dict[str, dict[str, Any]]:
     }
 
 
-def run_tiny(folder: str, hooks: dict[str, Any], resume: str | None = None) -> None:
-    """Train for a few steps with a checkpoint at every second step."""
+def run_tiny(folder: str, resume: str | None = None, every: int = 2, **changes: Any) -> None:
+    """Train for a few steps, with a checkpoint at every second step by default."""
     raw = {
         "name": "tiny",
         "model": {"_target_": "torch.nn.Sequential", "_args_": [{"_target_": "torch.nn.Flatten"}, LINEAR]},
@@ -341,10 +328,18 @@ def run_tiny(folder: str, hooks: dict[str, Any], resume: str | None = None) -> N
         },
         "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
         "optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01},
-        "train": {"steps": 5, "batch_size": 8, "checkpoint": {"every": 2}},
-        "hooks": hooks,
+        "train": {"steps": 5, "batch_size": 8, "checkpoint": {"every": every}},
+        **changes,
     }
     run(parse_config({**raw, "resume": resume}), Path(folder), Terminal(quiet=True), raw=raw, overrides={})
+
+
+def run_until_failure(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Start the run in the folder `out`, and let it fail at step 3."""
+    with monkeypatch.context() as patch:
+        fails_at(patch, 3)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run_tiny("out", **options)
 
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 64, "out_features": 10}
@@ -355,13 +350,10 @@ def test_checkpoints_have_unmodified_values_with_state_dict_hooks(
 ) -> None:
     """A resumed run, an uninterrupted run and a run without these hooks end in the same state."""
     hooks = state_dict_hooks()
-    run_tiny("baseline", {})
-    run_tiny("whole", hooks)
-    with monkeypatch.context() as patch:
-        fails_at(patch, 3)
-        with pytest.raises(RuntimeError, match="stopped here"):
-            run_tiny("out", hooks)
-    run_tiny("out", hooks, resume="out")
+    run_tiny("baseline")
+    run_tiny("whole", hooks=hooks)
+    run_until_failure(monkeypatch, hooks=hooks)
+    run_tiny("out", resume="out", hooks=hooks)
     baseline, uninterrupted, resumed = (Checkpoints(Path(name)).load() for name in ("baseline", "whole", "out"))
     for name in ("step", "model", "buffers", "optimizer", "random"):
         assert identical(baseline[name], uninterrupted[name]), name

@@ -9,7 +9,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from tiers import tiered
 from tracker_files import history, make_older, read_tensorboard, read_wandb
+from training_runs import resume_here, train_here
 
 import instrument
 from instrument.pip_extras import pip_command
@@ -43,7 +45,7 @@ def series(frame: pd.DataFrame, column: str) -> list[tuple[int, float]]:
     return [(int(step), pytest.approx(value)) for step, value in zip(frame["step"], frame[column], strict=True)]
 
 
-def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, local_trackers: None) -> None:
+def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, workdir: Path, local_trackers: None) -> None:
     answer = cli(*TINY, "name=tried", "sink.tensorboard=true", "sink.wandb=true", "sink.mlflow=true")
     assert answer.code == 0, answer.err
     assert "TensorBoard tensorboard --logdir out\n" in answer.out
@@ -74,8 +76,7 @@ def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, local_tra
         (m.step, m.value) for m in client.get_metric_history(kept.info.run_id, "activations/layers.1/mean")
     ] == means
 
-    assert cli(*TINY[:-1], "hydra.run.dir=baseline").code == 0
-    baseline = instrument.load("baseline")
+    baseline = train_here(workdir / "baseline", *TINY[:-1])
     pd.testing.assert_frame_equal(
         baseline.metrics.drop(columns=CLOCK), run.metrics.drop(columns=CLOCK), check_exact=True
     )
@@ -83,7 +84,13 @@ def test_trackers_get_the_recorded_values_and_change_nothing(cli: Cli, local_tra
         pd.testing.assert_frame_equal(getattr(baseline, name), getattr(run, name), check_exact=True)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_forward_run_is_tracked(workdir: Path) -> None:
+    run = train_here(workdir / "out", *TINY[:-1], "mode=forward", "data.slice.stop=50", "sink.tensorboard=true")
+    scalars = read_tensorboard(Path("out/tensorboard"))["scalars"]
+    assert scalars["forward/loss"] == series(run.metrics, "loss")
+
+
+@pytest.mark.parametrize("name", tiered(["tensorboard", "wandb", "mlflow"], quick=["tensorboard"]))
 def test_missing_tracker_package_is_reported_before_the_start(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -160,15 +167,20 @@ def fail_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(loop, "gradient_norm", fail)
 
 
-def test_resumed_run_logs_every_step_once(cli: Cli, local_trackers: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [*TINY, "train.checkpoint.every=4", "train.eval_every=4", "sink.tensorboard=true", "sink.mlflow=true"]
+def test_resumed_run_logs_every_step_once(workdir: Path, local_trackers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [
+        *TINY[:-1],
+        "train.checkpoint.every=4",
+        "train.eval_every=4",
+        "sink.tensorboard=true",
+        "sink.mlflow=true",
+    ]
     with monkeypatch.context() as patch:
         fail_after(patch, 6)
-        assert cli(*arguments).code == 1
+        with pytest.raises(RuntimeError, match="stopped here"):
+            train_here(workdir / "out", *arguments)
     make_older(Path("out/tensorboard"))
-    answer = cli("resume=out")
-    assert answer.code == 0, answer.err
-    run = instrument.load("out")
+    run = resume_here(workdir / "out")
     logged = read_tensorboard(Path("out/tensorboard"))
     assert logged["scalars"]["train/loss"] == series(run.metrics[run.metrics.phase == "train"], "loss")
     assert [step for step, _ in logged["scalars"]["eval/loss"]] == [4, 8]
