@@ -123,9 +123,10 @@ def _classify(x: Tensor) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=32)
 def _boundaries(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return magnitudes as integers, such that the number of boundaries up to a magnitude is the code of `_classify`."""
-    integer = _EXPONENTS[dtype][0]
+    integer, upper, inverted = _EXPONENTS[dtype]
+    lowest = inverted - upper  # the lowest bit of the exponent; infinity has this and all higher bits, except the sign
+    infinity = torch.iinfo(integer).max + 1 - lowest
     with torch.inference_mode(False):
-        infinity = int(torch.tensor(math.inf, dtype=dtype).view(integer).item())
         boundaries = [1] + [infinity] * 0xFF + [infinity + 1] * 0x10000
         moved: Tensor = to_device(torch.tensor(boundaries, dtype=integer), device)
     return moved

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils._pytree as pytree
+from device_statistics import forget_constants
 from test_no_waiting import CHANGES, FUNCTION_KINDS, KINDS, possible, spec_of, tables_of
 from tiers import tiered
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from instrument.actions.modify import _BUILTIN
 from instrument.actions.tensor_selection import TensorSelection
 from instrument.capture import device_copy
 from instrument.spec.statistics import DEFAULT
-from instrument.stats import device_numbers, device_operations, distribution
+from instrument.stats import distribution
 from instrument.stats.device_numbers import DeviceNumbers
 from instrument.stats.device_operations import count_changed, measure_by_operations
 from instrument.stats.flatten import as_vector
@@ -90,12 +91,9 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)
-    caches = (device_numbers.constants, device_operations._boundaries, distribution._sample_indices)
-    for cache in caches:
-        cache.cache_clear()
+    forget_constants()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget_constants()
 
 
 def test_every_function_is_tried() -> None:

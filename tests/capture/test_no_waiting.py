@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_statistics import use_device_statistics
+from device_statistics import forget_constants, use_device_statistics
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,6 +71,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(Tensor, name, refuse_in_hooks(name))
     monkeypatch.setattr(AttachedHook, "fire", fire_guarded)
     use_device_statistics(monkeypatch)
+    forget_constants()
     return fired
 
 
