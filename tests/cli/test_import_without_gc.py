@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from types import ModuleType
 
 import pytest
 
@@ -11,6 +12,7 @@ from instrument.cli.import_without_gc import importing
 
 
 def test_garbage_collection_is_paused_during_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
     with importing():  # PyTorch is imported
         assert gc.isenabled()
     monkeypatch.delitem(sys.modules, "torch")
@@ -24,7 +26,7 @@ def test_garbage_collection_is_paused_during_imports(monkeypatch: pytest.MonkeyP
 
 
 def test_disabled_garbage_collection_stays_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     gc.disable()
     try:
         with importing():
