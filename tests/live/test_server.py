@@ -170,7 +170,9 @@ def test_values_change_without_a_reload(training: Training, address: str, browse
     page.close()
 
 
-def test_data_are_those_of_the_report(training: Training) -> None:
+def test_data_are_those_of_the_report(tmp_path: Path) -> None:
+    training = Training(tmp_path / "run")
+    training.step(8)
     training.attached.close()
     live = LiveRun(training.folder)
     live.refresh()
