@@ -80,7 +80,7 @@ class NonFinite(LocatedRule[NonFiniteRule]):
     def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
-            "reported": [list(location) for location in self._reported],
+            "reported": [list(location) for location in sorted(self._reported)],
             "phases": sorted(self._phases),
             "loss": self._loss,
             "noted": self._noted,

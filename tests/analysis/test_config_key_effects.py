@@ -168,10 +168,11 @@ def test_bounds_are_never_infinite(tmp_path_factory: pytest.TempPathFactory, exa
     check()
 
 
-def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", tiered([2, 3], [2]))
+def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path, seeds: int) -> None:
     """Compared with a pandas implementation over all rows."""
     random = np.random.default_rng(0)
-    for rate, norm, seed in product((0.1, 0.2), (0.1, 1.0, 10.0), (1, 2)):
+    for rate, norm, seed in product((0.1, 0.2), (0.1, 1.0, 10.0), range(1, seeds + 1)):
         layers = ("a", "b", "only in one" if norm == 0.1 else "c")
         rows = {
             "stats": [
@@ -194,7 +195,7 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
         "ci_high", "confidence", "p_value", "p_adjusted", "survives", "pairs", "not_finite", "one_sided",
     ]  # fmt: skip
     assert (len(found), set(found["value"])) == (2 * (2 * 2 + 1 + 2), {1.0, 10.0})
-    assert (set(found["n"]), set(found["pairs"])) == ({2}, {4})
+    assert (set(found["n"]), set(found["pairs"])) == ({seeds}, {2 * seeds})
 
     last = sweep.metrics[(sweep.metrics["phase"] == "train") | (sweep.metrics["step"] == 4)]
     tables = {"stats": sweep.stats, "effects": sweep.effects, "metrics": last}
@@ -210,7 +211,7 @@ def test_each_value_is_compared_by_layer_and_statistic(tmp_path: Path) -> None:
         assert [one["ci_low"], one["ci_high"]] == pytest.approx([interval.low, interval.high])
     assert list(found["table"].drop_duplicates()) == ["metrics", "stats", "effects"]
     assert found.attrs["left_out"] == {}
-    assert len(found.attrs["pairs"]) == 8
+    assert len(found.attrs["pairs"]) == 4 * seeds
     assert found.attrs["pairs"][0] == (1.0, "0.1-1.0-1", "0.1-0.1-1")
 
 
@@ -233,9 +234,10 @@ def test_by_splits_comparisons_by_another_key(tmp_path: Path) -> None:
         sweep.effects_of("hooks.tame.norm", by="model")
 
 
-def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", tiered([2, 3], [2]))
+def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path, seeds: int) -> None:
     """With either side as the baseline, the differences are equal up to their sign."""
-    for seed in (1, 2):
+    for seed in range(1, seeds + 1):
         tames = {f"{norm}-{by}": (norm, by) for norm, by in product((0.1, 1.0), ("tensor", "all"))}
         for name, tame in {"none": None, **tames}.items():
             spec = None if tame is None else {**CLIP, "norm": tame[0], "scope": tame[1]}
@@ -251,7 +253,7 @@ def test_runs_without_the_hook_are_compared_with_all_others(tmp_path: Path) -> N
         assert forth[names].to_numpy().tolist() == back[names].to_numpy().tolist()
         assert forth["difference"].tolist() == pytest.approx((-back["difference"]).tolist())
         assert forth["ci_low"].tolist() == pytest.approx((-back["ci_high"]).tolist())
-        assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (4, [2])
+        assert (forth["pairs"].sum(), forth["n"].unique().tolist()) == (2 * seeds, [seeds])
 
 
 def test_runs_of_one_seed_count_as_one(tmp_path: Path) -> None:

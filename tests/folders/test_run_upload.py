@@ -63,7 +63,7 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return request.getfixturevalue("bucket") if request.param == "s3" else f"memory:/{tmp_path}/there"
 
 
-TOKEN = "session/token+that/nobody/writes/down"
+TOKEN = "session/token+that/is+not/written"
 
 
 def test_finished_run_is_uploaded_and_bit_identical(

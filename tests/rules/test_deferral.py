@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import tiered
 
 from instrument.rules.rule_set import RuleEvent
 from instrument.spec.rules import default_rules
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
-MOST = 60  # steps of a training
 WATCH = {"watch": "seen", "stat": "mean", "above": 4.0, "for": 2}
 RULES: dict[str, Any] = {
     **default_rules(),
@@ -51,10 +51,15 @@ METRICS = [{"loss": 9.0}, {"loss": float("nan")}, {"lr": 0.0}, {"skipped": 1.0},
 
 
 @st.composite
-def trainings(draw: st.DrawFn) -> list[Step]:
-    """Return the steps of a training with faults, each of which lasts for some steps."""
+def trainings(draw: st.DrawFn, most: int) -> list[Step]:
+    """Return the steps of a training with faults, each of which lasts for some steps.
+
+    Args:
+        draw: Draws values.
+        most: Largest number of steps.
+    """
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    count = draw(st.integers(1, MOST))
+    count = draw(st.integers(1, most))
     sites = SITES + [PARAMETER] * draw(st.booleans())
     every = draw(st.sampled_from([1, 1, 3]))
     spread = draw(st.sampled_from([0.01, 0.5]))
@@ -83,8 +88,13 @@ def trainings(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-@given(trainings(), st.integers(0, MOST), st.lists(st.sampled_from([1, 2, 3, 30, MOST]), min_size=1, max_size=4))
-def test_rules_decide_the_same_with_steps_read_together(steps: list[Step], resumed_at: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize("most", tiered([60, 100], [60]))
+def test_rules_decide_the_same_with_steps_read_together(most: int) -> None:
+    sizes = st.lists(st.sampled_from([1, 2, 3, 30, most]), min_size=1, max_size=4)
+    given(trainings(most), st.integers(0, most), sizes)(check_decisions)()
+
+
+def check_decisions(steps: list[Step], resumed_at: int, sizes: list[int]) -> None:
     expected: list[RuleEvent] = []
     direct = rule_set(RULES, expected)
     feed(direct, steps)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from device_statistics import use_device_statistics
-from rule_rows import GRADIENT, Step, fired
+from rule_rows import GRADIENT, Step, feed, fired, rule_set
 from torch import nn
 
 import instrument
@@ -143,6 +143,14 @@ def test_resumed_probe_does_not_raise_the_alert_again() -> None:
     assert len(alerts_of(sinks[0])) == 2
     assert alerts_of(sinks[1]) == []
     assert second.warnings == first.warnings
+
+
+def test_state_is_equal_in_all_processes() -> None:
+    """The order of a set of strings differs between processes."""
+    rules = rule_set({"nan": {"rule": "non_finite"}}, [])
+    feed(rules, [Step(rows=[row(layer=layer, nan_count=1) for layer in "dfahcegb"])])
+    reported = rules.state_dict()["rules"]["nan"]["reported"]
+    assert [layer for _, layer, *_ in reported] == [*"abcdefgh"]
 
 
 @pytest.mark.gpu
