@@ -17,7 +17,7 @@ from .analysis.findings import Finding, advice_by_rule, findings, recorded_event
 from .analysis.folders import NoRunError
 from .analysis.load import Run, load
 from .analysis.rule_events import rule_events
-from .errors import InstrumentError
+from .errors import ConfigError, InstrumentError, Problem
 from .spec.parse import parse_rules
 from .spec.rules import default_rules
 
@@ -66,11 +66,11 @@ def check(run: Run) -> list[Finding]:
         run: One run in any state.
 
     Raises:
-        InstrumentError: `run` contains several runs.
-        ConfigError: run.json contains an invalid rule.
+        ConfigError: `run` contains several runs, or run.json contains an invalid rule.
     """
     if len(run.folders) > 1:
-        raise InstrumentError(f"findings require a single run, but {run.path} contains {len(run.folders)} runs")
+        message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
+        raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))
     rules = (run.info.get("config") or {}).get("rules") or default_rules()
     custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
     again = parse_rules({name: _without_actions(entry) for name, entry in rules.items() if name not in custom})

@@ -27,7 +27,7 @@ def locate(path: str, where: str) -> Any:
     """
     try:
         found = get_object(path)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(_import_problem(path, where, error)) from None
     if not callable(found):
         raise ConfigError(Problem(where, f"{path} is a {type(found).__name__}, not a class or function", given=path))
@@ -70,7 +70,7 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
     _locate_within(target.model_extra, where)
     try:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
-    except InstantiationException as error:
+    except (InstantiationException, SystemExit) as error:
         cause = error.__cause__
         raise ConfigError(
             Problem(where, f"{target.target} could not be built: {_reason(cause or error)}", given=_arguments(target))
@@ -151,7 +151,7 @@ def _import_problem(path: str, where: str, error: BaseException) -> Problem:
                 given=path,
                 similar=[f"{parent}.{name}" if parent else name for name in similar_names(part, known)],
             )
-        except Exception as failure:
+        except (Exception, SystemExit) as failure:
             return Problem(
                 where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", given=path
             )

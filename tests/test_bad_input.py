@@ -577,6 +577,27 @@ def test_hook_function_with_an_invalid_result_is_named(cli: Cli, returned: str, 
     assert expected in error
 
 
+def test_exit_of_custom_code_is_an_error(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path.cwd())
+    write(
+        "leaves.py",
+        "import sys\n\n\ndef at_start():\n    sys.exit(0)\n\n\ndef in_step(tensor, context):\n    sys.exit(0)\n",
+    )
+    write("no_module.py", "import sys\n\nsys.exit('install it')\n")
+    assert "model: leaves.at_start could not be built: SystemExit: 0" in refusal_of(
+        *TINY[2:], "model={_target_: leaves.at_start}"
+    )
+    assert "importing no_module failed: SystemExit: install it" in refusal_of(
+        *TINY[2:], "model={_target_: no_module.Net}"
+    )
+    hook = "+hooks.x={layers:layers.0,kind:forward,action:call,fn:{_target_:leaves.in_step}}"
+    answer = cli("-m", *TINY, hook, "hooks.x.start=0,9", "hydra.sweep.dir=out")
+    assert answer.code == 1
+    assert "sys.exit(0) was called (in " in answer.err
+    assert "out/0 failed; the other jobs continue" in answer.err
+    assert list(instrument.load("out").runs.status) == ["failed", "done"]
+
+
 def test_model_error_during_training_keeps_the_rows(cli: Cli) -> None:
     write(
         "fragile_net.py",

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..configuration.search_path import conf_folder
 from ..distributed.torchrun import is_rank_zero
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..folders.folder_snapshot import REFUSED
 from ..folders.run_record import read_record
 from ..spec.config import RunConfig
@@ -178,7 +178,8 @@ def report_errors() -> Iterator[JobFolders]:
         if is_rank_zero():
             print(f"\n{reason}: {_saved_data_message(folder)}", file=sys.stderr)
         raise SystemExit(1 if terminated else 130) from None
-    except Exception as error:
+    except (Exception, SystemExit) as raised:
+        error = _error_of_exit(raised) if isinstance(raised, SystemExit) else raised
         code = print_error(error)
         if code == 1:
             print(_saved_data_message(folder), file=sys.stderr)
@@ -191,6 +192,17 @@ def report_errors() -> Iterator[JobFolders]:
             print(f"job {folder} {result}", file=sys.stderr)
             raise JobFailedError(code, folder) from error
         raise SystemExit(code) from None
+
+
+def _error_of_exit(stop: SystemExit) -> InstrumentError:
+    """Return the error that custom code ended the process.
+
+    Raises:
+        SystemExit: This package raised it, in a process whose error is printed by another one.
+    """
+    if location := user_code_location(stop):
+        return InstrumentError(f"sys.exit({stop.code!r}) was called{location}")
+    raise stop
 
 
 def _saved_data_message(folder: Path) -> str:

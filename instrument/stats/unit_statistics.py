@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .device_numbers import DeviceNumbers, joined
 from .device_operations import count_masks
 from .directed_rounding import round_down, round_up
-from .measure import measure, measure_on_host
+from .measure import measure
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
 NEAR = 0.015
@@ -145,7 +145,9 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
     x = _comparable(tensor.detach())
     if not x.is_cpu:
         return saturated_fraction_on_device(x, ends)
-    nans, infinities = (int(count) for count in measure_on_host(x, ("nan_count", "inf_count")) if count is not None)
+    counts = measure(x, ("nan_count", "inf_count"))
+    assert not isinstance(counts, DeviceNumbers), "the tensor is on the CPU"
+    nans, infinities = (int(count) for count in counts if count is not None)
     finite = x.numel() - nans - infinities
     near = _near(x, ends)
     return int((near & x.isfinite() if infinities else near).count_nonzero()) / finite if finite else None

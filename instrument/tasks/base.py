@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ..errors import InstrumentError
 from ..nested import structure
 
+IGNORED = -100
+"""Targets that `torch.nn.functional.cross_entropy` ignores by default."""
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -73,7 +76,7 @@ class CountsTerms(Protocol):
     def number_of_terms(self, batch: Any) -> int:
         """Return the number of terms in the mean of a batch.
 
-        It may be 0. The loss of such a batch must be finite.
+        It may be 0. The loss of such a batch has no weight, also if it is NaN, such as a mean of no terms.
 
         Args:
             batch: The batch from the data loader.
@@ -187,6 +190,11 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
         raise ValueError("the loss does not depend on any trainable parameter")
 
 
+def weighted(loss: Tensor, weight: float) -> Tensor:
+    """Return the product of a loss and its weight. With the weight 0, it is 0 also for a mean of no terms, which is NaN."""
+    return loss * weight if weight else loss.nan_to_num() * 0.0
+
+
 @torch.no_grad()
 def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
     """Return the fraction of correctly classified samples over several batches.
@@ -225,5 +233,5 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None)
         return None
     if weights is None:
         weights = [outcome.samples for outcome in outcomes]
-    parts = [loss * weight for loss, weight in zip(losses, weights, strict=True)]
+    parts = [weighted(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
     return torch.stack(parts).sum() / max(1, sum(weights))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..nested import iter_tensors, number_of_samples, structure
-from .base import Outcome, pair_of
-from .language import IGNORED
+from .base import IGNORED, Outcome, pair_of
 
 
 class HuggingFace:

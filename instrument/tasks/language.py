@@ -7,10 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Outcome, inputs_of, pair_of
+from .base import IGNORED, Outcome, inputs_of, pair_of
 from .supervised import main_output
-
-IGNORED = -100  # Targets that F.cross_entropy ignores by default.
 
 
 class NextToken:

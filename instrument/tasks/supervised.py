@@ -14,8 +14,12 @@ from .base import Outcome, pair_of
 class Supervised:
     """A loss of the model output and the targets. A batch is a pair (inputs, targets).
 
+    Integer targets that the loss ignores (its `ignore_index`, such as -100 for the cross entropy) have no weight. All other
+    targets have the same weight in the mean, regardless of their batch.
+
     Args:
-        loss: Called as `loss(output, targets)`. Returns the mean over the samples, a scalar.
+        loss: Called as `loss(output, targets)`. Returns the mean over the samples, or over the targets that it does not
+            ignore, a scalar.
         targets: `as_is` (default) passes the targets unchanged. `one_hot` converts integer classes [N] to distributions
             [N, classes].
         smoothing: Label smoothing of the distributions, from 0 to 1: the probability that is spread evenly over all
@@ -48,7 +52,7 @@ class Supervised:
 
         Returns:
             The loss and the number of samples. `correct` is set if the targets are integer classes [N] and the output
-            is [N, classes].
+            is [N, classes]: the fraction of the correct ones among those that are not ignored, times N.
 
         Raises:
             TypeError: The batch is not a pair, or the output contains no tensor.
@@ -59,8 +63,30 @@ class Supervised:
         expected = targets
         if self.targets == "one_hot" and is_class:
             expected = soft_targets(targets, output.shape[-1], self.smoothing).to(output.dtype)
-        correct = (output.detach().argmax(-1) == targets).sum() if is_class and targets.dim() == 1 else None
+        correct = None
+        if is_class and targets.dim() == 1:
+            hits, counted = output.detach().argmax(-1) == targets, self._counted(targets)
+            correct = (
+                hits.sum() if counted is None else (hits & counted).sum() * (len(targets) / counted.sum().clamp(1))
+            )
         return Outcome(self.loss(output, expected), len(targets), correct)
+
+    def number_of_terms(self, batch: Any) -> int:
+        """Return the number of targets that the loss does not ignore, or the number of samples if it ignores none.
+
+        Args:
+            batch: A pair (inputs, targets).
+        """
+        _, targets = pair_of(batch)
+        counted = self._counted(targets)
+        return len(targets) if counted is None else int(counted.sum())
+
+    def _counted(self, targets: Any) -> Tensor | None:
+        """Return which integer targets the loss does not ignore; None if it ignores none."""
+        ignored: int | None = getattr(self.loss, "ignore_index", None)
+        if ignored is None or not isinstance(targets, Tensor) or targets.is_floating_point():
+            return None
+        return targets != ignored
 
 
 class KLDivergence(nn.Module):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from ..tasks.language import IGNORED
+from ..tasks.base import IGNORED
 
 DOWNLOAD_TIMEOUT = 20.0  # Seconds without a response after which a download fails.
 

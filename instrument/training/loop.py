@@ -17,6 +17,7 @@ from ..errors import InstrumentError
 from ..nested import to_device
 from ..spec.schedule import Evaluations
 from ..tasks import CountsTerms, Outcome, call_task
+from ..tasks.base import weighted
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .probe_batch import has_probe_pass, run_probe_batch
@@ -203,7 +204,7 @@ def _compute_gradients(
                 raise InstrumentError(
                     f"task {type(experiment.task).__qualname__} returned no loss for a training batch"
                 )
-            part = loss * (weight / max(1, total))
+            part = weighted(loss, weight / max(1, total))
             experiment.scaler.scale(part).backward()
         outcomes.append(outcome)
         losses.append(part.detach())

@@ -15,6 +15,7 @@ from ..capture.probe import Probe
 from ..nested import to_device
 from ..plan.shape_inference import without_side_effects
 from ..tasks import call_task
+from ..tasks.base import weighted
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .input_gradients import with_input_gradients
@@ -56,7 +57,7 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
             outcome = call_task(experiment.task, experiment.model, batch)
         assert outcome.loss is not None, "shape inference checked that there is a loss"
         loss = probe.loss(outcome.loss)
-        experiment.scaler.scale(loss * (weights[0] / max(1, total))).backward()
+        experiment.scaler.scale(weighted(loss, weights[0] / max(1, total))).backward()
         probe.end_micro_step()
         mean, mean_accuracy = means_over_processes(experiment, [outcome], weights)
         seconds = time.perf_counter() - started_at

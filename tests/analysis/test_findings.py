@@ -13,6 +13,7 @@ import pytest
 import instrument
 from instrument.analysis.findings import Finding, findings
 from instrument.capture.tables import NEVER_DUE, TABLES
+from instrument.findings import main
 from instrument.kinds.reasons import NO_INPUT_GRAPH
 from instrument.sinks.parquet import ParquetSink
 
@@ -78,12 +79,14 @@ def test_columns_without_values_give_no_findings(made: Make) -> None:
     assert findings(made(stats=rows, metrics=[{"step": step} for step in range(3)])) == []
 
 
-def test_findings_of_a_sweep_are_refused(tmp_path: Path) -> None:
+def test_findings_of_a_sweep_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job in "01":
         (tmp_path / job).mkdir()
         (tmp_path / job / "run.json").write_text(json.dumps({"status": "done"}))
     with pytest.raises(instrument.InstrumentError, match=r"findings require a single run, but .* contains 2 runs"):
         findings(instrument.load(tmp_path))
+    assert main([str(tmp_path)]) == 2
+    assert f"choose one, such as {tmp_path / '0'}" in capsys.readouterr().err
 
 
 def test_findings_are_ordered_by_severity(made: Make) -> None:

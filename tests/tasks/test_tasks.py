@@ -36,6 +36,17 @@ def test_cross_entropy_equals_pytorch_and_counts_correct_classes() -> None:
     assert (result.samples, int(result.correct)) == (4, 3)  # type: ignore[arg-type]
 
 
+def test_ignored_classes_have_no_weight() -> None:
+    classes = torch.tensor([0, -100, 1, 0])
+    task = Supervised(nn.CrossEntropyLoss())
+    result = outcome(task, classes)
+    assert torch.equal(result.loss, F.cross_entropy(LOGITS, classes))
+    assert (result.samples, task.number_of_terms((LOGITS, classes))) == (4, 3)
+    assert accuracy([result], [3]) == pytest.approx(2 / 3)
+    assert Supervised(nn.CrossEntropyLoss(ignore_index=0)).number_of_terms((LOGITS, classes)) == 2
+    assert Supervised(KLDivergence()).number_of_terms((LOGITS, classes)) == 4
+
+
 def test_soft_targets_are_smoothed_distributions() -> None:
     soft = soft_targets(CLASSES, 3, 0.3)
     assert torch.allclose(soft.sum(1), torch.ones(4))

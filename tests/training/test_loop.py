@@ -171,12 +171,27 @@ LANGUAGE: dict[str, Any] = {
 }
 
 
+def partly_labelled(split: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return inputs and classes; half of the classes are ignored, such as that of the first sample."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, classes = torch.randn(48, 4, generator=generator), torch.randint(3, (48,), generator=generator)
+    classes[::4] = classes[1::4] = -100
+    return list(zip(inputs, classes, strict=True))
+
+
+CLASSES: dict[str, Any] = {
+    "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 3},
+    "data": {"dataset": {"_target_": f"{__name__}.partly_labelled"}},
+}
+
+
+@pytest.mark.parametrize("config", [LANGUAGE, CLASSES], ids=["tokens", "classes"])
 @pytest.mark.parametrize("batch_size", tiered([1, 12, 20], quick=[20]))
-def test_accumulation_weights_tokens_equally(batch_size: int) -> None:
+def test_accumulation_weights_counted_targets_equally(config: dict[str, Any], batch_size: int) -> None:
     parts = prepare_experiment(
-        **LANGUAGE, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1}
+        **config, train={"steps": 1, "batch_size": batch_size, "accumulate": 48, "eval_batch_size": 1}
     )
-    single_batch = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
+    single_batch = prepare_experiment(**config, train={"steps": 1, "batch_size": 48, "eval_batch_size": 48})
     found, expected = (trained(experiment)[0].frame("metrics") for experiment in (parts, single_batch))
     for column in ("loss", "accuracy", "grad_norm"):
         assert list(found[column]) == pytest.approx(list(expected[column]), rel=1e-5, nan_ok=True)
@@ -184,8 +199,9 @@ def test_accumulation_weights_tokens_equally(batch_size: int) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_step_with_only_ignored_targets_changes_nothing() -> None:
-    experiment = prepare_experiment(**LANGUAGE, train={"steps": 1, "batch_size": 1})
+@pytest.mark.parametrize("config", [LANGUAGE, CLASSES], ids=["tokens", "classes"])
+def test_step_with_only_ignored_targets_changes_nothing(config: dict[str, Any]) -> None:
+    experiment = prepare_experiment(**config, train={"steps": 1, "batch_size": 1})
     before = weights(experiment)
     task, (_, group) = experiment.task, next(iter(experiment.batches))
     group[0][1].fill_(-100)
