@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +48,9 @@ from .learning_rate_scale import LearningRateScale
 from .loader import LoadedBatch, Loader
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
+
+_TRIED_STEPS = 1000  # of a scheduler, before the run
+_ROUNDING = 1e-9  # a learning rate that decreases to 0 may be slightly negative
 
 
 @dataclass(frozen=True)
@@ -589,7 +595,7 @@ def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRSche
 
     Raises:
         ConfigError: The target does not exist, raises an exception, or does not return a scheduler that works without a
-            metric.
+            metric; or a learning rate is invalid.
     """
     arguments = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **arguments)
@@ -601,4 +607,30 @@ def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRSche
                 f"but {target.target} returned {type(scheduler).__name__}",
             )
         )
+    _check_learning_rates(scheduler, target.target, steps)
     return scheduler
+
+
+def _check_learning_rates(scheduler: LRScheduler, name: str, steps: int) -> None:
+    """Make the first steps of a copy of a scheduler, which has its own learning rates.
+
+    Raises:
+        ConfigError: A step raises an exception, or sets a learning rate that is negative or not finite.
+    """
+    parameters = (parameter for group in scheduler.optimizer.param_groups for parameter in group["params"])
+    try:
+        copied = copy.deepcopy(scheduler, {id(parameter): parameter for parameter in parameters})
+    except Exception:  # custom code that cannot be copied
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns since the optimizer makes no step
+        for step in range(1, min(steps, _TRIED_STEPS) + 1):
+            try:
+                copied.step()
+            except Exception as error:
+                message = f"step {step} of {name} raises {type(error).__name__}: {error}{user_code_location(error)}"
+                raise ConfigError(Problem("scheduler", message)) from error
+            for lr in map(float, copied.get_last_lr()):
+                if not math.isfinite(lr) or lr < -_ROUNDING:
+                    message = f"{name} sets a learning rate that is negative or not finite, after step {step}"
+                    raise ConfigError(Problem("scheduler", message, given=f"{lr:.6g}"))

@@ -16,6 +16,7 @@ from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
 
 CONF = Path(__file__).parents[2] / "conf"
+SCHEDULERS = "torch.optim.lr_scheduler"
 
 
 class Lazy(nn.Sequential):
@@ -156,6 +157,18 @@ def test_frozen_parameters_are_not_optimized() -> None:
             "optimizer: must be a torch.optim.Optimizer, .* returned Identity",
         ),
         ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: must be .*LRScheduler.* returned Identity"),
+        (
+            {"scheduler": {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 0}},
+            "scheduler: step 1 of .*ZeroDivisionError",
+        ),
+        (
+            {"scheduler": {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": 1}},
+            "scheduler: step 2 of .*OneCycleLR raises ValueError: Tried to step 2 times",
+        ),
+        (
+            {"scheduler": {"_target_": f"{SCHEDULERS}.ExponentialLR", "gamma": -1.0}},
+            r"scheduler: .*ExponentialLR sets a learning rate that is negative or not finite, after step 1\n *given *-0\.01",
+        ),
     ],
 )
 def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) -> None:
