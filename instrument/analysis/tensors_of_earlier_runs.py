@@ -17,6 +17,7 @@ from torch import Tensor
 from ..actions.base import Context
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
+from ..spec.schedule import STEP_PHASES
 from .features import MOST_SHOWN, Features
 from .folders import NoRunError
 from .load import Run, load
@@ -188,6 +189,12 @@ class RunArchive:
         """Return `train.accumulate` of an opened run; 0 for your own loop."""
         accumulate: int = self._runs[run].info.get("config", {}).get("train", {}).get("accumulate", 0)
         return accumulate
+
+    def split_of(self, run: str, phase: str) -> str | None:
+        """Return the split of the dataset in a phase of an opened run; None for your own loop."""
+        data = self._runs[run].info.get("config", {}).get("data")
+        key, split = ("slice", "train") if phase in STEP_PHASES else ("eval_slice", "test")
+        return None if data is None else (data.get(key) or {}).get("split", split)
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of the context.

@@ -63,6 +63,7 @@ def trained(
 def recorded(out: Path, hooks: dict[str, Any] | None = None, **overrides: Any) -> str:
     out.mkdir()
     config = {"train": CONFIG["train"] | {name: overrides[name] for name in CONFIG["train"] if name in overrides}}
+    config["data"] = CONFIG["data"] | overrides.get("data", {})
     (out / "run.json").write_text(json.dumps({"status": "done", "ranks": 1, "config": config}))
     records = {"train": RECORD, "eval": {**RECORD, "phase": "eval"}}
     trained(records if hooks is None else hooks, out, **overrides)
@@ -500,6 +501,19 @@ def test_samples_without_values_are_refused_before_step_0(
     with pytest.raises(ConfigError) as refused:
         prepare_only({"put": put}, **overrides)
     assert re.search(message, str(refused.value)), str(refused.value)
+
+
+def test_samples_of_another_split_are_refused_before_step_0(tmp_path: Path) -> None:
+    """The evaluation has the split `test`. Its sample 0 is not that of the split `train`."""
+    run = recorded(tmp_path / "run", {"kept": {**RECORD, "phase": "eval"}})
+    put = {**REPLACE, "run": run, "match": "id"}
+    with pytest.raises(
+        ConfigError,
+        match=r"put.match: the other run recorded samples of the split test, but phase train has samples of train",
+    ):
+        prepare_only({"put": put})
+    prepare_only({"put": {**put, "hook": "kept"}})
+    prepare_only({"put": put}, data={"slice": {"split": "test", "stop": 50}})
 
 
 def test_samples_of_several_steps_require_a_step(tmp_path: Path) -> None:
