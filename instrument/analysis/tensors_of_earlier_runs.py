@@ -17,13 +17,14 @@ from torch import Tensor
 from ..actions.base import Context
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
+from ..spec.schedule import STEP_PHASES
 from .features import MOST_SHOWN, Features
 from .folders import NoRunError
 from .load import Run, load
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model
 _Source = tuple[str, str | None, int | None]  # folder of the run, hook, and step of a spec
-_INDEX = ("step", "micro_step", "rank", "hook", *_LIKE, "scope", "shape", "source_shape")
+_INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "scope", "shape", "source_shape")
 
 
 class _Place(NamedTuple):
@@ -42,12 +43,13 @@ class _Place(NamedTuple):
     pinned: bool
 
     @classmethod
-    def of(cls, context: Context, *, pinned: bool) -> _Place:
+    def of(cls, context: Context, *, any_phase: bool, pinned: bool) -> _Place:
         kind = KINDS[context.kind]
-        columns = ["micro_step"] if kind.frequency == "micro_step" else []
-        moment = {"micro_step": context.moment.micro_step}
-        like = tuple((name, moment.get(name, getattr(context, name, None))) for name in (*columns, *_LIKE))
-        return cls(like, kind.family == "module", context.rank, pinned)
+        of_batch, of_phase = kind.frequency == "micro_step", not any_phase
+        columns = ["micro_step"] * of_batch + ["phase"] * of_phase
+        moment = context.moment._asdict()
+        like = [(name, moment[name]) for name in columns] + [(name, getattr(context, name)) for name in _LIKE]
+        return cls(tuple(like), kind.family == "module", context.rank, pinned)
 
 
 class _Step(NamedTuple):
@@ -85,6 +87,17 @@ class RecordedSamples(NamedTuple):
 
     values: Tensor
     rows: dict[int | str, int]
+
+
+def _phases_at(step: _Step, place: _Place) -> str:
+    """Return the end of a message: the hooks that recorded the tensor of a place in other phases; empty if none did."""
+    rows = step.rows
+    for column, value in place.like:
+        rows = rows if column == "phase" else rows[rows[column] == value]
+    hooks = [
+        f"{hook!r} in phase {phase!r}" for hook, phase in sorted(set(zip(rows["hook"], rows["phase"], strict=True)))
+    ]
+    return f", but one of hook {', '.join(hooks)}; set 'hook' to use it" if hooks else ""
 
 
 def _of_spec(problem: Problem, where: str) -> Problem:
@@ -164,13 +177,24 @@ class RunArchive:
             raise ConfigError(Problem(f"{where}.hook", message, hook, hooks, similar_names(hook, hooks)))
 
     def index(self, run: str) -> pd.DataFrame:
-        """Return the index of an opened run's tensors: step, micro_step, rank, hook, location, scope and shapes."""
+        """Return the index of an opened run's tensors: step, micro_step, phase, rank, hook, location, scope and shapes."""
         return self._runs[run].read("tensors", [*_INDEX])
 
     def ranks_of(self, run: str) -> int:
         """Return the number of processes of an opened run."""
         ranks: int = self._runs[run].info.get("ranks", 1)
         return ranks
+
+    def accumulate_of(self, run: str) -> int:
+        """Return `train.accumulate` of an opened run; 0 for your own loop."""
+        accumulate: int = self._runs[run].info.get("config", {}).get("train", {}).get("accumulate", 0)
+        return accumulate
+
+    def split_of(self, run: str, phase: str) -> str | None:
+        """Return the split of the dataset in a phase of an opened run; None for your own loop."""
+        data = self._runs[run].info.get("config", {}).get("data")
+        key, split = ("slice", "train") if phase in STEP_PHASES else ("eval_slice", "test")
+        return None if data is None else (data.get(key) or {}).get("split", split)
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of the context.
@@ -270,7 +294,7 @@ class RunArchive:
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
         """Return the tensor that was recorded at the same layer, role, path and call as the context, for the same
-        batch.
+        batch. Without a hook, the phase must be the same too.
 
         If the run has as many processes as the current one, this is the tensor of the same rank. Otherwise it is the
         full tensor assembled from all ranks, or the batch shard of this process.
@@ -288,7 +312,7 @@ class RunArchive:
         Raises:
             LookupError: No tensor or several tensors match, or the shards cannot be assembled.
         """
-        place = _Place.of(context, pinned=pinned)
+        place = _Place.of(context, any_phase=hook is not None, pinned=pinned)
         current = self._at_step((run, hook, step), context.step if step is None else step)
         if place not in current.tensors:
             current.tensors[place] = self._tensor(run, current, place)
@@ -306,7 +330,7 @@ class RunArchive:
         location = ", ".join(f"{column} {value!r}" for column, value in place.like if value or column != "backward")
         if rows.empty or rows["rank"].duplicated().any():
             if rows.empty:
-                raise LookupError(f"{run} has no tensor of step {step.number} at {location}")
+                raise LookupError(f"{run} has no tensor of step {step.number} at {location}{_phases_at(step, place)}")
             hooks = sorted(set(rows["hook"]))
             count = f"{len(rows)} tensors (hooks {', '.join(hooks)})"
             fix = "; set 'hook'" if len(hooks) > 1 else ""

@@ -224,7 +224,7 @@ class PenaltySpec(ModifySpec):
 
 
 class RecordedSpec(ModifySpec):
-    """Insert a tensor that another run recorded at the same layer, path, call and batch: all of it, or the selected part (patch).
+    """Insert a tensor that another run recorded at the same layer, path, call, phase and batch: all of it, or the selected part (patch).
 
     With `match: id`, each sample gets the values that were recorded for it, in any batch. With `from_sample`, patch inserts the
     values of another sample of the same batch.
@@ -238,7 +238,9 @@ class RecordedSpec(ModifySpec):
         "Gradients flow to that sample.",
     )
     hook: str | None = Field(
-        None, description="The record hook of the other run. Required if several hooks recorded the tensor."
+        None,
+        description="The record hook of the other run. Required if several hooks recorded the tensor, and to use tensors of another "
+        "phase.",
     )
     step: Index | None = Field(
         None, description="The step in the other run. Default: the current step; with `match: id`, all steps."

@@ -404,8 +404,13 @@ def _check_shapes(
     if data.probe is not None:
         probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
         sizes["probe"] = lambda _: probe_sizes
+    splits = {
+        config.mode: config.data.slice.split,
+        "eval": config.data.eval_slice.split,
+        "probe": config.data.eval_slice.split,
+    }
     batches_by_phase = {
-        phase: PhaseBatches(inferred, samples[phase], sizes[phase], ids[phase])
+        phase: PhaseBatches(inferred, samples[phase], sizes[phase], ids[phase], splits[phase])
         for phase, inferred in inferred_by_phase.items()
     }
     check_batch_shapes(plan, archive, batches_by_phase, length)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+import pandas as pd
+
 from ..analysis.tensors_of_earlier_runs import Place, RunArchive
 from ..errors import ConfigError, Problem, similar_names
 from ..plan.cost import Length, firings_of
@@ -35,12 +37,14 @@ class PhaseBatches:
         samples: The number of samples in the first batch of this process.
         sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
         ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
+        split: The split of the dataset.
     """
 
     inferred: InferredCalls
     samples: int
     sizes: Callable[[int], Sequence[int]]
     ids: Callable[[Collection[int]], set[int] | None]
+    split: str
 
 
 class TensorLocation(NamedTuple):
@@ -117,8 +121,17 @@ def check_batch_shapes(
                 found = _sample_problems(spec, archive, tensors, batches_by_phase[spec.phase], length)
                 problems += [problem for problem in [next(found, None)] if problem]
                 continue
-            recorded = _recorded_tensors(spec, archive)
-            check = _RecordingCheck(spec, shapes, sites, batches_by_phase[spec.phase], recorded)
+            rows = _recorded_rows(spec, archive)
+            usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
+            check = _RecordingCheck(
+                spec,
+                shapes,
+                sites,
+                batches_by_phase[spec.phase],
+                _recorded_tensors(spec, usable),
+                _recording_hooks(rows),
+                archive.accumulate_of(spec.run),
+            )
             problems += [problem for problem in [next(check.problems(firings_of(spec, length).steps), None)] if problem]
     if problems:
         raise ConfigError(*problems)
@@ -143,6 +156,15 @@ def _sample_problems(
     assert spec.run is not None, "required by match"
     where = f"hooks.{spec.name}"
     needed = batches.ids(firings_of(spec, length).steps)
+    rows = _recorded_rows(spec, archive)
+    phases = rows["phase"][rows["layer"].isin({location.layer for location in tensors})].unique()
+    splits = {archive.split_of(spec.run, phase) for phase in phases}
+    if spec.hook is None and splits and splits.isdisjoint({batches.split, None}):
+        recorded_splits = " and ".join(sorted(filter(None, splits)))
+        message = f"the other run recorded samples of the split {recorded_splits}, but phase {spec.phase} has samples of {batches.split}"
+        fix = f"record samples of the split {batches.split}, or set 'hook' if equal ids are the same samples"
+        yield Problem(f"{where}.match", message, "id", fix=fix)
+        return
     missing_tensors: list[Problem] = []
     for location, (site, shape) in tensors.items():
         if shape[:1] != (batches.samples,):
@@ -180,15 +202,26 @@ def _without_ones(shape: Shape) -> Shape:
     return sizes
 
 
-def _recorded_tensors(
-    spec: RecordedSpec, archive: RunArchive
-) -> dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]]:
-    """Return the recorded tensors that a spec may refer to: by location, then by (step, micro-batch)."""
+def _recorded_rows(spec: RecordedSpec, archive: RunArchive) -> pd.DataFrame:
+    """Return the rows of the recorded tensors that a spec may refer to, in any phase."""
     assert spec.run is not None, "only tensors of another run are looked up"
     rows = archive.index(spec.run)
     rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
-    if spec.hook is not None:
-        rows = rows[rows["hook"] == spec.hook]
+    return rows if spec.hook is None else rows[rows["hook"] == spec.hook]
+
+
+def _recording_hooks(rows: pd.DataFrame) -> dict[TensorLocation, list[str]]:
+    """Return the hooks that recorded each location, with their phases."""
+    hooks: dict[TensorLocation, list[str]] = {}
+    for layer, path, call, hook, phase in rows[["layer", "path", "call", "hook", "phase"]].drop_duplicates().to_numpy():
+        hooks.setdefault(TensorLocation(layer, path, call), []).append(f"{hook} (phase {phase})")
+    return hooks
+
+
+def _recorded_tensors(
+    spec: RecordedSpec, rows: pd.DataFrame
+) -> dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]]:
+    """Return the tensors of rows that a spec uses: by location, then by (step, micro-batch)."""
     recorded: dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]] = {}
     for row in rows.sort_values("rank", kind="stable").to_dict("records"):
         batch = row["micro_step"] if spec.definition.frequency == "micro_step" else ONCE
@@ -219,7 +252,9 @@ class _RecordingCheck:
         shapes: The tensors that the spec changes, with their shapes in shape inference.
         sites: The sites of these tensors.
         batches: The batches of the phase of the spec.
-        recorded: The recorded tensors that the spec may refer to.
+        recorded: The recorded tensors that the spec may refer to: those of its hook, or of its phase.
+        hooks: The hooks that recorded each location in any phase, with their phases.
+        accumulate: The number of batches of each training step of the other run; 0 if it is unknown.
         fitting: The combinations of location, batch size and recorded shape that are known to fit.
     """
 
@@ -228,6 +263,8 @@ class _RecordingCheck:
     sites: Mapping[TensorLocation, Site]
     batches: PhaseBatches
     recorded: Mapping[TensorLocation, Mapping[tuple[int, int], list[RecordedTensor]]]
+    hooks: Mapping[TensorLocation, Sequence[str]]
+    accumulate: int
     fitting: set[tuple[TensorLocation, int, Shape]] = field(default_factory=set)
 
     def problems(self, due: Collection[int]) -> Iterator[Problem]:
@@ -241,6 +278,9 @@ class _RecordingCheck:
         missing = [location for location in self.shapes if location not in self.recorded]
         # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
         if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
+            if elsewhere := [location for location in missing if location in self.hooks]:
+                yield self._phase_problem(elsewhere)
+                return
             message = f"the other run recorded no tensors with role {self.spec.tensor_role!r} at {shorten([*map(str, missing)])}"
             names = sorted(map(str, self.recorded))
             shapes = {
@@ -267,12 +307,23 @@ class _RecordingCheck:
                     if location in self.recorded:
                         yield from self._tensor_problems(location, step, sizes)
 
+    def _phase_problem(self, locations: Sequence[TensorLocation]) -> Problem:
+        """Return the problem that locations were recorded in other phases only."""
+        phase = self.spec.phase
+        message = f"the other run recorded no tensors in phase {phase} at {shorten([*map(str, locations)])}"
+        hooks = sorted({hook for location in locations for hook in self.hooks[location]})
+        fix = f"record them in phase {phase}, or set 'hook' to use those of another phase"
+        return self._problem("hook", message, self.spec.hook, hooks, fix=fix)
+
     def _source_step(self, step: int) -> int:
         """Return the step of the other run whose tensor is used at a step of this run."""
         return step if self.spec.step is None else self.spec.step
 
     def _tensor_problems(self, location: TensorLocation, step: int, sizes: Sequence[int]) -> Iterator[Problem]:
         """Yield the problems of one tensor in the batches of one step."""
+        if self._has_fewer_batches(location, step, len(sizes)):
+            yield self._batch_problem(location, step)
+            return
         for batch, size in enumerate(sizes):
             tensors = self.recorded[location].get((self._source_step(step), batch), [])
             if not tensors:
@@ -285,6 +336,16 @@ class _RecordingCheck:
                     yield from problems
                 else:
                     self.fitting.add((location, size, shape))
+
+    def _has_fewer_batches(self, location: TensorLocation, step: int, count: int) -> bool:
+        """Return whether a step of this run accumulates fewer batches, so that later steps have other samples.
+
+        The passes of an optimizer with a closure are recorded as further micro-steps, but are no further batches.
+        """
+        is_by_step = self.spec.step is None and self.spec.phase in STEP_PHASES
+        is_by_batch = self.spec.definition.frequency == "micro_step"
+        more = self.accumulate > count and (step, count) in self.recorded[location]
+        return is_by_step and is_by_batch and more
 
     def _shape_problems(
         self, location: TensorLocation, step: int, tensor: RecordedTensor, size: int

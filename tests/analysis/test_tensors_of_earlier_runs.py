@@ -67,6 +67,20 @@ def test_unrecorded_step_is_reported(clean: Path) -> None:
         run(model_of(1), patch_hook(clean, fn="replace", step=9))
 
 
+def test_tensor_of_another_phase_requires_its_hook(clean: Path) -> None:
+    fields = {"fn": "replace", "phase": "eval", "step": 0}
+    other = model_of(1)
+    with instrument.attach(other, patch_hook(clean, **fields)) as probe, probe.in_phase("eval"):
+        message = (
+            r"no tensor of step 0 at .*phase 'eval'.*, but one of hook 'kept' in phase 'train'; set 'hook' to use it"
+        )
+        with pytest.raises(HookError, match=message):
+            other(torch.ones(5, 3))
+    with instrument.attach(other, patch_hook(clean, hook="kept", **fields)) as probe, probe.in_phase("eval"):
+        other(torch.ones(5, 3))
+    assert len(probe.sink.records("effects")) == 1
+
+
 def test_several_recording_hooks_require_a_choice(tmp_path: Path) -> None:
     keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
     run(model_of(0), {"one": keep, "two": keep}, tmp_path / "both")

@@ -62,7 +62,9 @@ def trained(
 
 def recorded(out: Path, hooks: dict[str, Any] | None = None, **overrides: Any) -> str:
     out.mkdir()
-    (out / "run.json").write_text(json.dumps({"status": "done", "ranks": 1, "config": {}}))
+    config = {"train": CONFIG["train"] | {name: overrides[name] for name in CONFIG["train"] if name in overrides}}
+    config["data"] = CONFIG["data"] | overrides.get("data", {})
+    (out / "run.json").write_text(json.dumps({"status": "done", "ranks": 1, "config": config}))
     records = {"train": RECORD, "eval": {**RECORD, "phase": "eval"}}
     trained(records if hooks is None else hooks, out, **overrides)
     return str(out)
@@ -117,7 +119,7 @@ def test_gradients_match_by_batch_and_parameters_by_step(clean: str, tmp_path: P
 
 def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "SECONDS", 0.0)
-    put = {name: {**REPLACE, "run": clean, "hook": name, "phase": name} for name in ("train", "eval")}
+    put = {name: {**REPLACE, "run": clean, "phase": name} for name in ("train", "eval")}
     torch.manual_seed(0)
     experiment = prepare(parse_config(CONFIG | {"hooks": put}))  # micro-batches of 16, 16 and 16, 2 samples
     cost = dry_run(experiment).cost
@@ -144,6 +146,11 @@ def test_dry_run_inserts_tensors_into_batches_of_equal_size(clean: str, monkeypa
             {"accumulate": 3},
             r"2 batches of 16, 16 samples at step 0, but this run has 3 batches of 16, 16, 16 samples(.|\n)*"
             r"fix      set train.accumulate=2$",
+        ),
+        (
+            {},
+            {"accumulate": 1},
+            r"2 batches of 16, 16 samples at step 0, but this run has 1 batch of 16 samples(.|\n)*fix      set train.accumulate=2$",
         ),
         (
             {"step": 0},
@@ -201,6 +208,37 @@ def test_mismatched_recording_is_refused_before_step_0(
     with pytest.raises(ConfigError) as refused:
         prepare_only({"put": put}, **overrides)
     assert re.search(message, str(refused.value)), str(refused.value)
+
+
+def test_tensors_of_another_phase_require_their_hook(clean: str, tmp_path: Path) -> None:
+    trained_only = recorded(tmp_path / "train", {"kept": RECORD})
+    evaluated_only = recorded(tmp_path / "eval", {"kept": {**RECORD, "phase": "eval"}})
+    evaluation = {"eval_batch_size": 16, "data": {"eval_slice": {"split": "test", "stop": 32}}}
+    for run, phase, recorded_phase, step, overrides in (
+        (trained_only, "eval", "train", 0, evaluation),
+        (evaluated_only, "train", "eval", 2, {"batch_size": 20}),
+    ):
+        put = {**REPLACE, "phase": phase, "run": run, "step": step, "steps": [2 if phase == "eval" else 0]}
+        message = (
+            rf"put.hook: the other run recorded no tensors in phase {phase} at 'layers.1'\n *allowed  kept \(phase "
+            rf"{recorded_phase}\)\n *fix      record them in phase {phase}, or set 'hook' to use those of another phase"
+        )
+        with pytest.raises(ConfigError, match=message):
+            prepare_only({"put": put}, **overrides)
+        prepare_only({"put": {**put, "hook": "kept"}}, **overrides)
+    with pytest.raises(ConfigError, match=r"put.step: .* no tensors at step 2\n.*given    2\n *allowed  one of 0, 1\n"):
+        prepare_only({"put": {**REPLACE, "run": clean, "step": 2}})
+
+
+def test_tensors_of_the_same_phase_are_used(tmp_path: Path) -> None:
+    """At step 1, tensors of both phases were recorded."""
+    run = recorded(tmp_path / "both", eval_every=1)
+    after = {**RECORD, "layers": "layers.1", "phase": "eval"}
+    source = outputs(trained({"after": after}, eval_every=1))
+    put = {**REPLACE, "phase": "eval", "run": run}
+    here = outputs(trained({"put": put, "after": after}, seed=1, eval_every=1))
+    assert here.keys() == source.keys()
+    assert all(torch.equal(values, source[batch]) for batch, values in here.items())
 
 
 def prepare_only(hooks: dict[str, Any], **overrides: Any) -> None:
@@ -463,6 +501,19 @@ def test_samples_without_values_are_refused_before_step_0(
     with pytest.raises(ConfigError) as refused:
         prepare_only({"put": put}, **overrides)
     assert re.search(message, str(refused.value)), str(refused.value)
+
+
+def test_samples_of_another_split_are_refused_before_step_0(tmp_path: Path) -> None:
+    """The evaluation has the split `test`. Its sample 0 is not that of the split `train`."""
+    run = recorded(tmp_path / "run", {"kept": {**RECORD, "phase": "eval"}})
+    put = {**REPLACE, "run": run, "match": "id"}
+    with pytest.raises(
+        ConfigError,
+        match=r"put.match: the other run recorded samples of the split test, but phase train has samples of train",
+    ):
+        prepare_only({"put": put})
+    prepare_only({"put": {**put, "hook": "kept"}})
+    prepare_only({"put": put}, data={"slice": {"split": "test", "stop": 50}})
 
 
 def test_samples_of_several_steps_require_a_step(tmp_path: Path) -> None:
