@@ -40,7 +40,7 @@ CASES = [
 
 
 def overheads(workload: Workload, budget: float) -> tuple[float, float, float]:
-    """Return the overhead without a budget, the overhead with a budget, and the overhead that the probe reports.
+    """Return the overhead without a budget, the overhead with a budget, and the budget's estimate.
 
     Two identical trainings differ by some percent, depending on their memory layout. Therefore the instrumented training is
     also measured without its hooks, before and after, and these measurements are the reference.
@@ -91,7 +91,7 @@ def main() -> None:
     keep_memory()
     print(machine())
     print(
-        "\n| workload, every leaf's output and gradient | budget | overhead without a budget | final overhead | reported by the run |"
+        "\n| workload, every leaf's output and gradient | budget | overhead without a budget | final overhead | estimate of the budget |"
     )
     print("|---|---|---|---|---|")
     for workload, budget in CASES:

@@ -70,7 +70,8 @@ class Budget:
         self.steps = steps
         self.report = report
         self.timer: HookTimer[AttachedHook] = HookTimer()
-        self.measured: float | None = None  # the overhead at the last check
+        self.measured: float | None = None  # the overhead at the last check, including the end of each step
+        self.estimated: float | None = None  # without the end of each step; None after a change
         # Of steps with record hooks since the last change. Earlier steps may have been faster.
         self.overhead = Overhead()
         self._interventions: tuple[str, ...] = ()  # scheduled hooks
@@ -121,9 +122,18 @@ class Budget:
             return
         changed = self.config.time is not None and self._keep_time(self.config.time, elapsed)
         if changed:
-            self.overhead = Overhead()
+            self.overhead, self.estimated = Overhead(), None
         if changed or self._counted >= 10 * MIN_STEPS:
             self._restart()
+
+    @property
+    def relative_overhead(self) -> float | None:
+        """The relative overhead of steps with record hooks since the last change; None if it is not measured yet.
+
+        If there are too few steps with or without record hooks, it is estimated from the time in the hooks.
+        """
+        relative = None if self._calibration is not None else self.overhead.relative
+        return self.estimated if relative is None else relative
 
     def _restart(self) -> None:
         self._firings.update(self.timer.firings)
@@ -152,7 +162,7 @@ class Budget:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that another budget for the same sites requires to continue: numbers and lists."""
         return {
-            "measured": self.measured,
+            "estimated": self.estimated,
             "calibration": None if self._calibration is not None else [self._baseline_seconds, self._factor],
             "firings": [self._firings[attached] + self.timer.firings[attached] for attached in self.record_hooks],
             "dropped_parts": [self._dropped_parts[attached] for attached in self.record_hooks],
@@ -160,7 +170,7 @@ class Budget:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an earlier budget."""
-        self.measured = state["measured"]
+        self.estimated = state["estimated"]
         if state["calibration"] is not None:
             self._baseline_seconds, self._factor = state["calibration"]
             self._calibration = None
@@ -174,8 +184,10 @@ class Budget:
         overhead, measured = self.overhead.measured(), self.timer.seconds - baseline_seconds
         if overhead is not None and overhead.error <= MAX_ERROR * allowed and measured > 0.0:
             self._factor = min(max(overhead.relative * overhead.baseline * self._counted / measured, 1.0), MAX_FACTOR)
-        hook_seconds = baseline_seconds + self._factor * (self.timer.seconds - baseline_seconds)
+        record_seconds = self._factor * (self.timer.seconds - baseline_seconds)
+        hook_seconds = baseline_seconds + record_seconds
         baseline = max(elapsed - hook_seconds, 1e-9)
+        self.estimated = record_seconds / (baseline + baseline_seconds)
         self.measured = hook_seconds / baseline
         if self.measured <= allowed:
             return self._sample_more_often(allowed)
@@ -191,7 +203,7 @@ class Budget:
         return self._subsample(costs, hook_seconds - allowed * baseline, self._time_message(allowed))
 
     def _time_message(self, allowed: float) -> str:
-        return f"hooks take {self.measured:.1%} of the step time, the budget is {allowed:.1%}"
+        return f"hooks and the end of each step add {self.measured:.1%} to the step time, the budget is {allowed:.1%}"
 
     def _sample_more_often(self, allowed: float) -> bool:
         """Sample reduced sites more often if twice their cost has been well within the budget for a while."""
@@ -275,7 +287,8 @@ class Budget:
 
     def summary(self) -> list[str]:
         """Return one line for each hook that was sampled less often."""
-        lines = []
+        relative, lines = self.relative_overhead, []
+        overhead = "" if relative is None else f"; since the last change, the overhead was {relative:.1%}"
         for name in dict.fromkeys(attached.site.spec.name for attached in self.record_hooks):
             subsampled = [
                 attached
@@ -284,9 +297,6 @@ class Budget:
             ]
             if subsampled:
                 most = max(attached.subsampling for attached in subsampled)
-                overhead = (
-                    "" if self.measured is None else f"; at the end, hooks took {self.measured:.1%} of the step time"
-                )
                 lines.append(
                     f"budget: hook '{name}' was sampled less often at {len(subsampled)} sites, down to "
                     f"{_rate_text(most)}{overhead}"

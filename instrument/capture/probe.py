@@ -291,11 +291,12 @@ class Probe:
     def overhead(self) -> float | None:
         """The relative overhead of hooks, as the mean over all steps so far. 0.05 means that steps take 5% longer.
 
-        With a time budget, the budget measures it. Otherwise steps with scheduled hooks are compared with steps
-        without. None if there are too few steps of either type.
+        Steps with scheduled hooks are compared with steps without. None if there are too few steps of either type.
+        With a time budget, it is the overhead of record hooks since the budget last changed them, and is estimated from the
+        time in the hooks if there are too few steps of either type.
         """
         if self.budget is not None and self.budget.config.time is not None:
-            return self.budget.measured
+            return self.budget.relative_overhead
         return self._overhead.relative
 
     @property

@@ -144,8 +144,8 @@ def test_time_budget_measures_the_overhead() -> None:
     probe = Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "5%"}))
     run(probe, 24)
     assert probe.budget is not None
-    assert probe.overhead is probe.budget.measured is None
-    probe.budget.measured = 0.04
+    assert probe.overhead is probe.budget.estimated is None
+    probe.budget.estimated = 0.04
     assert probe.overhead == 0.04
 
 
