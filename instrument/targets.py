@@ -37,6 +37,8 @@ def locate(path: str, where: str) -> Any:
 def argument_names(path: str, where: str) -> frozenset[str]:
     """Return the parameter names of a target; empty for a built-in function without a signature.
 
+    The constructor of a class that takes `**kwargs` passes them to that of its base class, whose parameters count too.
+
     Args:
         path: The dotted path.
         where: Its configuration key, for messages.
@@ -45,10 +47,21 @@ def argument_names(path: str, where: str) -> frozenset[str]:
         ConfigError: As for `locate`.
     """
     found = locate(path, where)
+    inherited = (
+        [vars(base)["__init__"] for base in found.__mro__[1:] if "__init__" in vars(base)]
+        if inspect.isclass(found)
+        else []
+    )
+    names: set[str] = set()
     try:
-        return frozenset(inspect.signature(found).parameters)
+        for function in (found, *inherited):
+            parameters = inspect.signature(function).parameters
+            names.update(parameters)
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
     except (TypeError, ValueError):
-        return frozenset()
+        pass  # a built-in function without a signature
+    return frozenset(names)
 
 
 def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:

@@ -361,6 +361,19 @@ def test_hooks_are_added_changed_and_removed_by_overrides(cli: Cli) -> None:
     assert set(run.stats[run.stats.hook == "mine"].layer) == {"decoder.1"}
 
 
+SHARED = """# @package _global_
+defaults:
+  - override /data: digits
+  - override /model: mlp
+  - _self_
+quiet: true
+{key}
+train: {{steps: "${{{name}}}"}}
+hooks:
+  a: {{layers: layers.0, kind: forward, action: record, stop: "${{{name}}}"}}
+"""
+
+
 def test_hooks_can_be_a_list(cli: Cli) -> None:
     text = EXPERIMENT.format(target="instrument.training.models.MLP, sizes: [64, 10]").splitlines()[:-1]
     items = (
@@ -390,9 +403,32 @@ def test_summary_repeats_the_fallback(cli: Cli) -> None:
         assert "using the digits of scikit-learn instead" in " ".join(part.split())
 
 
-def test_quiet_run_prints_nothing(cli: Cli) -> None:
-    answer = cli(*TINY, "hooks=activations", "quiet=true")
+@pytest.mark.parametrize(
+    ("logging", "has_log"),
+    [
+        ([], True),
+        (["hydra/job_logging=none", "hydra/hydra_logging=none"], False),
+        (["hydra/job_logging=disabled", "hydra/hydra_logging=disabled"], False),
+    ],
+)
+def test_quiet_run_prints_nothing(cli: Cli, logging: list[str], has_log: bool) -> None:
+    """`none` and `disabled` are options of Hydra."""
+    answer = cli(*TINY, "hooks=activations", "quiet=true", "hydra.run.dir=out", *logging)
     assert (answer.code, answer.out, answer.err) == (0, "", "")
+    assert Path("out/instrument.log").exists() == has_log
+
+
+def test_shared_values_are_interpolated(cli: Cli) -> None:
+    write("conf/exp/shared.yaml", SHARED.format(key="vars: {length: 4}", name="vars.length"))
+    answer = cli("+exp=shared", "vars.length=3", "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    run = instrument.load("out")
+    assert (len(run.metrics.query("phase == 'train'")), sorted(run.stats.step.unique())) == (3, [0, 1, 2])
+    write("conf/exp/shared.yaml", SHARED.format(key="length: 4", name="length"))
+    answer = cli("+exp=shared")
+    assert answer.code == 2
+    assert "unknown field 'length'" in answer.err
+    assert "set vars.length, and write ${vars.length}" in answer.err
 
 
 def test_quiet_run_warns_about_an_unregistered_module(cli: Cli) -> None:

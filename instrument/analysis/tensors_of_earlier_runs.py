@@ -191,10 +191,9 @@ class RunArchive:
         return accumulate
 
     def split_of(self, run: str, phase: str) -> str | None:
-        """Return the split of the dataset in a phase of an opened run; None for your own loop."""
-        data = self._runs[run].info.get("config", {}).get("data")
-        key, split = ("slice", "train") if phase in STEP_PHASES else ("eval_slice", "test")
-        return None if data is None else (data.get(key) or {}).get("split", split)
+        """Return the split of the dataset in a phase of an opened run; None if it has none or is unknown."""
+        data = self._runs[run].info.get("data") or {}
+        return data.get("train_split" if phase in STEP_PHASES else "eval_split")
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of the context.

@@ -97,7 +97,8 @@ def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
         message = "this field is not set yet, and a mapping without a plus changes only fields that are set"
         return Problem(name, message, fix=f"prefix the override with a plus: +{name.rpartition('.')[0]}=...")
     similar = similar_names(str(cause.key), keys)
-    fix = "" if similar else f"to add it, prefix it with a plus: +{name}=..."
+    key = name if "." in name else f"vars.{name}"  # the root has a fixed set of keys
+    fix = "" if similar else f"to add it, prefix it with a plus: +{key}=..."
     return Problem(name, "the configuration does not have this key", allowed=keys, similar=similar, fix=fix)
 
 

@@ -33,15 +33,15 @@ def _empty_if_none(value: Any) -> Any:
     return value
 
 
-def _default_to_test_split(value: Any) -> Any:
-    """Default to the test split, also if an override sets other fields of the slice."""
-    return {"split": "test", **value} if isinstance(value, Mapping) else value
-
-
 class SliceSpec(Spec):
     """A slice of a dataset. The fields apply in this order, each to the result of the previous one."""
 
-    split: Literal["train", "test"] = Field("train", description="The split of the dataset.")
+    split: str | None = Field(
+        None,
+        min_length=1,
+        description="The name of the split. null: the first one that the dataset accepts, of `train` and `trainval` for `slice`, "
+        "and of `test`, `val`, `validation` and `valid` for `eval_slice`.",
+    )
     classes: tuple[Index, ...] | None = Field(None, min_length=1, description="Only targets of these classes.")
     indices: tuple[Index, ...] | None = Field(
         None, min_length=1, description="These indices only. Replaces start, stop and stride."
@@ -77,16 +77,14 @@ class DataConfig(Spec):
     """The dataset, and its slices for training and evaluation."""
 
     dataset: Target = Field(
-        description="A callable that takes split='train' or 'test' and returns a dataset with a length, or an iterable one."
+        description="A callable that returns a dataset with a length, or an iterable one. It gets the split of a slice as `split`, or as "
+        "`train=True` or `False`, if it has this parameter and the configuration does not set it."
     )
     root: str = Field(
         "data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it."
     )
     slice: SliceSpec = Field(default_factory=SliceSpec, description="The training samples.")
-    eval_slice: Annotated[SliceSpec, BeforeValidator(_default_to_test_split)] = Field(
-        default_factory=lambda: SliceSpec(split="test"),
-        description="The evaluation samples, from the split `test` by default.",
-    )
+    eval_slice: SliceSpec = Field(default_factory=SliceSpec, description="The evaluation samples.")
     probe_batch: Annotated[
         SliceSpec | None, BeforeValidator(_probe_slice, json_schema_input_type=Count | SliceSpec | None)
     ] = Field(
@@ -302,6 +300,10 @@ class RunConfig(Spec):
     """The configuration of a run."""
 
     name: RunName = Field("run", description="The name of the run's folder under runs/.")
+    vars: Annotated[dict[str, Any], BeforeValidator(_empty_if_none)] = Field(
+        default_factory=dict,
+        description="Values that several keys share: `vars: {length: 4}` is used as `${vars.length}`.",
+    )
     seed: Seed = Field(0, description="Seed of Python, NumPy, PyTorch, and the hooks' own random generators.")
     device: Literal["auto", "cpu", "cuda", "mps", "xpu"] = Field(
         "auto", description="auto: a CUDA GPU if one is available, otherwise cpu."

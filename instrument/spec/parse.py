@@ -235,7 +235,8 @@ def _model_of(
 
 def _unknown(field: str, given: object, fields: Sequence[str], where: str) -> Problem:
     similar = similar_names(field, fields)
-    return Problem(where, f"unknown field '{field}'", f"{field}: {given}", allowed=fields, similar=similar)
+    fix = "" if where or similar else f"to use a value in several keys, set vars.{field}, and write ${{vars.{field}}}"
+    return Problem(where, f"unknown field '{field}'", f"{field}: {given}", allowed=fields, similar=similar, fix=fix)
 
 
 def _not_a_string(value: object) -> str:

@@ -14,7 +14,8 @@ from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.field_types import Target
-from ..targets import argument_names, build, build_callable
+from ..targets import build, build_callable
+from .dataset_splits import load_split
 from .datasets import DatasetMissingError
 from .loader import (
     DEFAULT_OPTIONS,
@@ -40,7 +41,8 @@ class Data:
         test: The evaluation slice; None in `mode: forward`, which has no evaluations.
         probe: The samples of the probe batch; None without one.
         source: The entry `data` of run.json: the target of the dataset, its root, the number of samples of the slices
-            (None for an iterable dataset), and the reason for the fallback (None if the requested dataset is used).
+            (None for an iterable dataset), their splits (None for a dataset that takes none), and the reason for the
+            fallback (None if the requested dataset is used).
         overlap: The warning that samples of a dataset without splits are used for training and for evaluation; None if
             there are no such samples.
     """
@@ -76,15 +78,15 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
     target, fallback = config.dataset, None
     slices = {"data.slice": config.slice} | ({"data.eval_slice": config.eval_slice} if evaluates else {})
     try:
-        datasets = [_load(target, which) for which in slices.values()]
+        loaded = [load_split(target, which.split, where) for where, which in slices.items()]
     except DatasetMissingError as missing:
         if config.fallback is None:
             raise ConfigError(_missing_dataset_problem(config, missing)) from None
         fallback = f"{target.target} is missing ({missing}); using the digits of scikit-learn instead, resized to 28x28"
         target = DIGITS_AS_MNIST
-        datasets = [_load(target, which) for which in slices.values()]
+        loaded = [load_split(target, which.split, where) for where, which in slices.items()]
     chosen, *evaluated = (
-        _slice(dataset, which, where) for dataset, (where, which) in zip(datasets, slices.items(), strict=True)
+        _slice(dataset, which, where) for (dataset, _), (where, which) in zip(loaded, slices.items(), strict=True)
     )
     test = evaluated[0] if evaluated else None
     if isinstance(chosen, Stream) or isinstance(test, Stream):
@@ -103,14 +105,17 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         "root": config.root,
         "train_samples": None if isinstance(chosen, Stream) else len(chosen),
         "eval_samples": None if isinstance(test, Stream) else 0 if test is None else len(test),
+        "train_split": loaded[0][1],
+        "eval_split": loaded[-1][1] if evaluates else None,
         "fallback": fallback,
     }
-    return Data(chosen, test, probe, source, overlap=_overlap(target, chosen, test))
+    has_splits = source["train_split"] is not None
+    return Data(chosen, test, probe, source, overlap=None if has_splits else _overlap(target, chosen, test))
 
 
 def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None) -> str | None:
     """Return a warning if a dataset without splits gives the same samples for training and for evaluation."""
-    if test is None or argument_names(target.target, "data.dataset") & {"split", "train"}:
+    if test is None:
         return None
     if isinstance(chosen, Slice) and isinstance(test, Slice):
         shared = len({*chosen.indices} & {*test.indices})
@@ -123,37 +128,9 @@ def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None
     if not shared:
         return None
     return (
-        f"{which} are training samples too, because {target.target} takes neither 'split' nor 'train'; "
+        f"{which} are training samples too, because both slices are of the same split of {target.target}; "
         "to evaluate other samples, set data.slice and data.eval_slice"
     )
-
-
-def _load(target: Target, which: SliceSpec) -> Dataset[Any]:
-    """Build the dataset. The split is passed as `split=`, or as `train=` for the datasets of torchvision."""
-    parameters = argument_names(target.target, "data.dataset")
-    arguments: dict[str, Any] = {}
-    if "split" in parameters:
-        arguments["split"] = which.split
-    elif "train" in parameters:
-        arguments["train"] = which.split == "train"
-    try:
-        dataset = build(target, "data.dataset", **arguments)
-    except ConfigError as error:
-        if (missing := _missing(error)) is not None:
-            raise missing from None
-        raise
-    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_items):
-        if not hasattr(dataset, "__next__"):
-            return dataset  # type: ignore[no-any-return]
-        message = f"{target.target} returned {type(dataset).__name__}, an iterator, which can be read only once"
-        allowed = "an object whose __iter__ starts from the beginning, such as a torch.utils.data.IterableDataset"
-        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
-    if not has_items:
-        message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
-        allowed = "an object with __len__ and __getitem__, or without a length an object with __iter__"
-        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
-    return dataset  # type: ignore[no-any-return]
 
 
 def _is_iterable(dataset: Dataset[Any]) -> bool:
@@ -226,15 +203,6 @@ def build_sampler(target: Target, dataset: Dataset[Any]) -> Iterable[int]:
         allowed = "a torch.utils.data.Sampler with a length, such as RandomSampler"
         raise ConfigError(Problem("data.sampler", message, given=target.target, allowed=allowed))
     return sampler  # type: ignore[no-any-return]
-
-
-def _missing(error: BaseException | None) -> DatasetMissingError | None:
-    """Return the `DatasetMissingError` in the chain of causes of an error; None if it contains none."""
-    while error is not None:
-        if isinstance(error, DatasetMissingError):
-            return error
-        error = error.__cause__
-    return None
 
 
 def _missing_dataset_problem(config: DataConfig, missing: DatasetMissingError) -> Problem:

@@ -126,11 +126,11 @@ def digits(split: str, size: int = 8, random_labels: float = 0.0, seed: int = 0)
     table = _digits_table()
     images = table[:, :-1].float().div(16).view(-1, 1, 8, 8)
     targets = table[:, -1]
-    split_slice = slice(0, 1437) if split == "train" else slice(1437, None)
+    split_slice = slice(0, 1437) if _is_train(split) else slice(1437, None)
     images, targets = images[split_slice], targets[split_slice]
     if size != 8:
         images = F.interpolate(images, size=(size, size), mode="bilinear", align_corners=False)
-    if split == "train":
+    if _is_train(split):
         generator = torch.Generator().manual_seed(seed)
         is_random = torch.rand(len(targets), generator=generator) < random_labels
         targets = torch.where(is_random, torch.randint(10, (len(targets),), generator=generator), targets)
@@ -152,7 +152,7 @@ def random_tensors(
     Returns:
         Pairs of float32 `shape` and an int64 scalar.
     """
-    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
+    generator = torch.Generator().manual_seed(2 * seed + (not _is_train(split)))
     inputs = torch.randn(samples, *shape, generator=generator)
     return TensorDataset(inputs, torch.randint(classes, (samples,), generator=generator))
 
@@ -194,7 +194,7 @@ def english(split: str, length: int = 64) -> Sequences:
     text = "".join(_scikit_learn(f"descr/{name}.rst").read_text(encoding="utf-8") for name in names)
     tokens = torch.tensor(list(text.encode("ascii", "ignore")))
     border = len(tokens) * 9 // 10
-    return Sequences(tokens[:border] if split == "train" else tokens[border:], length)
+    return Sequences(tokens[:border] if _is_train(split) else tokens[border:], length)
 
 
 def repeated_tokens(
@@ -230,7 +230,7 @@ def repeated_tokens(
     """
     if not all(1 <= period <= vocabulary for period in periods):
         raise ValueError(f"periods must be from 1 to {vocabulary}, the size of the vocabulary, got {list(periods)}")
-    generator = torch.Generator().manual_seed(2 * seed + (split == "test"))
+    generator = torch.Generator().manual_seed(2 * seed + (not _is_train(split)))
     firsts = _different_tokens(samples, vocabulary, generator)
     period = torch.tensor(list(periods))[torch.randint(len(periods), (samples, 1), generator=generator)]
     positions = torch.arange(length + 1)
@@ -277,7 +277,7 @@ def induction_prompts(
         raise ValueError(f"period must be less than {vocabulary}, the size of the vocabulary, got {period}")
     if not 0 <= position <= period - 2:
         raise ValueError(f"position must be from 0 to period - 2 = {period - 2}, got {position}")
-    tokens = _different_tokens(samples, vocabulary, torch.Generator().manual_seed(2 * seed + (split == "test")))
+    tokens = _different_tokens(samples, vocabulary, torch.Generator().manual_seed(2 * seed + (not _is_train(split))))
     prompts = torch.cat([tokens[:, :period], tokens[:, : position + 1]], dim=1)
     answers = tokens[:, position + 1]
     if corrupted:
@@ -342,6 +342,17 @@ def _scikit_learn(name: str) -> Path:
     return file
 
 
+def _is_train(split: str) -> bool:
+    """Return whether a split is the training split.
+
+    Raises:
+        ValueError: It is neither `train` nor `test`.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"there is no split {split!r}; the splits are train and test")
+    return split == "train"
+
+
 def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
     """Load a dataset of torchvision from disk, or download it.
 
@@ -354,14 +365,14 @@ def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
     folder = Path(root).expanduser()
     reason = f"not found in {folder}"
     try:
-        return dataset(folder, train=split == "train", download=False)
+        return dataset(folder, train=_is_train(split), download=False)
     except RuntimeError:
         if not download:
             raise DatasetMissingError(f"{reason}, and download is false") from None
     new_folders = [path for path in (folder / name / "raw", folder / name, folder) if not path.exists()]
     try:
         with _timeout(DOWNLOAD_TIMEOUT):
-            return dataset(folder, train=split == "train", download=True)
+            return dataset(folder, train=_is_train(split), download=True)
     except (OSError, RuntimeError) as error:
         for path in new_folders:
             with suppress(OSError):  # not created, or not empty

@@ -405,9 +405,9 @@ def _check_shapes(
         probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
         sizes["probe"] = lambda _: probe_sizes
     splits = {
-        config.mode: config.data.slice.split,
-        "eval": config.data.eval_slice.split,
-        "probe": config.data.eval_slice.split,
+        config.mode: data.source["train_split"],
+        "eval": data.source["eval_split"],
+        "probe": data.source["eval_split"],
     }
     batches_by_phase = {
         phase: PhaseBatches(inferred, samples[phase], sizes[phase], ids[phase], splits[phase])

@@ -37,14 +37,14 @@ class PhaseBatches:
         samples: The number of samples in the first batch of this process.
         sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
         ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
-        split: The split of the dataset.
+        split: The split of the dataset; None if it has none.
     """
 
     inferred: InferredCalls
     samples: int
     sizes: Callable[[int], Sequence[int]]
     ids: Callable[[Collection[int]], set[int] | None]
-    split: str
+    split: str | None
 
 
 class TensorLocation(NamedTuple):
@@ -159,7 +159,7 @@ def _sample_problems(
     rows = _recorded_rows(spec, archive)
     phases = rows["phase"][rows["layer"].isin({location.layer for location in tensors})].unique()
     splits = {archive.split_of(spec.run, phase) for phase in phases}
-    if spec.hook is None and splits and splits.isdisjoint({batches.split, None}):
+    if spec.hook is None and splits and batches.split and splits.isdisjoint({batches.split, None}):
         recorded_splits = " and ".join(sorted(filter(None, splits)))
         message = f"the other run recorded samples of the split {recorded_splits}, but phase {spec.phase} has samples of {batches.split}"
         fix = f"record samples of the split {batches.split}, or set 'hook' if equal ids are the same samples"

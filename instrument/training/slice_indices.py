@@ -58,9 +58,7 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
         indices = selected
     if not indices:
         written = which.model_dump(exclude_defaults=True)
-        raise ConfigError(
-            Problem(where, f"the slice is empty: the {which.split} split has {size} samples", given=written)
-        )
+        raise ConfigError(Problem(where, f"the slice is empty: the split has {size} samples", given=written))
     return indices
 
 

@@ -198,7 +198,7 @@ def test_specs_are_frozen() -> None:
 def test_config_is_parsed_with_defaults() -> None:
     config = parse_config({**CONFIG, "hooks": {"look": RECORD}, "apply": {"init": INIT}, "sink": None})
     assert (config.name, config.seed, config.device, config.scheduler) == ("run", 0, "auto", None)
-    assert (config.data.slice.split, config.data.eval_slice.split) == ("train", "test")
+    assert (config.data.slice.split, config.data.eval_slice.split) == (None, None)
     assert (config.train.steps, config.train.batch_size, config.sink.tensors) == (3, 64, "list")
     assert config.hooks == parse_hooks({"look": RECORD})
     assert config.apply == parse_apply({"init": INIT})
@@ -525,7 +525,7 @@ def test_init_functions_are_those_of_torch() -> None:
         ({"train": {"steps": 1, "accumulate": 0}}, "train.accumulate", "greater than or equal to 1"),
         ({"train": {"steps": 1, "eval_every": -1}}, "train.eval_every", "greater than or equal to 0"),
         ({"train": {"steps": 1, "batchsize": 2}}, "train", "unknown field 'batchsize'"),
-        ({"data": {**CONFIG["data"], "slice": {"split": "valid"}}}, "data.slice.split", "not an allowed value"),
+        ({"data": {**CONFIG["data"], "slice": {"split": ""}}}, "data.slice.split", "must not be empty"),
         ({"data": {**CONFIG["data"], "slice": {"start": 4, "stop": 4}}}, "data.slice", "the slice is empty"),
         ({"data": {**CONFIG["data"], "slice": {"stride": 0}}}, "data.slice.stride", "greater than or equal to 1"),
         ({"data": {**CONFIG["data"], "slice": {"indices": [0], "stop": 4}}}, "data.slice", "cannot be combined"),
@@ -771,13 +771,6 @@ def test_unknown_fields_are_reported_with_missing_layers() -> None:
 def test_unknown_fields_are_reported_with_a_missing_action() -> None:
     found = problems_in(parse_apply, {"q": {"layerz": "fc", "acton": "freeze"}})
     assert [problem.message for problem in found] == ["is missing", "unknown field 'layerz'", "unknown field 'acton'"]
-
-
-def test_eval_slice_defaults_to_the_test_split() -> None:
-    data = {**CONFIG["data"], "eval_slice": {"stop": 8}}
-    assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "test"
-    data = {**CONFIG["data"], "eval_slice": {"split": "train"}}
-    assert parse_config({**CONFIG, "data": data}).data.eval_slice.split == "train"
 
 
 @pytest.mark.parametrize("factor", [0.5, [1.0, 2.0], {0: 1.0, 20: 0.5}])

@@ -95,7 +95,7 @@ def test_valid_config_is_accepted(experiment: Any) -> None:
         {"apply": {"a": {"layers": "**", "action": "melt"}}},
         {"train": {"step": 3}},
         {"train": {"steps": 0}},
-        {"data": {"slice": {"split": "valid"}}},
+        {"data": {"slice": {"split": ""}}},
         {"device": "gpu"},
         {"name": "a/b"},
     ],

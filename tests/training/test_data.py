@@ -109,7 +109,7 @@ def test_random_slices_match_their_definition(
 @pytest.mark.parametrize(
     ("slice_fields", "message"),
     [
-        ({"start": 10}, r"data\.slice: the slice is empty: the train split has 10 samples"),
+        ({"start": 10}, r"data\.slice: the slice is empty: the split has 10 samples"),
         ({"classes": [7]}, r"data\.slice: the slice is empty"),
         ({"indices": [3, 10, 11]}, r"data\.slice\.indices: out of range\n    given    \[10, 11\]\n    allowed  0 to 9"),
     ],
@@ -139,6 +139,89 @@ def test_split_is_passed_as_the_dataset_expects_it() -> None:
     given = {"dataset": {"_target_": f"{__name__}.given_train"}, "eval_slice": {"split": "train"}}
     config = DataConfig.model_validate(given)
     assert [len(part) for part in (load_data(config).train, load_data(config).test)] == [10, 10]  # type: ignore[arg-type]
+
+
+class TrainFlag(Numbers):
+    """A dataset with a boolean split, like those of torchvision."""
+
+    def __init__(self, train: bool = True) -> None:
+        super().__init__(CLASSES if train else [0])
+
+
+class Letters(TrainFlag):
+    """A dataset like EMNIST: `split` selects one of several datasets, and its base class takes `train`."""
+
+    def __init__(self, split: str, **more: bool) -> None:
+        _check_split(split, ("byclass", "letters"))
+        super().__init__(**more)
+
+
+def photos(split: str = "train") -> Numbers:
+    """Return a dataset like ImageNet, whose evaluation split is `val`."""
+    _check_split(split, ("train", "val"))
+    return Numbers(CLASSES if split == "train" else [0])
+
+
+def pets(split: str = "trainval") -> Numbers:
+    """Return a dataset like OxfordIIITPet."""
+    _check_split(split, ("trainval", "test"))
+    return Numbers(CLASSES if split == "trainval" else [0])
+
+
+def parts(split: str) -> Numbers:
+    """Return a dataset with splits of other names, which are keys."""
+    return Numbers({"first": CLASSES, "second": [0]}[split])
+
+
+def _check_split(split: str, known: tuple[str, ...]) -> None:
+    if split not in known:
+        raise ValueError(f"Unknown value '{split}' for argument split. Valid values are {known}.")
+
+
+@pytest.mark.parametrize(
+    ("dataset", "slices", "splits"),
+    [
+        ({"_target_": "Letters", "split": "letters"}, {}, ("train", "test")),
+        ({"_target_": "photos"}, {}, ("train", "val")),
+        ({"_target_": "photos"}, {"eval_slice": {"split": "val"}}, ("train", "val")),
+        ({"_target_": "pets"}, {}, ("trainval", "test")),
+        ({"_target_": "parts"}, {"slice": {"split": "first"}, "eval_slice": {"split": "second"}}, ("first", "second")),
+    ],
+)
+def test_splits_of_any_name_are_loaded(
+    dataset: dict[str, str], slices: dict[str, Any], splits: tuple[str, str]
+) -> None:
+    dataset = {**dataset, "_target_": f"{__name__}.{dataset['_target_']}"}
+    data = load_data(DataConfig.model_validate({"dataset": dataset, **slices}))
+    assert [len(part) for part in (data.train, data.test)] == [10, 1]  # type: ignore[arg-type]
+    assert (data.source["train_split"], data.source["eval_split"]) == splits
+    assert data.overlap is None
+
+
+def test_a_split_in_the_configuration_of_the_dataset_is_kept() -> None:
+    """Both slices have it, and a warning names the samples that they share."""
+    target = {"_target_": f"{__name__}.photos", "split": "val"}
+    data = load_data(DataConfig.model_validate({"dataset": target}))
+    assert [len(part) for part in (data.train, data.test)] == [1, 1]  # type: ignore[arg-type]
+    assert data.overlap is not None
+    assert "1 of 1 evaluation samples are training samples too" in data.overlap
+
+
+@pytest.mark.parametrize(
+    ("dataset", "slices", "message"),
+    [
+        ({"_target_": "photos", "split": "train"}, {"eval_slice": {"split": "val"}}, r"data\.eval_slice\.split: data\.dataset\.split"),
+        ({"_target_": "photos"}, {"slice": {"split": "tain"}}, r"data\.slice\.split: .* the split 'tain' \(ValueError: .*Valid values"),
+        ({"_target_": "parts"}, {}, r"data\.slice\.split: .* a split 'train' or 'trainval' \(KeyError: 'train'\)"),
+        ({"_target_": "Letters", "split": "letters"}, {"slice": {"split": "letters"}}, r"data\.slice\.split: .*takes train=True or False"),
+        ({"_target_": "Numbers"}, {"slice": {"split": "val"}}, r"data\.slice\.split: .*takes neither 'split' nor 'train'"),
+        ({"_target_": "Letters"}, {}, r"data\.dataset: .*missing 1 required positional argument: 'split'"),
+    ],
+)  # fmt: skip
+def test_unknown_split_is_refused(dataset: dict[str, str], slices: dict[str, Any], message: str) -> None:
+    dataset = {**dataset, "_target_": f"{__name__}.{dataset['_target_']}"}
+    with pytest.raises(ConfigError, match=message):
+        load_data(DataConfig.model_validate({"dataset": dataset, **slices}))
 
 
 def given_train(train: bool) -> Numbers:

@@ -64,7 +64,8 @@ def recorded(out: Path, hooks: dict[str, Any] | None = None, **overrides: Any) -
     out.mkdir()
     config = {"train": CONFIG["train"] | {name: overrides[name] for name in CONFIG["train"] if name in overrides}}
     config["data"] = CONFIG["data"] | overrides.get("data", {})
-    (out / "run.json").write_text(json.dumps({"status": "done", "ranks": 1, "config": config}))
+    data = {"train_split": config["data"].get("slice", {}).get("split", "train"), "eval_split": "test"}
+    (out / "run.json").write_text(json.dumps({"status": "done", "ranks": 1, "config": config, "data": data}))
     records = {"train": RECORD, "eval": {**RECORD, "phase": "eval"}}
     trained(records if hooks is None else hooks, out, **overrides)
     return str(out)

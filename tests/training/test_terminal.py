@@ -414,7 +414,7 @@ def test_evaluation_of_training_samples_is_reported_once(cli: Cli, workdir: Path
         "~data.dataset.samples",
     )
     job = ("model=mlp", "model.sizes=[4,2]", *data, "train.steps=1", "train.batch_size=10")
-    message = "30 of 30 evaluation samples are training samples too, because unsplit.noise takes neither"
+    message = "30 of 30 evaluation samples are training samples too, because both slices are of the same split of unsplit.noise"
     answer = cli(*more, *job)
     assert answer.code == 0, answer.err
     assert " ".join(answer.out.split()).count(message) == 1

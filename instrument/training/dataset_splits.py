@@ -1,0 +1,115 @@
+"""Build the dataset of a slice: its target is called with the name of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from ..errors import ConfigError, Problem
+from ..spec.field_types import Target
+from ..targets import argument_names, build
+from .datasets import DatasetMissingError
+
+USUAL_SPLITS = {"data.slice": ("train", "trainval"), "data.eval_slice": ("test", "val", "validation", "valid")}
+"""The splits that are tried in this order if a slice names none. The names are those of torchvision and Hugging Face."""
+
+
+def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[Any], str | None]:
+    """Build the dataset of a slice.
+
+    The split is passed as `train=True` or `False`, or else as `split=`, if the target has this parameter and its configuration
+    does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
+
+    Args:
+        target: The target of the dataset.
+        split: The split of the slice; None if the configuration names none.
+        where: The key of the slice: `data.slice` or `data.eval_slice`.
+
+    Returns:
+        The dataset, and the split that it was built with; None if it was built without one.
+
+    Raises:
+        ConfigError: The target does not exist or fails, does not accept the split, or returns something else than a dataset.
+        DatasetMissingError: The files of the dataset are missing.
+    """
+    parameters = argument_names(target.target, "data.dataset")
+    parameter = next((name for name in ("train", "split") if name in parameters), None)
+    names = (split,) if split is not None else USUAL_SPLITS[where]
+    if parameter in (target.model_extra or {}):
+        if split is not None:
+            message = f"data.dataset.{parameter} selects the same samples for all slices"
+            raise ConfigError(Problem(f"{where}.split", message, split, fix=f"remove data.dataset.{parameter}"))
+        return _build(target), None
+    if parameter is None and split is not None:
+        message = f"{target.target} takes neither 'split' nor 'train'"
+        raise ConfigError(Problem(f"{where}.split", message, split, fix=f"remove {where}.split"))
+    if parameter is None:
+        return _build(target), None
+    if parameter == "train":
+        if names[0] not in ("train", "test"):
+            message = f"{target.target} takes train=True or False, not the name of a split"
+            raise ConfigError(Problem(f"{where}.split", message, names[0], "train, test"))
+        return _build(target, train=names[0] == "train"), names[0]
+    return _first_accepted(target, names, where)
+
+
+def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[Dataset[Any], str]:
+    """Build the dataset with the first split that it accepts.
+
+    Raises:
+        ConfigError: It accepts none of them, or fails for another reason.
+    """
+    refusals: list[ConfigError] = []
+    for name in names:
+        try:
+            return _build(target, split=name), name
+        except ConfigError as error:
+            if not _refuses_split(error, name):
+                raise
+            refusals.append(error)
+    *others, last = map(repr, names)
+    listed = f"the split {last}" if not others else f"a split {', '.join(others)} or {last}"
+    reason = refusals[0].problems[0].message.partition("could not be built: ")[2]
+    message = f"{target.target} does not accept {listed} ({reason})"
+    raise ConfigError(Problem(f"{where}.split", message, fix=f"set {where}.split=NAME")) from refusals[0]
+
+
+def _refuses_split(error: ConfigError, name: str) -> bool:
+    """Return whether the target failed because it has no split of this name."""
+    failure: BaseException | None = error.__cause__
+    while failure is not None and not isinstance(failure, ValueError | KeyError):
+        failure = failure.__cause__
+    return failure is not None and ("split" in str(failure).lower() or name in str(failure))
+
+
+def _build(target: Target, **split: Any) -> Dataset[Any]:
+    """Build the dataset and check that it is one."""
+    try:
+        dataset = build(target, "data.dataset", **split)
+    except ConfigError as error:
+        if (missing := _missing(error)) is not None:
+            raise missing from None
+        raise
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_items):
+        if not hasattr(dataset, "__next__"):
+            return dataset  # type: ignore[no-any-return]
+        message = f"{target.target} returned {type(dataset).__name__}, an iterator, which can be read only once"
+        allowed = "an object whose __iter__ starts from the beginning, such as a torch.utils.data.IterableDataset"
+        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
+    if not has_items:
+        message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
+        allowed = "an object with __len__ and __getitem__, or without a length an object with __iter__"
+        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
+    return dataset  # type: ignore[no-any-return]
+
+
+def _missing(error: BaseException | None) -> DatasetMissingError | None:
+    """Return the `DatasetMissingError` in the chain of causes of an error; None if it contains none."""
+    while error is not None:
+        if isinstance(error, DatasetMissingError):
+            return error
+        error = error.__cause__
+    return None
