@@ -23,6 +23,7 @@ from ..lazy_compiler import has_compiled
 from ..plan.hook_plan import HookPlan
 from .optimizer_checks import optimizers_of
 from .optimizer_step_watch import ScalerWatch, StepWatch
+from .phase_watch import PhaseWatch
 from .replacement_watch import LoadWatch, ModuleWatch
 from .sink_interface import EventWriter
 
@@ -93,6 +94,18 @@ class HookSet:
                 self._functions = group.threads
         if any(isinstance(group, GradientHooks) for group in self._groups):
             self._load_watch = LoadWatch(self.model, self.clock, self.report_replacements)
+
+    def watch_phase(self, watch: PhaseWatch) -> None:
+        """Add the hooks that set the phase, after `attach`.
+
+        The other hooks on their modules stay registered: PyTorch selects the hooks of a call before the phase changes.
+        """
+        modules = {*watch.modules}
+        for group in self._groups:
+            if isinstance(group, ModuleHooks | FunctionHooks) and group.attached_hooks[0].site.layer.module in modules:
+                group.hooks.keep_registered()
+        self._groups.append(watch)
+        watch.attach()
 
     def detach(self) -> None:
         """Remove all hooks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -38,6 +39,7 @@ from .hook_set import HookSet
 from .metrics import Metrics, check_metric_names
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
+from .phase_watch import PhaseWatch
 from .recorder import Recorder
 from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
@@ -219,7 +221,7 @@ class Probe:
 
         A hook runs in the phase of its spec. `train` is the phase of training steps and `forward` that of a loop that
         does not train; `end_step` ends their steps. `eval` is an evaluation and `probe` the pass of a probe batch, both
-        between two steps; see `in_phase`. `sanity` is Lightning's sanity check; no hook runs in it.
+        between two steps; see `in_phase`. `sanity` is a check before the training; no hook runs in it.
 
         The loop can assign it. This ends the current micro-step.
 
@@ -235,6 +237,16 @@ class Probe:
         if phase != self.phase:
             self.recorder.samples.end()
         self._scheduled.set_phase(phase)
+
+    def follow_model(self) -> PhaseWatch:
+        """From now on, set the phase to what the model does at each call. For the callbacks of trainers.
+
+        Returns:
+            The object that sets it, which has to be notified of steps.
+        """
+        watch = PhaseWatch(self.plan.layers.model, self.clock, self._scheduled, partial(setattr, self, "phase"))
+        self._hooks.watch_phase(watch)
+        return watch
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -50,6 +50,8 @@ class ScheduledHooks:
         self._is_on = is_on
         self._has_compiled = has_compiled()
         self._interrupted_micro_step = 0  # of the step that an evaluation interrupts
+        self._interrupted = clock.moment  # the micro-step that a call in another phase interrupts
+        self._interruptions = (-1, 0)  # the step, and the number of these calls in it
 
     def advance(self, *, update_all: bool = False, **moment: Any) -> None:
         """Set fields of the clock's moment, and update which hooks are scheduled.
@@ -99,6 +101,21 @@ class ScheduledHooks:
         if moment.phase in STEP_PHASES:
             self._interrupted_micro_step = self.clock.moment.micro_step
         self.advance(micro_step=self._interrupted_micro_step if phase in STEP_PHASES else 0, phase=phase)
+
+    def interrupt(self, phase: str) -> None:
+        """Set the phase for one call of the model within the current micro-step, which `end_interruption` continues."""
+        self._interrupted = moment = self.clock.moment
+        step, count = self._interruptions
+        count = count + 1 if step == moment.step else 0
+        self._interruptions = moment.step, count
+        self.advance(micro_step=count, phase=phase)
+
+    def end_interruption(self) -> None:
+        """Update the coverage of the hooks of the interrupting call, and continue the micro-step."""
+        for attached in self._micro_step_hooks:
+            if attached.is_scheduled and attached.has_opportunities:
+                attached.update_coverage()
+        self.advance(micro_step=self._interrupted.micro_step, phase=self._interrupted.phase)
 
     @property
     def has_opportunities(self) -> bool:

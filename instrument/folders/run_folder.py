@@ -79,6 +79,10 @@ def check_process_count(path: Path, process_count: int) -> None:
         raise ConfigError(Problem("resume", message, given=str(path), fix=fix))
 
 
+class DiscardedRunError(Exception):
+    """Ends the recording of a run that its trainer starts again: the folder is restored to its previous content."""
+
+
 class RunFolder:
     """The folder of a new run. This process holds its lock and writes its run.json.
 
@@ -163,8 +167,8 @@ class RunFolder:
         """Write to run.json how the block ended: `done`, `stopped`, `interrupted` or `failed`. Then release the lock.
 
         Args:
-            has_started: Returns whether training has begun. If a configuration error occurs earlier, the folder is
-                restored to its previous content.
+            has_started: Returns whether training has begun. If a configuration error occurs earlier, or the run is
+                discarded, the folder is restored to its previous content.
             stop_reason: Returns why the training was stopped; None if it is complete. Default: complete.
         """
         try:
@@ -172,8 +176,8 @@ class RunFolder:
         except KeyboardInterrupt as interrupt:
             self.finish("interrupted", interrupt)
             raise
-        except ConfigError as error:
-            if has_started():
+        except (ConfigError, DiscardedRunError) as error:
+            if has_started() and not isinstance(error, DiscardedRunError):
                 self.finish("failed", error)
             else:
                 self._lock.release()

@@ -61,6 +61,8 @@ def attach(
     reduce: Literal["none", "global"] = "none",
     ids: Literal["recorded", "all"] = "recorded",
     rules: Mapping[str, Any] | Literal["default"] | None = "default",
+    step: int = 0,
+    epoch: int = 0,
 ) -> Iterator[AttachedProbe]:
     """Attach hooks to a model for the duration of a `with` block.
 
@@ -101,6 +103,8 @@ def attach(
             those in which a tensor is recorded (`recorded`, default), or `all`.
         rules: Rules by name, in addition to the default rules and to those in the section `rules` of the file; an entry None
             removes a rule. `default` (default): no further rules. None: no rules at all.
+        step: The first step, if the loop resumes a training: the number of steps before it. Default: 0.
+        epoch: The first epoch, if the loop resumes a training. Default: 0.
 
     Yields:
         The probe, an `AttachedProbe`. Call `probe.end_step(loss=loss)` after each optimizer step. End the loop when
@@ -155,6 +159,7 @@ def attach(
         ids=ids,
         rules=judged,
     )
+    probe.begin_at(step, epoch)
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
@@ -190,7 +195,8 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterato
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
-    recording = run_folder.recording(has_started=lambda: probe.step > 0, stop_reason=lambda: probe.stop_reason)
+    first_step = probe.step
+    recording = run_folder.recording(has_started=lambda: probe.step > first_step, stop_reason=lambda: probe.stop_reason)
     with recording, dead_ranks if several else contextlib.nullcontext():
         yield
         run_folder.update(device_statistics=measured_by())

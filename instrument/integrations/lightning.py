@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -21,10 +22,12 @@ class LightningCallback(TrainerCallbackBase, Callback):
 
     Layer names start at the LightningModule: `net.layer1`, if the network is stored as `self.net`.
 
+    Hooks are attached after the sanity check. The phase is read from the LightningModule: whether it is in training mode, and
+    between the training batches also whether it computes gradients. After `ckpt_path`, steps and epochs continue.
+
     Lightning passes the forward and backward pass to the optimizer as a closure. Hooks of kind `parameter_grad` and
     `step_pre` therefore run in `on_before_optimizer_step`: after gradient accumulation and unscaling, and before
-    Lightning clips gradients. To record the clipped gradients, use `step_post` with role `param_grad`. Hooks do not run
-    in the sanity check before training.
+    Lightning clips gradients. To record the clipped gradients, use `step_post` with role `param_grad`.
 
     A module may have several optimizers (manual optimization). Each parameter belongs to the optimizer that holds it. A
     step is a training batch in which at least one optimizer made a step. Each backward pass is a micro-step of that
@@ -40,19 +43,26 @@ class LightningCallback(TrainerCallbackBase, Callback):
 
     _steps_done = 0
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the hooks."""
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach the hooks. Before, Lightning has not restored the step and the epoch."""
+        self._steps_done = trainer.global_step  # of all optimizers together
+        several = len(trainer.optimizers) > 1
         self._attach(
             pl_module,
+            clipped_by=_clipping(trainer, pl_module),
             optimizer=trainer.optimizers,
             scaler=getattr(trainer.precision_plugin, "scaler", None),
-            steps_by_loop=True,
+            step=trainer.fit_loop.epoch_loop._batches_that_stepped if several else trainer.global_step,
+            epoch=trainer.current_epoch,
         )
-        self._steps_done = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the epoch of the probe."""
         self.probe.epoch = trainer.current_epoch
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a training batch. Lightning does not change the mode of the module for it."""
+        self._watch.begin_step(training_mode=pl_module.training)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the micro-step: the gradients of a micro-batch are computed."""
@@ -76,7 +86,8 @@ class LightningCallback(TrainerCallbackBase, Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """End the step if an optimizer made a step in this batch."""
+        """End the batch, and the step if an optimizer made a step in it."""
+        self._watch.end_step()
         if trainer.global_step != self._steps_done:
             self._steps_done = trainer.global_step
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -86,18 +97,14 @@ class LightningCallback(TrainerCallbackBase, Callback):
                 folder = Path(trainer.default_root_dir if self.out is None else self.out) / CHECKPOINTS
                 trainer.save_checkpoint(folder / f"step-{self.probe.step:08d}.ckpt")
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Switch the phase to `eval`, or to `sanity` for the sanity check."""
-        self._set_phase("sanity" if trainer.sanity_checking else "eval")
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *rest: Any, **more: Any) -> None:
+        """Read the phase from the module: `validation_step` can call any part of it."""
+        if self._is_attached:
+            self._watch.observe()
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any, **more: Any) -> None:
         """End the micro-step of an evaluation batch."""
-        if self._probe is not None:
-            self._probe.end_micro_step()
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Switch the phase back to `train`."""
-        self._set_phase("train")
+        self._end_evaluation_batch()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the hooks."""
@@ -107,6 +114,11 @@ class LightningCallback(TrainerCallbackBase, Callback):
         """Detach the hooks and record the error."""
         self._stack.__exit__(type(exception), exception, exception.__traceback__)
 
-    def _set_phase(self, phase: str) -> None:
-        if self._probe is not None:  # no probe is attached if `trainer.validate` is called without `fit`
-            self._probe.phase = phase
+
+def _clipping(trainer: Trainer, module: LightningModule) -> str | None:
+    """Return the setting with which Lightning clips gradients; None if it does not."""
+    if is_overridden("configure_gradient_clipping", module):
+        return "configure_gradient_clipping"
+    if trainer.gradient_clip_val:
+        return f"gradient_clip_val={trainer.gradient_clip_val}"
+    return None

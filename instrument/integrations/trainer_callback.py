@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from ..capture.collectives import own_rank
+from ..capture.phase_watch import PhaseWatch
 from ..spec.spec_file import Specs
 from .attach import attach
 from .attached_probe import AttachedProbe
@@ -23,6 +25,8 @@ class TrainerCallbackBase:
         seed: Seed of interventions that draw random numbers.
         rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training.
     """
+
+    _watch: PhaseWatch  # while the hooks are attached
 
     def __init__(
         self,
@@ -50,7 +54,38 @@ class TrainerCallbackBase:
             raise RuntimeError("no probe: training has not started yet")
         return self._probe
 
-    def _attach(self, model: nn.Module, **more: Any) -> None:
-        """Attach to the model until the exit stack is closed; other arguments are passed to `instrument.attach`."""
-        context = attach(model, self.specs, out=self.out, seed=self.seed, rules=self.rules, **more)
+    @property
+    def _is_attached(self) -> bool:
+        return self._probe is not None and not self._probe.clock.closed
+
+    def _attach(self, model: nn.Module, *, clipped_by: str | None, **more: Any) -> None:
+        """Attach to the model until the exit stack is closed.
+
+        Args:
+            model: The model.
+            clipped_by: The setting with which the trainer clips gradients; None if it does not.
+            more: Further arguments of `instrument.attach`.
+        """
+        context = attach(model, self.specs, out=self.out, seed=self.seed, rules=self.rules, steps_by_loop=True, **more)
         self._probe = self._stack.enter_context(context)
+        self._watch = self._probe.follow_model()
+        if clipped_by is not None:
+            self._report_clipping(self._probe, clipped_by)
+
+    def _report_clipping(self, probe: AttachedProbe, clipped_by: str) -> None:
+        """Write an event about the side of the clip at which hooks see gradients. Print it if there are such hooks."""
+        message = (
+            f"the trainer clips gradients ({clipped_by}). Hooks of kind parameter_grad and step_pre, and the rules that read "
+            "them, see the gradients before the clip; kind step_post with role param_grad sees the clipped gradients"
+        )
+        probe.event("clipping", message, severity="info")
+        specs = probe.plan.specs.values()
+        if own_rank() == 0 and any(
+            spec.tensor_role == "param_grad" and spec.definition.frequency == "step" for spec in specs
+        ):
+            print(f"instrument: {message}")
+
+    def _end_evaluation_batch(self) -> None:
+        """End the micro-step of an evaluation batch. Evaluations before and after the training are not recorded."""
+        if self._is_attached and self.probe.phase == "eval":
+            self.probe.end_micro_step()

@@ -7,8 +7,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Self
 
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..folders.run_folder import DiscardedRunError
+from ..kinds.optimizer_owners import parameter_ids
+from .clipping import before_clipping
 from .trainer_callback import TrainerCallbackBase
 
 
@@ -21,9 +25,12 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
         with TransformersCallback("hooks.yaml", out="runs/mine") as hooks:
             Trainer(model, arguments, train_dataset=data, callbacks=[hooks]).train()
 
-    The Trainer clips gradients before the optimizer's step (`max_grad_norm`, 1.0 by default), so hooks of kind
-    `parameter_grad` receive clipped gradients. To record unclipped gradients, use `post_accumulate_grad`, or set
-    `max_grad_norm=0`.
+    The phase is read from the model: whether it is in training mode, and between the steps also whether it computes
+    gradients. After `resume_from_checkpoint`, steps and epochs continue. With `auto_find_batch_size`, the rows of an attempt that
+    ran out of memory are discarded.
+
+    Hooks of kind `parameter_grad` and `step_pre` run before the Trainer clips gradients (`max_grad_norm`, 1.0 by default). To
+    record the clipped gradients, use `step_post` with role `param_grad`.
 
     Args:
         specs: The hooks, as for `instrument.attach`.
@@ -41,49 +48,95 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
+    _batch_size: int | None = None
+    _first_epoch = True
+    _gradients_are_complete = False
+    _clips = False
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Attach the hooks to the model and to the Trainer's optimizer."""
-        self._attach(more["model"], optimizer=more.get("optimizer"))
+        restart = self._discard(args, state) if self._is_attached else None
+        optimizer = more.get("optimizer")
+        self._batch_size, self._first_epoch, self._gradients_are_complete = state.train_batch_size, True, False
+        self._clips = bool(args.max_grad_norm)
+        self._attach(
+            more["model"],
+            clipped_by=f"max_grad_norm={args.max_grad_norm}" if self._clips else None,
+            optimizer=optimizer,
+            scaler=getattr(optimizer, "scaler", None),
+            step=state.global_step,
+            epoch=int(state.epoch or 0),
+        )
+        self._stack.enter_context(before_clipping(self._before_clipping))
+        if restart is not None:
+            self.probe.event("restarted", restart, severity="info")
+
+    def _discard(self, args: TrainingArguments, state: TrainerState) -> str | None:
+        """Detach the hooks of a training that ended with an error, and return a message if the Trainer repeats it."""
+        if not args.auto_find_batch_size:
+            error: Exception = RuntimeError("the training ended before the Trainer called on_train_end")
+            self._stack.__exit__(type(error), error, None)
+            return None
+        message = (
+            f"the training started again with batch size {state.train_batch_size}: with batch size {self._batch_size}, it ran "
+            f"out of memory after {self.probe.step} steps, whose rows were discarded (auto_find_batch_size)"
+        )
+        self._stack.__exit__(DiscardedRunError, DiscardedRunError(message), None)
+        return message
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
-        """Set the epoch of the probe."""
-        self.probe.epoch = int(state.epoch or 0)
+        """Set the epoch of the probe. That of the Trainer is a fraction if its last epoch was not complete."""
+        if not self._first_epoch:
+            self.probe.epoch += 1
+        self._first_epoch = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Begin a step."""
+        self._watch.begin_step()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """End a micro-step that is not the last one of its step."""
         self.probe.end_micro_step()
 
+    def _before_clipping(self, parameters: list[Tensor]) -> None:
+        """End the gradients of a step before the Trainer clips them, for which it has no callback."""
+        ids = {id(parameter) for parameter in parameters}
+        if all(parameter_ids(optimizer) <= ids for optimizer in self.probe.optimizers):
+            self._end_gradients()
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """End the last micro-step of a step, for which the Trainer has no other callback."""
-        self.probe.end_micro_step()
+        """End the gradients of a step that the Trainer does not clip."""
+        if self._clips and not self._gradients_are_complete:
+            self._clips = False
+            message = "the Trainer does not clip gradients with PyTorch's function: hooks see them after the clip"
+            self.probe.event("clipping", message)
+        self._end_gradients()
+
+    def _end_gradients(self) -> None:
+        """End the last micro-step of a step, and run the hooks that act before the optimizer's step."""
+        if not self._gradients_are_complete:
+            self._gradients_are_complete = True
+            self.probe.end_micro_step()
+            for optimizer in self.probe.optimizers:
+                self.probe.before_optimizer_step(optimizer)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """End the step. Other callbacks can evaluate the model when it has ended."""
+        self._gradients_are_complete = False
+        self._watch.end_step()
+        self.probe.end_step()
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:
-        """End the step. An evaluation may follow."""
-        self.probe.end_step()
+        """Stop the training, or save a checkpoint, if a rule requests it."""
         control.should_training_stop |= self.probe.should_stop
         control.should_save |= self.probe.should_checkpoint
-        self._expect_evaluation(control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **more: Any) -> None:
-        """Switch the phase to `eval` if an evaluation follows."""
-        self._expect_evaluation(control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """End the micro-step of an evaluation batch."""
-        if self._probe is not None and self._probe.phase == "eval":
-            self._probe.end_micro_step()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Switch the phase back to `train` after an evaluation."""
-        if self._probe is not None:
-            self._probe.phase = "train"
+        self._end_evaluation_batch()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Detach the hooks."""
         self._stack.close()
-
-    def _expect_evaluation(self, control: TrainerControl) -> None:
-        if control.should_evaluate:
-            self.probe.phase = "eval"

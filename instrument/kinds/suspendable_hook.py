@@ -106,6 +106,12 @@ class SuspendableHooks:
         for hook in self._hooks:
             hook.resume()
 
+    def keep_registered(self) -> None:
+        """Resume the hooks, and never suspend them again."""
+        self._may_suspend = False
+        for hook in self._hooks:
+            hook.resume()
+
     def suspend(self) -> None:
         """Suspend the hooks, if they may be suspended and no code was compiled."""
         if self._may_suspend and not has_compiled():

@@ -1,0 +1,134 @@
+"""The phase of a trainer, read from the model at each call: whether it is in training mode and computes gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..kinds.clock import Clock
+from ..kinds.hook_group_interface import InertWhenCopied
+from ..lazy_compiler import exclude_from_graphs
+from .scheduled_hooks import ScheduledHooks
+
+
+class PhaseWatch(InertWhenCopied):
+    """Sets the phase to what the model does when it is called: `train` or `eval`.
+
+    Between two steps, the phase is `eval` from a call in evaluation mode or without gradients until the next other call.
+    Within a step, a call in evaluation mode interrupts the training for its duration.
+
+    A phase that other code sets stays until that code restores the previous one.
+
+    Args:
+        model: The model.
+        clock: The current step and phase.
+        scheduled: The hooks that are scheduled.
+        set_phase: Sets the phase between two calls.
+
+    Attributes:
+        modules: The modules whose calls are observed; see `entry_modules`.
+    """
+
+    def __init__(
+        self, model: nn.Module, clock: Clock, scheduled: ScheduledHooks, set_phase: Callable[[str], None]
+    ) -> None:
+        self.model = model
+        self.clock = clock
+        self.scheduled = scheduled
+        self.modules = list(entry_modules(model))
+        self._set_phase = set_phase
+        self._phase = clock.moment.phase
+        self._in_step = False
+        self._trains_in_eval_mode = False
+        self._interrupting: RemovableHandle | None = None  # its hook ends the interruption
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Attach the hooks."""
+        hook = self._bound(PhaseWatch.before_call)
+        for module in self.modules:
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+
+    def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of this object that torch.compile does not trace; a copied model gets that of the copy."""
+        return MethodType(exclude_from_graphs(hook), self)
+
+    def begin_step(self, *, training_mode: bool = True) -> None:
+        """Begin a training step of the trainer.
+
+        Args:
+            training_mode: Whether the trainer trains the model in training mode (default).
+        """
+        self._in_step, self._trains_in_eval_mode = True, not training_mode
+        self._change("train")
+
+    def end_step(self) -> None:
+        """End a training step of the trainer."""
+        self._end_interruption()  # compiled code does not call the hook that ends it
+        self._in_step = False
+
+    def observe(self) -> None:
+        """Set the phase to what the model does now. Call it between two calls of the model."""
+        self._change(self._phase_of_model())
+
+    def before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        """The forward pre hook, which runs before all others of the module."""
+        if self.clock.closed or self._interrupting is not None:
+            return
+        phase = self._phase_of_model()
+        if not self._in_step:
+            self._change(phase)
+        elif phase == "eval" and self.clock.moment.phase == self._phase:
+            self.scheduled.interrupt(phase)
+            hook = self._bound(PhaseWatch.after_call)
+            self._interrupting = module.register_forward_hook(hook, always_call=True)
+
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        """The forward hook of a call that interrupts the training."""
+        if not self.clock.closed:
+            self._end_interruption()
+
+    def _end_interruption(self) -> None:
+        if self._interrupting is not None:
+            self._interrupting.remove()
+            self._interrupting = None
+            self.scheduled.end_interruption()
+
+    def _phase_of_model(self) -> str:
+        if self._in_step:
+            return "train" if self.model.training or self._trains_in_eval_mode else "eval"
+        return "train" if self.model.training and torch.is_grad_enabled() else "eval"
+
+    def _change(self, phase: str) -> None:
+        if phase != self._phase and self.clock.moment.phase == self._phase:
+            self._phase = phase
+            self._set_phase(phase)
+
+    def refresh(self) -> None:
+        """Do nothing: the phase is read in all steps."""
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        if self._interrupting is not None:
+            self._interrupting.remove()
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def entry_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that a trainer or a method of the model calls: the model and its children.
+
+    The children of a container without forward method take its place. Encoder layers are left out: PyTorch computes them in
+    another way if they have hooks.
+    """
+    yield model
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:
+            yield from list(entry_modules(child))[1:]
+        elif not isinstance(child, nn.TransformerEncoderLayer):
+            yield child
