@@ -1,8 +1,9 @@
-"""The callback for the Trainer of transformers: accumulation, clipping, evaluations and exceptions."""
+"""The callback for the Trainer of transformers: accumulation, clipping, evaluations, restarts and exceptions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 RECORD = {"layers": "**", "action": "record"}
 HOOKS: dict[str, Any] = {
-    "used": {**RECORD, "kind": "parameter_grad"},
+    "raw": {**RECORD, "kind": "parameter_grad"},
+    "used": {**RECORD, "kind": "step_post", "role": "param_grad"},
     "sums": {**RECORD, "kind": "post_accumulate_grad"},
     "outputs": {**RECORD, "layers": "transformer.h.*", "kind": "forward"},
     "evaluated": {**RECORD, "layers": "transformer.h.*", "kind": "forward", "phase": "eval"},
@@ -34,10 +36,10 @@ def offline() -> Iterator[None]:
         yield
 
 
-def callback_of(**more: Any) -> TransformersCallback:
+def callback_of(hooks: dict[str, Any] = HOOKS, **more: Any) -> TransformersCallback:
     from instrument.integrations.transformers import TransformersCallback
 
-    return TransformersCallback(HOOKS, **more)
+    return TransformersCallback(hooks, **more)
 
 
 def model_of(fail_at: int | None = None) -> nn.Module:
@@ -95,8 +97,11 @@ def test_steps_micro_steps_clipping_and_evaluations_are_recorded(
     callback = recorded[1]
     stats = callback.probe.sink.frame("stats")
     assert stats[stats.hook == "sums"].groupby("step").micro_step.unique().map(list).tolist() == [[0, 1]] * 3
-    norm = stats[stats.hook == "used"].groupby("step").l2.apply(lambda norms: (norms**2).sum() ** 0.5)
-    assert norm.tolist() == pytest.approx([0.01] * 3, rel=1e-2)  # the Trainer has clipped them
+    used = stats[stats.hook == "used"].groupby("step").l2.apply(lambda norms: (norms**2).sum() ** 0.5)
+    raw = stats[stats.hook == "raw"].groupby("step").l2.apply(lambda norms: (norms**2).sum() ** 0.5)
+    assert used.tolist() == pytest.approx([0.01] * 3, rel=1e-2)  # the Trainer has clipped them
+    assert (raw > 0.1).all()
+    assert stats[stats.hook.isin(["raw", "used"])].micro_step.unique().tolist() == [1]
     evaluated = stats[stats.hook == "evaluated"]
     assert evaluated.step.unique().tolist() == [2, 3]  # every second step, and at the end
     assert evaluated.micro_step.unique().tolist() == [0, 1]
@@ -144,3 +149,382 @@ def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     assert callback.probe.step == 2
     assert instrument.load(tmp_path / "run").info["status"] == "stopped"
     assert (tmp_path / "trainer" / "checkpoint-2").is_dir()
+
+
+# ---------------------------------------------------------------------------- a small model
+
+CALLS: dict[str, Any] = {
+    "train": {"layers": "head", "kind": "forward", "action": "record"},
+    "eval": {"layers": "head", "kind": "forward", "action": "record", "phase": "eval"},
+}
+GRADIENTS: dict[str, Any] = {
+    "raw": {"layers": "**", "kind": "parameter_grad", "action": "record", "stats": ["l2"], "tensors": True},
+    "pre": {"layers": "**", "kind": "step_pre", "role": "param_grad", "action": "record", "stats": ["l2"]},
+    "used": {"layers": "**", "kind": "step_post", "role": "param_grad", "action": "record", "tensors": True},
+}
+
+
+class Small(nn.Module):
+    """A classifier with the interface of a model of transformers.
+
+    Attributes:
+        factors: The factor of the loss at some calls.
+        largest_batch: A larger batch runs out of memory in training mode, at the call with index `fails_at`.
+    """
+
+    def __init__(self, fails_at: int = 0, largest_batch: int = 100) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.drop, self.head = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3)
+        self.fails_at, self.largest_batch, self.calls = fails_at, largest_batch, 0
+        self.factors: dict[int, float] = {}
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            if len(inputs) > self.largest_batch and self.calls == self.fails_at:
+                self.calls = 0
+                raise RuntimeError("CUDA out of memory.")
+            self.calls += 1
+        logits = self.head(self.drop(torch.relu(self.body(inputs))))
+        loss = nn.functional.cross_entropy(logits, labels) * self.factors.get(self.calls, 1.0)
+        return {"loss": loss, "logits": logits}
+
+
+def rows_of(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"inputs": torch.randn(4, generator=generator), "labels": torch.randint(3, (), generator=generator)}
+        for _ in range(count)
+    ]
+
+
+def trainer_of(model: nn.Module, folder: Path, callbacks: list[Any], **more: Any) -> Any:
+    import transformers
+
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    sets = more.pop("eval_dataset", rows_of(4))
+    arguments = transformers.TrainingArguments(output_dir=str(folder / "trainer"), **{**settings, **more})
+    return transformers.Trainer(model, arguments, train_dataset=rows_of(8), eval_dataset=sets, callbacks=callbacks)
+
+
+def calls_of(stats: Any) -> Counter[tuple[str, int]]:
+    return Counter(zip(stats.hook, stats.step, strict=True))
+
+
+class Evaluator:
+    """Evaluates in a callback of the Trainer."""
+
+    def __new__(cls, event: str, evaluate: Callable[[Any], Any]) -> Any:
+        from transformers import TrainerCallback
+
+        callback = TrainerCallback()
+
+        def run(args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                evaluate(callback)
+
+        setattr(callback, event, run)
+        return callback
+
+
+def evaluate(callback: Any) -> None:
+    callback.trainer.evaluate()
+
+
+def predict(callback: Any) -> None:
+    callback.trainer.predict(rows_of(6))
+
+
+def request_evaluation(callback: Any) -> None:
+    callback.trainer.control.should_evaluate = True
+
+
+def refuse_evaluation(callback: Any) -> None:
+    callback.trainer.control.should_evaluate = False
+
+
+def call_without_gradients(callback: Any) -> None:
+    """Call the model in training mode, as to estimate the statistics of batch normalization."""
+    with torch.no_grad():
+        callback.trainer.model(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))
+
+
+STEPS = {"eval_strategy": "steps", "eval_steps": 2}
+EVALUATIONS: dict[str, tuple[str, Callable[[Any], Any] | None, dict[str, Any]]] = {
+    "several sets": ("on_step_end", None, {**STEPS, "eval_dataset": {"a": rows_of(4), "b": rows_of(6)}}),
+    "before the training": ("on_step_end", None, {**STEPS, "eval_on_start": True}),
+    "at the end of epochs": ("on_step_end", None, {"eval_strategy": "epoch", "max_steps": 8}),
+    "evaluate at the end of a step": ("on_step_end", evaluate, {}),
+    "evaluate before the step of the optimizer": ("on_pre_optimizer_step", evaluate, {}),
+    "evaluate at the beginning of a step": ("on_step_begin", evaluate, {}),
+    "evaluate between micro-batches": ("on_substep_end", evaluate, {"gradient_accumulation_steps": 2}),
+    "predict": ("on_step_end", predict, {}),
+    "predict at the end of an epoch": ("on_epoch_end", predict, {"max_steps": 8}),
+    "request": ("on_step_end", request_evaluation, {"eval_strategy": "steps", "eval_steps": 3}),
+    "refusal": ("on_step_end", refuse_evaluation, STEPS),
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["earlier callback", "later callback"])
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_phase_is_the_mode_of_the_model(case: str, before: bool, tmp_path: Path) -> None:
+    event, action, settings = EVALUATIONS[case]
+    hooks = {**CALLS, "gradient": {**CALLS["train"], "kind": "full_backward", "role": "grad_output"}}
+    hooks["step"] = {**CALLS["train"], "kind": "parameter_grad", "params": "bias"}
+    model, callback = Small(), callback_of(hooks, rules=None)
+    evaluator = Evaluator(event, action or (lambda callback: None))
+    trainer = trainer_of(model, tmp_path, [evaluator, callback] if before else [callback, evaluator], **settings)
+    evaluator.trainer = trainer
+    seen: Counter[tuple[str, int]] = Counter()
+
+    def count(module: nn.Module, *_: Any) -> None:
+        seen["train" if module.training else "eval", trainer.state.global_step] += 1
+
+    model.head.register_forward_hook(count)
+    with callback:
+        trainer.train()
+    stats = callback.probe.stats
+    assert calls_of(stats[stats.hook.isin(CALLS)]) == seen
+    trained = {step: number for (hook, step), number in seen.items() if hook == "train"}
+    assert dict(stats[stats.hook == "gradient"].groupby("step").size()) == trained
+    assert dict(stats[stats.hook == "step"].groupby("step").size()) == dict.fromkeys(trained, 1)
+    assert callback.probe.metrics[["step", "phase"]].values.tolist() == [[step, "train"] for step in trained]
+    evaluations = stats[stats.hook == "eval"]
+    assert not evaluations.duplicated(["step", "micro_step", "call"]).any()
+    causes = {row["hook"]: row["cause"] for row in callback.probe.coverage()}
+    assert not any(causes[hook] for hook in causes if hook != "eval")
+    assert callback.probe.warnings == [] or not len(evaluations)
+
+
+def test_call_without_gradients_between_steps_is_no_training(tmp_path: Path) -> None:
+    callback, evaluator = callback_of(CALLS, rules=None), Evaluator("on_step_end", call_without_gradients)
+    evaluator.trainer = trainer_of(Small(), tmp_path, [evaluator, callback])
+    with callback:
+        evaluator.trainer.train()
+    assert calls_of(callback.probe.stats) == {("train", step): 1 for step in range(4)} | {("eval", 2): 1}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_evaluation_within_a_step_interrupts_the_training(order: str, tmp_path: Path) -> None:
+    hooks = {**CALLS, "gradient": {**CALLS["train"], "kind": "full_backward", "role": "grad_output"}}
+    callback = callback_of(hooks, rules=None)
+    trainer = trainer_of(Small(), tmp_path, [callback])
+    compute_loss = trainer.compute_loss
+
+    def compute(model: nn.Module, inputs: Any, *rest: Any, **more: Any) -> Any:
+        loss = compute_loss(model, inputs, *rest, **more) if order == "after" else None
+        model.eval()
+        with torch.no_grad():
+            model(**inputs)
+        model.train()
+        return compute_loss(model, inputs, *rest, **more) if loss is None else loss
+
+    trainer.compute_loss = compute
+    with callback:
+        trainer.train()
+    stats = callback.probe.stats
+    assert calls_of(stats) == {(hook, step): 1 for hook in hooks for step in range(4)}
+    assert set(stats.phase[stats.hook == "gradient"]) == {"train"}
+    assert {(row["expected"], row["fired"], row["cause"]) for row in callback.probe.coverage()} == {(4, 4, "")}
+
+
+def test_evaluation_after_the_training_is_not_recorded(tmp_path: Path) -> None:
+    with callback_of(CALLS, rules=None) as callback:
+        trainer = trainer_of(Small(), tmp_path, [callback])
+        trainer.train()
+        trainer.evaluate()
+        trainer.predict(rows_of(2))
+    assert calls_of(callback.probe.stats) == {("train", step): 1 for step in range(4)}
+
+
+def test_phase_of_the_user_is_kept(tmp_path: Path) -> None:
+    hooks = {**CALLS, "probe": {**CALLS["train"], "phase": "probe"}}
+    callback = callback_of(hooks, rules=None)
+
+    def run_probe(_: Any) -> None:
+        with callback.probe.in_phase("probe"):
+            callback.probe.plan.layers.model(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64))["loss"].backward()
+
+    with callback:
+        trainer_of(Small(), tmp_path, [callback, Evaluator("on_step_end", run_probe)]).train()
+    assert calls_of(callback.probe.stats) == {("train", step): 1 for step in range(4)} | {("probe", 2): 1}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_parameter_grad_is_before_the_clip_of_the_trainer(
+    accumulate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, original = Small(), torch.nn.utils.clip_grad_norm_
+    complete: dict[str, torch.Tensor] = {}
+
+    def keep(parameter: torch.Tensor, name: str) -> None:
+        assert parameter.grad is not None
+        complete[name] = parameter.grad.clone()
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each, name=name: keep(each, name))
+    with callback_of(GRADIENTS, rules=None) as callback:
+        trainer_of(
+            model, tmp_path, [callback], max_steps=3, gradient_accumulation_steps=accumulate, max_grad_norm=0.05
+        ).train()
+    assert torch.nn.utils.clip_grad_norm_ is original
+    recorded = {
+        hook: {f"{row.layer}.{row.path}": torch.tensor(row["values"]) for _, row in found.iterrows()}
+        for hook, found in callback.probe.tensors(step=2).groupby("hook")
+    }
+    assert recorded["raw"].keys() == complete.keys()
+    assert all(torch.equal(recorded["raw"][name], gradient) for name, gradient in complete.items())
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in complete.values()]
+    for parameter, gradient in zip(parameters, complete.values(), strict=True):
+        parameter.grad = gradient.clone()
+    original(parameters, 0.05)
+    for parameter, name in zip(parameters, complete, strict=True):
+        assert torch.equal(recorded["used"][name], parameter.grad)  # type: ignore[arg-type]
+    stats = callback.probe.stats
+    norms = [stats[stats.hook == hook].l2.tolist() for hook in ("raw", "pre")]
+    assert norms[0] == norms[1]
+    (event,) = callback.probe.events.query("rule == 'clipping'").message
+    assert "max_grad_norm=0.05" in event
+    assert "before the clip" in event
+    assert event in capsys.readouterr().out
+
+
+def test_unclipped_gradients_need_no_event(tmp_path: Path) -> None:
+    with callback_of(GRADIENTS, rules=None) as callback:
+        trainer_of(Small(), tmp_path, [callback], max_grad_norm=0.0).train()
+    tensors = callback.probe.tensors()
+    raw, used = ([*tensors["values"][tensors.hook == hook]] for hook in ("raw", "used"))
+    assert len(raw) == len(used) == 16
+    assert all((one == other).all() for one, other in zip(raw, used, strict=True))
+    assert not len(callback.probe.events)
+
+
+def test_clip_that_is_not_observed_is_reported(tmp_path: Path) -> None:
+    callback = callback_of(GRADIENTS, rules=None)
+    trainer = trainer_of(Small(), tmp_path, [callback], max_grad_norm=0.01)
+
+    def clip(model: nn.Module) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
+        return norm
+
+    trainer._clip_grad_norm = clip
+    with callback:
+        trainer.train()
+    stats = callback.probe.stats
+    norms = stats[stats.hook == "raw"].groupby("step").l2.apply(lambda norms: (norms**2).sum() ** 0.5)
+    assert norms.tolist() == pytest.approx([0.01] * 4, rel=1e-3)
+    (warning,) = (message for message in callback.probe.warnings if "after the clip" in message)
+    assert warning
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_rule_sees_gradients_before_the_clip(tmp_path: Path) -> None:
+    model = Small()
+    model.factors = {6: 1e6}
+    rule = {"rule": "exploding_gradient", "after": 3}
+    with callback_of({"raw": GRADIENTS["raw"]}, rules={"exploding_gradient": rule}) as callback:
+        trainer_of(model, tmp_path, [callback], max_steps=6).train()
+    assert callback.probe.events.query("rule == 'exploding_gradient'").step.unique().tolist() == [5]
+
+
+def test_steps_and_epochs_continue_after_a_checkpoint(tmp_path: Path) -> None:
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3}
+    trainer_of(Small(), tmp_path, [], **settings).train()
+    hooks = {**CALLS, "late": {**CALLS["train"], "start": 5, "every": 2}, "first": {**CALLS["train"], "steps": [0]}}
+    seen = []
+    with callback_of(hooks) as callback:
+        model = Small()
+        trainer = trainer_of(model, tmp_path, [callback], **settings)
+        model.head.register_forward_hook(lambda *_: seen.append([trainer.state.global_step, int(trainer.state.epoch)]))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3"))
+    stats = callback.probe.stats
+    assert seen == [[3, 0], [4, 1], [5, 1], [6, 1], [7, 1]]  # four batches in an epoch
+    assert stats.query("hook == 'train'")[["step", "epoch"]].values.tolist() == seen
+    assert stats.query("hook == 'late'").step.tolist() == [5, 7]
+    assert callback.probe.metrics.step.tolist() == [3, 4, 5, 6, 7]
+    counts = {row["hook"]: (row["expected"], row["fired"]) for row in callback.probe.coverage()}
+    assert counts == {"train": (5, 5), "late": (2, 2), "first": (0, 0), "eval": (0, 0)}
+    assert {*callback.probe.events.rule} == {"clipping", "coverage"}  # no rule for the first step
+
+
+def test_epoch_that_is_ended_early_counts_as_an_epoch(tmp_path: Path) -> None:
+    evaluator = Evaluator("on_step_end", lambda each: setattr(each.trainer.control, "should_epoch_stop", True))
+    with callback_of(CALLS, rules=None) as callback:
+        evaluator.trainer = trainer_of(Small(), tmp_path, [callback, evaluator], max_steps=5)
+        evaluator.trainer.train()
+    assert callback.probe.stats.epoch.tolist() == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("fails_at", "where"), [(0, "memory"), (2, "folder")])
+def test_auto_find_batch_size_discards_the_failed_attempt(fails_at: int, where: str, tmp_path: Path) -> None:
+    model = Small(fails_at, largest_batch=7)
+    out = None if where == "memory" else tmp_path / "run"
+    with callback_of(CALLS, rules=None, out=out) as callback:
+        trainer_of(
+            model, tmp_path, [callback], auto_find_batch_size=True, per_device_train_batch_size=8, max_steps=3
+        ).train()
+    run = callback.probe.run
+    assert run.stats.step.tolist() == run.metrics.step.tolist() == [0, 1, 2]
+    assert run.stats.numel.tolist()[0] < 8 * 3
+    (message,) = run.events.query("rule == 'restarted'").message
+    assert f"with batch size 8, it ran out of memory after {fails_at} steps" in message
+    assert run.info["status"] == "done"
+    assert {(row["hook"], row["expected"], row["fired"]) for row in callback.probe.coverage()} == {
+        ("train", 3, 3),
+        ("eval", 0, 0),
+    }
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_second_training_has_its_own_rows(tmp_path: Path) -> None:
+    with callback_of(CALLS, rules=None) as callback:
+        trainer = trainer_of(Small(), tmp_path, [callback], max_steps=2)
+        trainer.train()
+        trainer.train()
+    assert calls_of(callback.probe.stats) == {("train", 0): 1, ("train", 1): 1}
+
+
+def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
+    model, callback = Small(), callback_of(CALLS, rules=None, out=tmp_path / "run")
+    trainer = trainer_of(model, tmp_path, [callback], max_steps=2)
+    trainer.train()
+    with callback, pytest.raises(instrument.ConfigError, match="already contains a run"):
+        trainer.train()
+    assert instrument.load(tmp_path / "run").stats.step.tolist() == [0, 1]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_training_after_an_error_attaches_once(tmp_path: Path) -> None:
+    model, original = Small(fails_at=1, largest_batch=1), torch.nn.utils.clip_grad_norm_
+    callback = callback_of(CALLS, rules=None)
+    trainer = trainer_of(model, tmp_path, [callback])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    failed, model.largest_batch = callback.probe, 100
+    trainer.train()
+    assert failed.run.info["status"] == "failed"
+    assert failed.stats.step.tolist() == [0]
+    assert callback.probe.stats.step.tolist() == [0, 1, 2, 3]
+    assert torch.nn.utils.clip_grad_norm_ is original
+
+
+def test_several_callbacks_record_the_same_rows(tmp_path: Path) -> None:
+    one, other = callback_of({**CALLS, **GRADIENTS}, rules=None), callback_of({**CALLS, **GRADIENTS}, rules=None)
+    original = torch.nn.utils.clip_grad_norm_
+    with one, other:
+        trainer_of(Small(), tmp_path, [one, other], max_grad_norm=0.01, eval_strategy="epoch").train()
+    columns = ["hook", "step", "phase", "layer", "path", "l2"]
+    assert one.probe.stats[columns].equals(other.probe.stats[columns])
+    assert len(one.probe.stats) == 4 + 2 + 3 * 16
+    assert torch.nn.utils.clip_grad_norm_ is original
