@@ -17,6 +17,9 @@ class Module(L.LightningModule):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         self.fail_at = fail_at
 
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)  # type: ignore[no-any-return]
+
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         if index == self.fail_at:
             raise ValueError("a bug of the user's")

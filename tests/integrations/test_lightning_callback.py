@@ -1,8 +1,10 @@
-"""The callback for Lightning: accumulation, clipping, sanity check, evaluations and exceptions."""
+"""The callback for Lightning: accumulation, clipping, sanity check, evaluations, checkpoints and exceptions."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,24 +45,28 @@ def callback_of(hooks: dict[str, Any] = HOOKS, **more: Any) -> LightningCallback
     return LightningCallback(hooks, **more)
 
 
-def fit(module: nn.Module, callback: LightningCallback | None, **more: Any) -> None:
+def fit(module: nn.Module, *callbacks: Any, data: Any = None, ckpt_path: Path | None = None, **more: Any) -> Any:
     import lightning.pytorch as L
 
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randint(3, (32,), generator=generator))
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[] if callback is None else [callback],
-        **more,
-    )
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(callbacks=[each for each in callbacks if each is not None], **{**settings, **more})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(data, 4), DataLoader(data, 8))
+        trainer.fit(module, *(loaders() if data is None else data), ckpt_path=ckpt_path, weights_only=False)
+    return trainer
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(32, 4, generator=generator), torch.randint(3, (32,), generator=generator))
+    return DataLoader(data, 4), DataLoader(data, 8)
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +140,264 @@ def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     assert callback.probe.step == 2
     assert instrument.load(tmp_path / "run").info["status"] == "stopped"
     assert (tmp_path / "run" / "checkpoints" / "step-00000002.ckpt").is_file()
+
+
+# ---------------------------------------------------------------------------- phases
+
+CALLS: dict[str, Any] = {
+    "train": {"layers": "net", "kind": "forward", "action": "record"},
+    "eval": {"layers": "net", "kind": "forward", "action": "record", "phase": "eval"},
+    "gradient": {"layers": "net", "kind": "full_backward", "role": "grad_output", "action": "record"},
+}
+
+
+def calls_of(stats: Any) -> Counter[tuple[str, int]]:
+    return Counter(zip(stats.hook, stats.step, strict=True))
+
+
+def evaluate(module: Any, call: Callable[[torch.Tensor], object]) -> None:
+    """Evaluate as in a loop of your own."""
+    module.eval()
+    with torch.no_grad():
+        call(torch.zeros(2, 4))
+    module.train()
+
+
+def evaluate_net(module: Any) -> None:
+    evaluate(module, module.net)
+
+
+def evaluate_module(module: Any) -> None:
+    evaluate(module, module)
+
+
+def call_without_gradients(module: Any) -> None:
+    with torch.no_grad():
+        module.net(torch.zeros(2, 4))
+
+
+def evaluation(event: str, action: Callable[[Any], None]) -> Any:
+    """Return a callback that evaluates once, in the second step or in the first epoch."""
+    from lightning.pytorch.callbacks import Callback
+
+    callback = Callback()
+
+    def run(trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step in (2, 8):
+            action(module)
+
+    setattr(callback, event, run)
+    return callback
+
+
+EVALUATIONS: dict[str, tuple[str, Callable[[Any], None], dict[str, Any]]] = {
+    "sanity check": ("on_train_end", lambda module: None, {"num_sanity_val_steps": 2}),
+    "within an epoch": ("on_train_end", lambda module: None, {"val_check_interval": 3, "max_epochs": 2}),
+    "between micro-batches": (
+        "on_train_end",
+        lambda module: None,
+        {"val_check_interval": 3, "accumulate_grad_batches": 2},
+    ),
+    "own loop after a batch": ("on_train_batch_end", evaluate_net, {}),
+    "own loop before a batch": ("on_train_batch_start", evaluate_net, {}),
+    "own loop after an epoch": ("on_train_epoch_end", evaluate_module, {}),
+    "own loop at the end": ("on_train_end", evaluate_net, {}),
+    "own loop before the step of the optimizer": ("on_before_optimizer_step", evaluate_module, {}),
+    "own loop before the backward pass": ("on_before_backward", evaluate_net, {}),
+}
+
+
+@pytest.mark.parametrize("case", EVALUATIONS)
+def test_phase_is_the_mode_of_the_module(case: str) -> None:
+    event, action, settings = EVALUATIONS[case]
+    module, callback = module_of(), callback_of(CALLS, rules=None)
+    seen: Counter[tuple[str, int]] = Counter()
+
+    def count(net: nn.Module, *_: Any) -> None:
+        if not module.trainer.sanity_checking:
+            seen["train" if net.training else "eval", module.trainer.global_step] += 1
+
+    module.net.register_forward_hook(count)
+    fit(module, callback, evaluation(event, action), **settings)
+    stats = callback.probe.stats
+    assert calls_of(stats[stats.hook != "gradient"]) == seen
+    gradients = dict(stats[stats.hook == "gradient"].groupby("step").size())
+    assert gradients == {step: number for (hook, step), number in seen.items() if hook == "train"}
+    assert set(stats.phase[stats.hook == "gradient"]) == {"train"}
+    assert callback.probe.metrics.phase.unique().tolist() == ["train"]
+    assert not any(row["cause"] for row in callback.probe.coverage())
+    assert callback.probe.warnings == []
+
+
+def test_evaluation_in_training_mode_is_an_evaluation() -> None:
+    module, callback = module_of(), callback_of(CALLS, rules=None)
+    module.on_validation_model_eval = lambda: None  # as for Monte Carlo dropout
+    fit(module, callback, evaluation("on_train_batch_end", call_without_gradients), num_sanity_val_steps=0)
+    stats = callback.probe.stats
+    assert calls_of(stats.query("hook == 'eval'")) == {("eval", 2): 1, ("eval", 8): 4 + 1}
+    assert calls_of(stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
+
+
+def test_training_in_evaluation_mode_is_training() -> None:
+    module, callback = module_of().eval(), callback_of(CALLS, rules=None)
+    fit(module, callback)
+    assert not module.training
+    stats = callback.probe.stats
+    assert calls_of(stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
+    assert calls_of(stats.query("hook == 'eval'")) == {("eval", 8): 4}
+
+
+def test_frozen_part_in_evaluation_mode_is_trained() -> None:
+    module, callback = module_of(), callback_of(CALLS, rules=None)
+    module.net.eval()
+    fit(module, callback)
+    assert calls_of(callback.probe.stats.query("hook == 'train'")) == {("train", step): 1 for step in range(8)}
+
+
+def test_evaluations_without_training_are_not_recorded() -> None:
+    module, callback = module_of(), callback_of(CALLS, rules=None)
+    trainer = fit(module, callback)
+    rows = len(callback.probe.stats)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.validate(module, loaders()[1])
+    assert len(callback.probe.stats) == rows
+
+
+# ---------------------------------------------------------------------------- clipping
+
+
+def test_parameter_grad_is_before_the_clip_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = {name: {**HOOKS[name], "tensors": True} for name in ("raw", "used")}
+    module, callback = module_of(), callback_of(hooks, rules=None)
+    complete: dict[str, torch.Tensor] = {}
+
+    def keep(parameter: torch.Tensor, name: str) -> None:
+        assert parameter.grad is not None
+        complete[name] = parameter.grad.clone()
+
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda each, name=name: keep(each, name))
+    fit(module, callback, accumulate_grad_batches=2, gradient_clip_val=0.05)
+    recorded = {
+        hook: {f"{row['layer']}.{row['path']}": torch.tensor(row["values"]) for _, row in found.iterrows()}
+        for hook, found in callback.probe.tensors(step=3).groupby("hook")
+    }
+    assert recorded["raw"].keys() == complete.keys()
+    assert all(torch.equal(recorded["raw"][name], gradient) for name, gradient in complete.items())
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in complete.values()]
+    for parameter, gradient in zip(parameters, complete.values(), strict=True):
+        parameter.grad = gradient.clone()
+    torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+    for parameter, name in zip(parameters, complete, strict=True):
+        assert torch.equal(recorded["used"][name], parameter.grad)  # type: ignore[arg-type]
+    (event,) = callback.probe.events.query("rule == 'clipping'").message
+    assert "gradient_clip_val=0.05" in event
+    assert "before the clip" in event
+    assert event in capsys.readouterr().out
+
+
+def test_clip_of_the_module_is_reported() -> None:
+    from lightning_models import Module
+
+    class Clipped(Module):
+        def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+            self.clip_gradients(optimizer, 0.05, "value")
+
+    callback = callback_of(HOOKS, rules=None)
+    fit(Clipped(), callback)
+    (event,) = callback.probe.events.query("rule == 'clipping'").message
+    assert "configure_gradient_clipping" in event
+    stats = callback.probe.stats.groupby("hook").abs_max.max()
+    assert stats["raw"] > 0.05
+    assert stats["used"] == pytest.approx(0.05)
+
+
+def test_unclipped_gradients_need_no_event() -> None:
+    callback = callback_of(HOOKS, rules=None)
+    fit(module_of(), callback)
+    assert not len(callback.probe.events)
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_rule_sees_gradients_before_the_clip() -> None:
+    from lightning_models import Module
+
+    class Explosive(Module):
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return super().training_step(batch, index) * (1e6 if index == 5 else 1.0)
+
+    rule = {"rule": "exploding_gradient", "after": 3}
+    callback = callback_of({"raw": HOOKS["raw"]}, rules={"exploding_gradient": rule})
+    fit(Explosive(), callback, gradient_clip_val=0.5)
+    assert callback.probe.events.query("rule == 'exploding_gradient'").step.unique().tolist() == [5]
+
+
+# ---------------------------------------------------------------------------- resumed and repeated trainings
+
+
+@pytest.mark.parametrize("at", ["the end of an epoch", "the middle of an epoch"])
+def test_steps_and_epochs_continue_after_a_checkpoint(at: str, tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(tmp_path, "first", every_n_train_steps=5)
+    first = fit(module_of(), saving, enable_checkpointing=True)
+    if at == "the end of an epoch":
+        first.save_checkpoint(tmp_path / "first.ckpt")
+    hooks = {**CALLS, "late": {**CALLS["train"], "start": 10, "every": 4}}
+    module, callback = module_of(), callback_of(hooks, out=tmp_path / "run")
+    seen = []
+    module.net.register_forward_hook(
+        lambda net, *_: seen.append([module.global_step, module.current_epoch]) if net.training else None
+    )
+    fit(module, callback, ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
+    run = instrument.load(tmp_path / "run")
+    assert seen[0] == ([8, 1] if at == "the end of an epoch" else [5, 0])
+    assert seen[-1] == [15, 1]
+    assert run.stats.query("hook == 'train'")[["step", "epoch"]].values.tolist() == seen
+    assert run.stats.query("hook == 'late'").step.tolist() == [10, 14]
+    assert run.metrics.step.tolist() == [step for step, _ in seen]
+    counts = {row["hook"]: (row["expected"], row["fired"]) for row in callback.probe.coverage()}
+    assert counts["train"] == (len(seen), len(seen))
+    assert counts["late"] == (2, 2)
+    assert callback.probe.warnings == []
+
+
+def test_steps_of_several_optimizers_continue_after_a_checkpoint(tmp_path: Path) -> None:
+    from lightning_models import Gan
+
+    fit(Gan()).save_checkpoint(tmp_path / "first.ckpt")
+    callback = callback_of({"weights": {**RECORD, "kind": "step_post", "role": "param"}}, rules=None)
+    fit(Gan(), callback, ckpt_path=tmp_path / "first.ckpt", max_epochs=2)
+    assert callback.probe.metrics.step.tolist() == list(range(8, 16))
+
+
+def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
+    module, callback = module_of(), callback_of(CALLS, rules=None, out=tmp_path / "run")
+    fit(module, callback)
+    with pytest.raises(instrument.ConfigError, match="already contains a run"):
+        fit(module, callback)
+    assert instrument.load(tmp_path / "run").metrics.step.tolist() == list(range(8))
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+
+
+def test_batch_size_finder_is_not_recorded(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import BatchSizeFinder
+
+    module, callback = module_of(), callback_of(CALLS, rules=None)
+    module.batch_size = 4
+    module.train_dataloader = lambda: DataLoader(loaders()[0].dataset, module.batch_size)
+    module.val_dataloader = lambda: loaders()[1]
+    finder = BatchSizeFinder(steps_per_trial=1, max_trials=1)
+    trainer = fit(module, callback, finder, data=(), default_root_dir=tmp_path)
+    steps = callback.probe.metrics.step.tolist()
+    assert steps == list(range(trainer.global_step))
+    assert callback.probe.stats.query("hook == 'train'").step.tolist() == steps
+
+
+def test_several_callbacks_record_the_same_rows() -> None:
+    one, other = callback_of({**CALLS, **HOOKS}, rules=None), callback_of({**CALLS, **HOOKS}, rules=None)
+    fit(module_of(), one, other, gradient_clip_val=0.01)
+    columns = ["hook", "step", "micro_step", "phase", "layer", "path", "call", "l2"]
+    assert one.probe.stats[columns].equals(other.probe.stats[columns])
+    assert not any(row["cause"] for callback in (one, other) for row in callback.probe.coverage())
