@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from instrument import ConfigError
-from instrument.folders.run_folder import RunFolder, create_free_folder
+from instrument.folders.run_folder import DiscardedRunError, RunFolder, create_free_folder
 from instrument.folders.run_record import config_hash, git_revision
 
 
@@ -37,6 +37,15 @@ def test_folder_with_a_run_is_refused_and_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runs are never overwritten"):
         RunFolder(tmp_path, name="second")
     assert (tmp_path / "run.json").read_bytes() == before
+
+
+def test_discarded_run_leaves_only_the_previous_files(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    folder = RunFolder(tmp_path, name="x")
+    with pytest.raises(DiscardedRunError), folder.recording(has_started=lambda: True):
+        raise DiscardedRunError
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
+    RunFolder(tmp_path, name="again").finish("done")
 
 
 def test_folder_with_other_files_is_accepted(tmp_path: Path) -> None:

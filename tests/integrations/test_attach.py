@@ -112,6 +112,16 @@ def test_attach_with_out_writes_a_loadable_run(loop: Loop, tmp_path: Path) -> No
     assert len(run.layers) == 3
 
 
+def test_resumed_loop_continues_steps_and_epochs(loop: Loop) -> None:
+    hooks = {"seen": {**SPECS["seen"], "start": 6}, "first": {**SPECS["seen"], "steps": [0]}}
+    with instrument.attach(loop.model, hooks, optimizer=loop.optimizer, step=5, epoch=2) as probe:
+        loop.run(probe)
+    assert probe.metrics[["step", "epoch"]].values.tolist() == [[5, 2], [6, 2], [7, 2]]
+    assert sorted(probe.stats.step.unique()) == [6, 7]
+    coverage = {row["hook"]: (row["expected"], row["fired"]) for row in probe.coverage()}
+    assert coverage == {"seen": (2, 2), "first": (0, 0)}
+
+
 def test_second_run_does_not_overwrite_the_first(loop: Loop, tmp_path: Path) -> None:
     for attempt in (1, 2):
         if attempt == 2:

@@ -1,0 +1,87 @@
+"""The phase that is read from the model, as the callbacks of trainers do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument.capture.phase_watch import entry_modules
+
+HOOKS = {
+    "train": {"layers": "**", "kind": "forward", "action": "record"},
+    "eval": {"layers": "**", "kind": "forward", "action": "record", "phase": "eval", "every": 2},
+}
+
+
+class Parts(nn.Module):
+    """A model whose parts can be called one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(3, 2), nn.ModuleDict({"a": nn.Linear(3, 1)})])
+        self.encoder = nn.TransformerEncoderLayer(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.heads[0](self.body(inputs))  # type: ignore[no-any-return]
+
+
+def test_entries_are_the_parts_that_methods_call() -> None:
+    model = Parts()
+    assert list(entry_modules(model)) == [model, model.body, model.heads[0], model.heads[1]["a"]]
+
+
+@pytest.mark.parametrize("entry", ["", "body", "heads.1.a"])
+def test_first_call_of_a_phase_is_recorded(entry: str) -> None:
+    model = Parts()
+    hooks = {name: {**spec, "layers": entry or "."} for name, spec in HOOKS.items()}
+    with instrument.attach(model, hooks, rules=None) as probe:
+        watch = probe.follow_model()
+        for step in range(4):
+            watch.begin_step()
+            model.get_submodule(entry)(torch.zeros(1, 3))
+            watch.end_step()
+            probe.end_step()
+            model.eval()
+            model.get_submodule(entry)(torch.zeros(1, 3))
+            assert probe.phase == "eval"
+            model.train()
+            assert probe.step == step + 1
+    assert probe.stats.query("hook == 'train'").step.tolist() == [0, 1, 2, 3]
+    assert probe.stats.query("hook == 'eval'").step.tolist() == [2, 4]
+
+
+def test_copies_of_the_model_do_not_set_the_phase() -> None:
+    model = Parts()
+    with instrument.attach(model, HOOKS, rules=None) as probe:
+        watch = probe.follow_model()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other.eval()(torch.zeros(1, 3))
+            assert probe.phase == "train"
+        watch.begin_step()
+        model(torch.zeros(1, 3))
+        watch.end_step()
+        probe.end_step()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+def test_exception_in_an_interrupting_call_continues_the_training() -> None:
+    model = Parts()
+    with instrument.attach(model, HOOKS, rules=None) as probe:
+        watch = probe.follow_model()
+        watch.begin_step()
+        model(torch.zeros(1, 3))
+        model.eval()
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.zeros(1, 5))
+        assert probe.phase == "train"
+        model.train()(torch.zeros(1, 3))
+        watch.end_step()
+        probe.end_step()
+    assert probe.stats.query("hook == 'train' and layer == ''").micro_step.tolist() == [0, 0]
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())

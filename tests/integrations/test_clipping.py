@@ -1,0 +1,40 @@
+"""Functions that run before gradients are clipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import utils
+
+from instrument.integrations.clipping import before_clipping
+
+
+def weight_of(gradient: float) -> nn.Parameter:
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.tensor([gradient])
+    return weight
+
+
+@pytest.mark.parametrize("form", ["tensor", "list", "generator"])
+def test_function_sees_the_gradients_before_the_clip(form: str) -> None:
+    weight, seen = weight_of(3.0), []
+    parameters = {"tensor": weight, "list": [weight], "generator": (each for each in [weight])}[form]
+    with before_clipping(lambda found: seen.extend(each.grad.item() for each in found if each.grad is not None)):
+        norm = utils.clip_grad_norm_(parameters, max_norm=0.5, norm_type=2.0)
+    assert (seen, norm.item()) == ([3.0], 3.0)
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_function_of_pytorch_is_restored_in_any_order() -> None:
+    original, seen = utils.clip_grad_norm_, []
+    one, other = (before_clipping(lambda _, name=name: seen.append(name)) for name in ("one", "other"))
+    one.__enter__()
+    other.__enter__()
+    utils.clip_grad_norm_([weight_of(3.0)], 1.0)
+    one.__exit__(None, None, None)
+    utils.clip_grad_norm_([weight_of(3.0)], 1.0)
+    other.__exit__(None, None, None)
+    assert utils.clip_grad_norm_ is original
+    assert seen == ["one", "other", "other"]
