@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
 
-from .nested import map_children
+from .containers import map_leaves
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,22 +59,30 @@ def sharding_hooks() -> list[Callable[..., Any]]:
 
 def pack_shards(value: Any) -> Any:
     """Return a state dict in which each sharded tensor is replaced by a dictionary with the shard of this process."""
-    if not (isinstance(value, Tensor) and is_sharded(value)):
-        return map_children(value, lambda _, child: pack_shards(child))
+    return map_leaves(
+        value, lambda _, tensor: _packed(tensor), lambda leaf: isinstance(leaf, Tensor) and is_sharded(leaf)
+    )
+
+
+def _packed(tensor: DTensor) -> dict[str, Any]:
     from torch.distributed.tensor import Shard
 
-    placements = [placement.dim if isinstance(placement, Shard) else None for placement in value.placements]
-    return {_SHARD: value.to_local(), "placements": placements, "shape": [*value.shape], "stride": [*value.stride()]}
+    placements = [placement.dim if isinstance(placement, Shard) else None for placement in tensor.placements]
+    return {_SHARD: tensor.to_local(), "placements": placements, "shape": [*tensor.shape], "stride": [*tensor.stride()]}
 
 
 def unpack_shards(value: Any, mesh: DeviceMesh) -> Any:
     """Return the value that was passed to `pack_shards`, with its tensors on the devices of the mesh."""
-    if not (isinstance(value, Mapping) and _SHARD in value):
-        return map_children(value, lambda _, child: unpack_shards(child, mesh))
+    return map_leaves(
+        value, lambda _, packed: _unpacked(packed, mesh), lambda leaf: isinstance(leaf, Mapping) and _SHARD in leaf
+    )
+
+
+def _unpacked(packed: Mapping[str, Any], mesh: DeviceMesh) -> DTensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]
-    local, shape, stride = value[_SHARD].to(mesh.device_type), Size(value["shape"]), tuple(value["stride"])
+    placements = [Replicate() if dim is None else Shard(dim) for dim in packed["placements"]]
+    local, shape, stride = packed[_SHARD].to(mesh.device_type), Size(packed["shape"]), tuple(packed["stride"])
     return DTensor.from_local(local, mesh, placements, shape=shape, stride=stride)
 
 

@@ -6,78 +6,63 @@ entry of a dict or a field of a dataclass or named tuple, `"1.0"` an item of an 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .containers import entries, is_modifiable, leaves, map_leaves
 from .errors import ConfigError, Problem
+
+MOST_ENTRIES, MOST_CONTAINERS = 8, 30  # of a nested value in a message
+_TENSORS = (Tensor, PackedSequence)
 
 
 def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the path and the tensor of every tensor in a nested value, in order."""
-    if isinstance(value, Tensor):
-        yield path, value
-        return
-    for key, child in _children(value):
-        yield from iter_tensors(child, f"{path}.{key}" if path else key)
+    """Yield the path and the tensor of every tensor in a nested value, in order.
+
+    A container that occurs several times has the path of its first occurrence.
+    """
+    return leaves(value, _is_tensor, path)
 
 
-def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "") -> Any:
+def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "", *, held: Any = ()) -> Any:
     """Return the value with each tensor replaced by `fn(path, tensor)`.
 
     If `fn` returns all tensors unchanged, the result is the same object as `value`. Otherwise containers are copied,
-    not modified.
+    not modified, except those in `held`.
 
     Args:
-        value: A tensor, or tensors in tuples, lists, mappings and dataclasses.
+        value: A tensor, or tensors in tuples, lists, mappings, dataclasses and similar objects; see
+            `instrument.containers.entries`.
         fn: Takes the path and the tensor, and returns the new tensor.
         path: The path of `value` itself.
+        held: Values whose containers other code reads. They are changed in place where they allow it.
     """
-    if isinstance(value, Tensor):
-        return fn(path, value)
-    return map_children(value, lambda key, child: map_tensors(child, fn, f"{path}.{key}" if path else key))
+    return map_leaves(value, fn, _is_tensor, path, held=held)
 
 
-def _children(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((str(key), child) for key, child in value.items())
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        yield from zip(value._fields, value, strict=True)
-    elif isinstance(value, list | tuple):
-        yield from ((str(i), child) for i, child in enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = (field.name for field in dataclasses.fields(value))
-        yield from ((name, getattr(value, name)) for name in fields if hasattr(value, name))
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
-def map_children(value: Any, fn: Callable[[str, Any], Any]) -> Any:
-    """Return the value with each child replaced by `fn(key, child)`; the same object if no child changes."""
-    old = list(_children(value))
-    new = [fn(key, child) for key, child in old]
-    if all(child is before for child, (_, before) in zip(new, old, strict=True)):
-        return value
-    if isinstance(value, tuple):
-        # A named tuple is constructed from separate fields; torch.return_types and plain tuples from one sequence.
-        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
-    if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
-        return type(value)(dict(zip(value, new, strict=True)))  # type: ignore[call-arg]
-    copied = copy.copy(value)
-    if isinstance(value, Mapping):
-        for key, child in zip(value, new, strict=True):
-            if child is not value[key]:
-                copied[key] = child
-    elif isinstance(value, list):
-        copied[:] = new
-    else:
-        for (name, _), child in zip(old, new, strict=True):
-            object.__setattr__(copied, name, child)  # also works for frozen dataclasses
-    return copied
+def returned_value(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the output of a module; if that is None, the containers among its arguments, to which it may have written.
+
+    A single container has the paths that it would have as the output. Several have the paths of the arguments.
+    """
+    if output is not None:
+        return output
+    given = join_arguments(args, kwargs)
+    written = {
+        name: value
+        for name, value in given.items()
+        if is_modifiable(value) and next(iter_tensors(value), None) is not None
+    }
+    return next(iter(written.values())) if len(written) == 1 else written or None
 
 
 def join_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,21 +84,28 @@ def shapes(value: Any) -> str:
 
 def structure(value: Any) -> str:
     """Return the structure of a nested value for messages, such as `(float32 [64, 1, 28, 28], {'id': int64 [64]})`."""
+    return _structure(value, set())
+
+
+def _structure(value: Any, visited: set[int]) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {[*shape_of(value)]}"
-    children = [(key, structure(child)) for key, child in islice(_children(value), 9)]
-    texts = [text for _, text in children[:8]] + ["..."] * (len(children) > 8)
+    found = entries(value)[: MOST_ENTRIES + 1]
+    if not found and not isinstance(value, Mapping | tuple | list):
+        return type(value).__name__
+    if id(value) in visited or len(visited) >= MOST_CONTAINERS:
+        return "..."
+    visited.add(id(value))
+    children = [(key, _structure(child, visited)) for key, child in found[:MOST_ENTRIES]]
+    texts = [text for _, text in children]
+    more = ["..."] * (len(found) > MOST_ENTRIES)
     if isinstance(value, Mapping):
-        texts = [f"{key!r}: {text}" for key, text in children[:8]] + texts[8:]
-        return f"{{{', '.join(texts)}}}"
+        return f"{{{', '.join([f'{str(key)!r}: {text}' for key, text in children] + more)}}}"
     if isinstance(value, list):
-        return f"[{', '.join(texts)}]"
+        return f"[{', '.join(texts + more)}]"
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return f"({', '.join(texts)})"
-    if children:
-        texts = [f"{key}={text}" for key, text in children[:8]] + texts[8:]
-        return f"{type(value).__name__}({', '.join(texts)})"
-    return type(value).__name__
+        return f"({', '.join(texts + more)})"
+    return f"{type(value).__name__}({', '.join([f'{key}={text}' for key, text in children] + more)})"
 
 
 def shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -136,7 +128,7 @@ def number_of_samples(batch: Any) -> int:
     Raises:
         ConfigError: No tensor has a dimension 0, or their sizes differ.
     """
-    sizes = list(_sizes(batch))
+    sizes = [*_sizes(batch)]
     counts = {count for _, count in sizes}
     if len(counts) == 1:
         return counts.pop()
@@ -156,16 +148,17 @@ def number_of_samples(batch: Any) -> int:
     )
 
 
-def _sizes(value: Any, path: str = "") -> Iterator[tuple[str, int]]:
+def _sizes(batch: Any) -> Iterator[tuple[str, int]]:
     """Yield a description (path and shape) and the number of samples for each tensor of a batch."""
-    if isinstance(value, PackedSequence):  # a named tuple whose tensors have time steps, not samples, in dimension 0
-        yield f"{path or 'the batch'} (packed)", int(value.batch_sizes[0])
-    elif isinstance(value, Tensor):
-        if value.dim():
+    for path, value in leaves(batch, _is_sample_tensor):
+        if isinstance(value, PackedSequence):  # its tensors have time steps, not samples, in dimension 0
+            yield f"{path or 'the batch'} (packed)", int(value.batch_sizes[0])
+        elif value.dim():
             yield f"{path or 'the batch'} {[*shape_of(value)]}", value.size(0)
-    else:
-        for key, child in _children(value):
-            yield from _sizes(child, f"{path}.{key}" if path else key)
+
+
+def _is_sample_tensor(value: Any) -> bool:
+    return isinstance(value, _TENSORS)
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -175,11 +168,20 @@ def to_device(value: Any, device: torch.device) -> Any:
     copies from pinned memory, and the host does not wait for it. The lengths of a packed sequence stay on the CPU, as
     PyTorch requires.
     """
-    if not isinstance(value, Tensor | PackedSequence):
-        is_container = isinstance(value, Mapping | tuple | list) or dataclasses.is_dataclass(value)
-        if not is_container and callable(getattr(value, "to", None)):
-            return value.to(device)
-        return map_children(value, lambda _, child: to_device(child, device))
+    return map_leaves(value, lambda _, leaf: _on_device(leaf, device), _moves_itself)
+
+
+def _moves_itself(value: Any) -> bool:
+    """Return whether a value is a tensor or has a method that moves it, and is no other container."""
+    if isinstance(value, _TENSORS):
+        return True
+    is_container = isinstance(value, Mapping | tuple | list) or dataclasses.is_dataclass(value)
+    return not is_container and callable(getattr(value, "to", None))
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, _TENSORS):
+        return value.to(device)
     if _reads_pinned_memory(device) and _can_be_pinned(value.data):
         value = value.pin_memory()
     return value.to(device, non_blocking=device.type != "cpu")

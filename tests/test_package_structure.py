@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "pip_extras", "spec", "nested", "formatting", "lazy_compiler"),
+    ("errors", "pip_extras", "spec", "containers", "nested", "formatting", "lazy_compiler"),
     ("dtensor",),
     ("targets", "stats"),
     ("plan",),
@@ -54,7 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
-ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("spec", "errors")}
+ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("nested", "containers"), ("spec", "errors")}
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 
 

@@ -20,9 +20,16 @@ from .together import groups_of, is_together, join_gradients
 
 
 class CallGradients:
-    """The expected gradients of one call of a module, of its inputs or of its outputs."""
+    """The expected gradients of one call of a module, of its inputs or of its outputs.
 
-    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock) -> None:
+    Args:
+        attached_hooks: The sites.
+        call: The call.
+        clock: The clock of the probe.
+        held: See `map_tensors`.
+    """
+
+    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, held: Any = ()) -> None:
         self.attached_hooks = (
             [attached for attached in attached_hooks if not attached.is_record_hook]
             if call.graph_is_discarded
@@ -30,6 +37,7 @@ class CallGradients:
         )
         self.call = call
         self.clock = clock
+        self.held = held
         self.has_tensors = False
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
@@ -165,7 +173,7 @@ class CallGradients:
         """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias."""
         if not self.aliases:
             return value
-        return map_tensors(value, lambda _, tensor: self.aliases.get(id(tensor), tensor))
+        return map_tensors(value, lambda _, tensor: self.aliases.get(id(tensor), tensor), held=self.held)
 
     def count_opportunities(self, *, missing_is_expected: bool) -> None:
         """Count the opportunities of all sites after the hooks of the call were registered.

@@ -8,7 +8,7 @@ several segments, several times.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch.utils import checkpoint
 
 from ..actions.base import UNKNOWN_CALL
+from ..containers import CopiedContainer
 from .clock import Clock
 
 _graph_task = torch._C._current_graph_task_id
@@ -35,6 +36,7 @@ class Call:
         on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity; None if they are not needed.
         inputs_are_data: Whether no input requires a gradient.
+        copies: The containers that the module gets instead of those of the caller.
     """
 
     index: int
@@ -43,6 +45,7 @@ class Call:
     on_output: Callable[[Any], None] | None = None
     versions: dict[int, int] | None = None
     inputs_are_data: bool = False
+    copies: Sequence[CopiedContainer] = ()
 
     @property
     def graph_is_discarded(self) -> bool:

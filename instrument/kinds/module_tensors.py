@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..containers import copied_containers, write_back
 from ..lazy_compiler import exclude_from_graphs
-from ..nested import join_arguments, map_tensors, split_arguments
+from ..nested import join_arguments, map_tensors, returned_value, split_arguments
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
@@ -159,7 +160,10 @@ class ModuleHooks(InertWhenCopied):
             new = self.input_gradients.register(module, new, call)
         if self.output_gradients.attached_hooks:
             self.output_gradients.store_inputs(new, call)
-        return None if new is original else split_arguments(new, len(args))
+        if new is original:
+            return None
+        call.copies = copied_containers(original, new)
+        return split_arguments(new, len(args))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
@@ -174,26 +178,30 @@ class ModuleHooks(InertWhenCopied):
         if not self.calls.active:  # the start of the call was not seen
             return None
         call = self.calls.active.pop()
-        new, remaining = output, self.output
+        new = given = returned_value(output, args, kwargs)
+        remaining = self.output
         if self.plain is not None:
             if not call.is_recomputed:
-                new, left = self.plain.run(output, call)
+                new, left = self.plain.run(given, call)
                 if left is None:
-                    return None if new is output else new
+                    return None if new is given else new
                 remaining = left
             if call.versions is None:
                 self.output_gradients.store_arguments(args, kwargs, call)
         if call.on_output is not None:
-            call.on_output(output)
+            call.on_output(given)
         if self.forward_input:
             self._act(self.forward_input, join_arguments(args, kwargs), call)
+        # The caller reads the containers that it passed, also if the module returns them.
+        held = (args, kwargs)
         if remaining:
-            new = self._act(remaining, new, call)
+            new = self._act(remaining, new, call, held)
         if self.output_gradients.attached_hooks:
-            new = self.output_gradients.register(module, new, call)
-        return None if new is output else new
+            new = self.output_gradients.register(module, new, call, held)
+        write_back(call.copies)
+        return None if new is given or output is None else new
 
-    def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call) -> Any:
+    def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, held: Any = ()) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
@@ -214,9 +222,9 @@ class ModuleHooks(InertWhenCopied):
         new = value
         for group in groups_of(active_hooks, is_together):
             if not is_together(group[0]):
-                new = map_tensors(new, partial(act, group))
+                new = map_tensors(new, partial(act, group), held=held)
                 continue
-            new, obstacle = act_together(group[0], new, firing)
+            new, obstacle = act_together(group[0], new, firing, held=held)
             if obstacle is None:
                 fired.add(group[0])
             else:

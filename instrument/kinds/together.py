@@ -54,7 +54,9 @@ def is_together(attached: AttachedHook) -> bool:
     return attached.together is not None
 
 
-def act_together(attached: AttachedHook, value: Any, firing: Firing, root: str = "") -> tuple[Any, str | None]:
+def act_together(
+    attached: AttachedHook, value: Any, firing: Firing, root: str = "", *, held: Any = ()
+) -> tuple[Any, str | None]:
     """Run a hook on all tensors of a value.
 
     Args:
@@ -62,6 +64,7 @@ def act_together(attached: AttachedHook, value: Any, firing: Firing, root: str =
         value: A tensor or nested tensors.
         firing: Which of several firings this is.
         root: The path of the value.
+        held: See `map_tensors`.
 
     Returns:
         The new value; and why the hook did not run, or None.
@@ -72,7 +75,7 @@ def act_together(attached: AttachedHook, value: Any, firing: Firing, root: str =
     if not tensors:
         return value, next(iter(obstacles.values()), NO_TENSOR)
     new = attached.fire_together(tensors, firing)
-    return map_tensors(value, new.get, root), None
+    return map_tensors(value, new.get, root, held=held), None
 
 
 def join_gradients(tensors: Sequence[Tensor], hook: GradientsHook) -> tuple[Tensor, ...]:

@@ -19,7 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ConfigError, Problem, user_code_location
-from ..nested import iter_tensors, join_arguments, shape_of, shapes
+from ..nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
 from ..spec.base import HookBase
 from .function_calls import FunctionMode, Owner, RunningModule, module_frame, selects, written_tensor
 from .hook_plan import Site
@@ -114,12 +114,13 @@ def infer_shapes(
         if observe is not None:
             observe(module, "input", inputs)
 
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         while running.pop()[0].module is not module:
             pass  # a layer below failed, and the model handled the exception
-        inferred[id(module)].outputs.append(_infos(output))
+        value = returned_value(output, args, kwargs)
+        inferred[id(module)].outputs.append(_infos(value))
         if observe is not None:
-            observe(module, "output", output)
+            observe(module, "output", value)
 
     by_module: dict[int, list[Site]] = {}
     for site in function_sites:
@@ -143,7 +144,7 @@ def infer_shapes(
         for layer in layers:
             handles += [
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
-                layer.module.register_forward_hook(after),
+                layer.module.register_forward_hook(after, with_kwargs=True),
             ]
             if id(layer.module) in by_module:
                 handles += [
