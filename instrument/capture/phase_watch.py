@@ -50,9 +50,10 @@ class PhaseWatch(InertWhenCopied):
 
     def attach(self) -> None:
         """Attach the hooks."""
-        hook = self._bound(PhaseWatch.before_call)
-        for module in self.modules:
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        model, *parts = self.modules
+        self._handles.append(model.register_forward_pre_hook(self._bound(PhaseWatch.before_call), prepend=True))
+        for part in parts:
+            self._handles.append(part.register_forward_pre_hook(self.before_call_of_part, prepend=True))
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of this object that torch.compile does not trace; a copied model gets that of the copy."""
@@ -80,13 +81,18 @@ class PhaseWatch(InertWhenCopied):
         """The forward pre hook, which runs before all others of the module."""
         if self.clock.closed or self._interrupting is not None:
             return
-        phase = self._phase_of_model()
         if not self._in_step:
-            self._change(phase)
-        elif phase == "eval" and self.clock.moment.phase == self._phase:
-            self.scheduled.interrupt(phase)
+            self.observe()
+        elif self._phase_of_model() == "eval" and self.clock.moment.phase == self._phase:
+            self.scheduled.interrupt("eval")
             hook = self._bound(PhaseWatch.after_call)
             self._interrupting = module.register_forward_hook(hook, always_call=True)
+
+    def before_call_of_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """The forward pre hook of a child. In a compiled model, it does nothing, and the graph has no break."""
+        is_usual = torch.compiler.is_compiling() or self.clock.closed or (self._in_step and self.model.training)
+        if not is_usual:
+            self.before_call(module, args)
 
     def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """The forward hook of a call that interrupts the training."""

@@ -28,7 +28,7 @@ class Parts(nn.Module):
         self.encoder = nn.TransformerEncoderLayer(3, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.heads[0](self.body(inputs))  # type: ignore[no-any-return]
+        return self.heads[0](self.body(2 * inputs))  # type: ignore[no-any-return]
 
 
 def test_entries_are_the_parts_that_methods_call() -> None:
@@ -85,3 +85,23 @@ def test_exception_in_an_interrupting_call_continues_the_training() -> None:
         probe.end_step()
     assert probe.stats.query("hook == 'train' and layer == ''").micro_step.tolist() == [0, 0]
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+@pytest.mark.slow
+def test_compiled_model_is_not_split_at_its_parts() -> None:
+    def graphs_of(*, watched: bool) -> int:
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, _: object) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        torch.compiler.reset()
+        model = Parts()
+        with instrument.attach(model, {"one": {**HOOKS["train"], "layers": "heads.0"}}, rules=None) as probe:
+            if watched:
+                probe.follow_model().begin_step()
+            torch.compile(model, backend=backend)(torch.zeros(1, 3))
+        return len(graphs)
+
+    assert graphs_of(watched=True) == graphs_of(watched=False)
