@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from .containers import map_leaves
 
@@ -107,9 +108,16 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 def module_type(module: nn.Module) -> str:
     """Return the name of a module's class.
 
-    `fully_shard` replaces the class of a module by a subclass; for such a module the name of the original class is
-    returned.
+    `fully_shard` and `register_parametrization` replace the class of a module by a subclass; for such a module the name of
+    the original class is returned.
     """
-    cls = type(module)
+    cls = _without_shards(type(module))
+    if is_parametrized(module) and cls.__name__.startswith("Parametrized"):
+        cls = _without_shards(cls.__bases__[0])
+    return cls.__name__
+
+
+def _without_shards(cls: type) -> type:
+    """Return the class that `fully_shard` replaced by this one; any other class unchanged."""
     first, *others = cls.__bases__
-    return others[0].__name__ if first.__name__ == "FSDPModule" and others else cls.__name__
+    return others[0] if first.__name__ == "FSDPModule" and others else cls

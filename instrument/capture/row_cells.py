@@ -69,7 +69,7 @@ def layer_rows(plan: HookPlan) -> list[Row]:
     """Return the rows of the `layers` table: one per module of the model."""
     rows: list[Row] = []
     for layer in plan.layers:
-        parameters = [parameter for _, parameter in layer.own_parameters()]
+        parameters = layer.counted_parameters()
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         hooks = list(dict.fromkeys(site.spec.name for site in plan.at(layer)))
         sizes = (

@@ -330,7 +330,7 @@ TABLES: dict[str, Table] = {
                     "parameters",
                     pa.int64(),
                     "elements",
-                    "elements of the parameters of the module itself, without those of its submodules",
+                    "elements of the parameters of the module itself and of its parametrizations, without those of its submodules",
                 ),
                 Column("trainable", pa.int64(), "elements", "trainable elements among them"),
                 Column("hooks", pa.list_(pa.string()), "", "hooks that match it"),

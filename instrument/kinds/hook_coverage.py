@@ -153,7 +153,8 @@ class HookCoverage:
 
     def current_parameter(self) -> Parameter | None:
         """Return the parameter that is at the site now; None if it was removed from the module."""
-        return self.site.layer.module._parameters.get(self.site.own_name, self.site.parameter)
+        module, name = self.site.registration
+        return module._parameters.get(name, self.site.parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coverage counts between two micro-steps."""

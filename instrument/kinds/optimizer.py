@@ -109,7 +109,7 @@ class StepHooks:
     def _tensor(self, attached: AttachedHook) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
         role, site = attached.site.spec.tensor_role, attached.site
-        current = site.layer.module._buffers.get(site.own_name) if role == "buffer" else attached.current_parameter()
+        current = site.current_tensor if role == "buffer" else attached.current_parameter()
         if current is not None and is_lazy(current):
             return current
         tensor = None if current is None else self._in_role(attached, role, current)

@@ -64,8 +64,8 @@ class StateDictHooks(InertWhenCopied):
     def _fire_on_current(self, kind: str) -> None:
         if self.clock.closed:
             return
-        tensors = {**self.module._parameters, **self.module._buffers}
-        self._act(kind, {name: value for name, value in tensors.items() if value is not None}, "")
+        sites = [attached.site for attached in self.by_kind[kind]]
+        self._act(kind, {site.own_name: site.current_tensor for site in sites}, "")
 
     def _act(self, kind: str, state: dict[str, Any], prefix: str) -> None:
         for attached in [] if self.clock.closed else _scheduled(self.by_kind[kind], self.clock):

@@ -242,8 +242,7 @@ def tensors_at(site: Site, inferred: InferredCalls) -> list[tuple[int, TensorInf
     if spec.definition.family == "loss":
         return [(0, TensorInfo("", (), torch.float32, True))]
     if spec.definition.family != "module":
-        tensors = {**site.layer.module._parameters, **site.layer.module._buffers}
-        tensor = site.parameter if site.parameter is not None else tensors[site.own_name]
+        tensor = site.current_tensor
         assert tensor is not None, "a site at a parameter or buffer was resolved from one"
         if nn.parameter.is_lazy(tensor):
             return []

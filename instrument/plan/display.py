@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from .cost import Forecast
-from .hook_plan import HookPlan, Site
+from .hook_plan import HookPlan, Site, is_selected
 from .layer_selection import shorten
 from .modules import Layer
 from .remarks import remarks
@@ -227,8 +227,9 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
             for layer in unmatched
             if any(matches(pattern, alias) for pattern in spec.globs for alias in layer.names)
         ]
-        parameter_ids = {id(site.parameter) for site in sites}
-        for label, found in _unselected(spec, matched_by_glob, parameter_ids):
+        of_sites = {id(site.parameter) for site in sites}
+        unhooked = {key: names for key, names in plan.layers.parameter_names.items() if key not in of_sites}
+        for label, found in _unselected(spec, matched_by_glob, unhooked):
             yield f"{name}: {label}: {shorten([layer.label for layer in found], 4)}"
         if spec.definition.family == "module":
             uncalled = [site.label for site in sites if id(site.layer.module) not in inferred_by_phase[spec.phase]]
@@ -248,9 +249,12 @@ def _composite_functions(sites: Sequence[Site], inferred: InferredCalls) -> list
 
 
 def _unselected(
-    spec: HookSpec, matched_by_glob: list[Layer], parameter_ids: set[int]
+    spec: HookSpec, matched_by_glob: list[Layer], unhooked: Mapping[int, Iterable[str]]
 ) -> Iterator[tuple[str, list[Layer]]]:
-    """Yield the layers that the globs match but another field excludes, by the reason."""
+    """Yield the layers that the globs match but another field excludes, by the reason.
+
+    `unhooked` has the names of the parameters without a site of this spec, by their `id`.
+    """
     of_other_type = [
         layer for layer in matched_by_glob if spec.types and not any(layer.is_a(name) for name in spec.types)
     ]
@@ -262,7 +266,7 @@ def _unselected(
     rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]
     of_parameters = spec.definition.family != "module"
     without_parameters = [
-        layer for layer in rest if of_parameters and _only_submodules_have_parameters(spec, layer, parameter_ids)
+        layer for layer in rest if of_parameters and _only_submodules_have_parameters(spec, layer, unhooked)
     ]
     if of_other_type:
         yield f"not of type {' or '.join(spec.types)}", of_other_type
@@ -275,11 +279,9 @@ def _unselected(
         yield "a container, which is never called", containers
 
 
-def _only_submodules_have_parameters(spec: HookSpec, layer: Layer, parameter_ids: set[int]) -> bool:
+def _only_submodules_have_parameters(spec: HookSpec, layer: Layer, unhooked: Mapping[int, Iterable[str]]) -> bool:
     """Return whether a layer has no parameters itself, but submodules with parameters that the spec would select."""
     if any(True for _ in layer.own_parameters()):
         return False
-    unmatched_names = [
-        name.rpartition(".")[2] for name, p in layer.module.named_parameters() if id(p) not in parameter_ids
-    ]
-    return any(not spec.params or any(matches(pattern, own) for pattern in spec.params) for own in unmatched_names)
+    names = [unhooked[id(parameter)] for parameter in layer.module.parameters() if id(parameter) in unhooked]
+    return any(is_selected(spec, of_parameter) for of_parameter in names)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..errors import ConfigError, Problem, similar_names
-from ..spec.base import HookBase
+from ..spec.field_types import Selection
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.modify import PenaltySpec
@@ -41,6 +42,18 @@ class Site:
     def label(self) -> str:
         """Its name for display: that of the layer, or the full name of the parameter."""
         return ".".join(part for part in (self.layer.name, self.own_name) if part) or "."
+
+    @property
+    def current_tensor(self) -> Tensor | None:
+        """The parameter or buffer that is registered at the site now; None if it was removed."""
+        module, name = self.registration
+        return module._parameters.get(name, module._buffers.get(name))
+
+    @cached_property
+    def registration(self) -> tuple[nn.Module, str]:
+        """The module that registers the parameter or buffer (the layer or a parametrization), and its name there."""
+        path, _, name = self.own_name.rpartition(".")
+        return self.layer.module.get_submodule(path), name
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +118,9 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
     if spec.tensor_role == "buffer":
-        return _named_sites("buffer", _buffers, spec, selected, where)
+        return _named_sites("buffer", Layer.own_buffers, spec, selected, layers, where)
     if spec.tensor_role == "entry":
-        return _named_sites("entry in a state dict", _entries, spec, selected, where)
+        return _named_sites("entry in a state dict", Layer.own_entries, spec, selected, layers, where)
     return _parameter_sites(spec, selected, layers, where)
 
 
@@ -132,7 +145,7 @@ def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str
 
 def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
     candidates = [
-        (layer, own, parameter, [name.rpartition(".")[2] for name in layers.parameter_names[id(parameter)]])
+        (layer.owner, own, parameter, layers.parameter_names[id(parameter)])
         for layer in selected
         for own, parameter in layer.own_parameters()
     ]
@@ -142,40 +155,37 @@ def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, wher
     _check_params("parameter", spec, [name for *_, names in candidates for name in names], where)
     sites: dict[int, Site] = {}
     for layer, own, parameter, names in candidates:
-        if _is_selected(spec, names):
+        if is_selected(spec, names):
             note = "" if parameter.requires_grad else "the parameter is frozen"
             sites.setdefault(id(parameter), Site(spec, layer, own, parameter, note))
     return list(sites.values())
 
 
-def _buffers(module: nn.Module) -> list[str]:
-    return [name for name, buffer in module._buffers.items() if buffer is not None]
-
-
-def _entries(module: nn.Module) -> list[str]:
-    """Return the names of a module's entries in a state dict: parameters, and persistent buffers."""
-    parameters = [name for name, parameter in module._parameters.items() if parameter is not None]
-    return parameters + [name for name in _buffers(module) if name not in module._non_persistent_buffers_set]
-
-
 def _named_sites(
-    what: str, names_of: Callable[[nn.Module], list[str]], spec: HookSpec, selected: list[Layer], where: str
+    what: str,
+    names_of: Callable[[Layer], Iterable[str]],
+    spec: HookSpec,
+    selected: list[Layer],
+    layers: Layers,
+    where: str,
 ) -> list[Site]:
     """Return one site per buffer, or per entry of a state dict, of the modules."""
-    candidates = [(layer, own) for layer in selected for own in names_of(layer.module)]
+    candidates = [(layer.owner, own, layer.names_of(own)) for layer in selected for own in names_of(layer)]
     if not candidates:
-        below = [layer for layer in selected if any(names_of(module) for module in layer.module.modules())]
+        having = {layer.module for layer in layers if any(names_of(layer))}
+        below = [layer for layer in selected if not having.isdisjoint(layer.module.modules())]
         raise ConfigError(_no_own_tensor_problem(what, spec, selected, below, where))
-    _check_params(what, spec, [own for _, own in candidates], where)
-    return [Site(spec, layer, own) for layer, own in candidates if _is_selected(spec, [own])]
+    _check_params(what, spec, [name for *_, names in candidates for name in names], where)
+    sites = {(id(layer), own): Site(spec, layer, own) for layer, own, names in candidates if is_selected(spec, names)}
+    return list(sites.values())
 
 
-def _is_selected(spec: HookBase, names: Iterable[str]) -> bool:
+def is_selected(spec: Selection, names: Iterable[str]) -> bool:
     """Return whether `params` selects a parameter or buffer, given all of its names within modules."""
     return not spec.params or any(matches(pattern, name) for pattern in spec.params for name in names)
 
 
-def _check_params(what: str, spec: HookBase, names: Iterable[str], where: str) -> None:
+def _check_params(what: str, spec: Selection, names: Iterable[str], where: str) -> None:
     own_names = list(dict.fromkeys(names))
     for pattern in spec.params:
         if not any(matches(pattern, own) for own in own_names):
@@ -184,7 +194,9 @@ def _check_params(what: str, spec: HookBase, names: Iterable[str], where: str) -
             raise ConfigError(Problem(f"{where}.params", message, given=pattern, allowed=own_names, similar=similar))
 
 
-def _no_own_tensor_problem(what: str, spec: HookBase, selected: list[Layer], below: list[Layer], where: str) -> Problem:
+def _no_own_tensor_problem(
+    what: str, spec: Selection, selected: list[Layer], below: list[Layer], where: str
+) -> Problem:
     return Problem(
         f"{where}.layers",
         f"none of the matched modules directly contains a {what}",

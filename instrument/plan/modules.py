@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..dtensor import module_type
 
@@ -21,6 +22,10 @@ _WRAPPED = {
     "_checkpoint_wrapped_module": ("CheckpointWrapper", "OffloadWrapper"),
 }
 
+PARAMETRIZATIONS = "parametrizations"  # the submodule with the parametrizations of torch.nn.utils.parametrize
+# The suffixes of parameters from which weight_norm, spectral_norm and prune of torch.nn.utils compute a tensor before a call.
+COMPUTED_FROM = ("_g", "_v", "_orig")
+
 
 @dataclass(frozen=True, eq=False)
 class Layer:
@@ -31,12 +36,15 @@ class Layer:
         aliases: The other names of the same module.
         module: The module; the innermost one if wrappers share its name.
         depth: The number of segments in its name.
+        parametrized: For a part of a parametrization (`torch.nn.utils.parametrize`): the layer whose tensor it computes.
+            Otherwise None.
     """
 
     name: str
     aliases: tuple[str, ...]
     module: nn.Module
     depth: int
+    parametrized: Layer | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,9 +69,68 @@ class Layer:
         """
         return type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
 
+    @property
+    def owner(self) -> Layer:
+        """The layer to which its parameters and buffers belong: itself, or the layer whose tensor it computes."""
+        return self.parametrized or self
+
     def own_parameters(self) -> Iterator[tuple[str, Parameter]]:
-        """Yield the parameters that are registered on this module itself, with their names within it."""
-        yield from ((name, parameter) for name, parameter in self.module._parameters.items() if parameter is not None)
+        """Yield its parameters, with their names within `owner`: those of parametrizations, but not of submodules."""
+        for prefix, module in self._registering_modules():
+            yield from ((prefix + name, value) for name, value in module._parameters.items() if value is not None)
+
+    def counted_parameters(self) -> list[Parameter]:
+        """Return its parameters, each counted at one layer: none for a part of a parametrization."""
+        return [] if self.parametrized is not None else [parameter for _, parameter in self.own_parameters()]
+
+    def own_buffers(self) -> Iterator[str]:
+        """Yield the names of its buffers within `owner`: those of parametrizations, but not of submodules."""
+        for prefix, module in self._registering_modules():
+            yield from (prefix + name for name, buffer in module._buffers.items() if buffer is not None)
+
+    def own_entries(self) -> Iterator[str]:
+        """Yield the names of its entries in a state dict: parameters, and persistent buffers."""
+        temporary = {
+            prefix + name
+            for prefix, module in self._registering_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        yield from (name for name, _ in self.own_parameters())
+        yield from (name for name in self.own_buffers() if name not in temporary)
+
+    def tensor_of(self, own_name: str) -> str:
+        """Return the tensor that one of its parameters or buffers determines.
+
+        That is `weight` for `parametrizations.weight.original0`, and for `weight_g` of `torch.nn.utils.weight_norm`. For any
+        other one, it is itself.
+
+        Args:
+            own_name: The name of the parameter or buffer within `owner`.
+        """
+        if own_name.startswith(f"{PARAMETRIZATIONS}."):
+            return own_name.split(".")[1]
+        computed = [own_name.removesuffix(suffix) for suffix in COMPUTED_FROM if own_name.endswith(suffix)]
+        return next((name for name in computed if isinstance(vars(self.module).get(name), Tensor)), own_name)
+
+    def names_of(self, own_name: str) -> tuple[str, ...]:
+        """Return the names by which `params` selects one of its parameters or buffers.
+
+        `parametrizations.weight.original0` is selected by this name, and also by `weight`, `weight.original0` and `original0`.
+
+        Args:
+            own_name: The name of the parameter or buffer within `owner`.
+        """
+        within = own_name.removeprefix(f"{PARAMETRIZATIONS}.")
+        return tuple(dict.fromkeys((self.tensor_of(own_name), within, within.rpartition(".")[2], own_name)))
+
+    def _registering_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that register its parameters and buffers, with the prefix of their names within `owner`."""
+        modules = [("", self.owner.module)]
+        if (parametrizations := _parametrizations(self.owner.module)) is not None:
+            modules += [
+                (f"{name}.", module) for name, module in parametrizations.named_modules(prefix=PARAMETRIZATIONS)
+            ]
+        yield from (pair for pair in modules if self.parametrized is None or pair[1] is self.module)
 
     def is_a(self, type_name: str) -> bool:
         """Return whether its class or a base class has this name.
@@ -77,6 +144,11 @@ class Layer:
         if set(type_name) & set("*?["):
             classes = classes[: classes.index(nn.Module)]
         return any(fnmatchcase(name, type_name) for cls in classes for name in _class_names(cls, package))
+
+
+def _parametrizations(module: nn.Module) -> nn.Module | None:
+    """Return the module that contains all parametrizations of a module's tensors; None without parametrizations."""
+    return module._modules[PARAMETRIZATIONS] if is_parametrized(module) else None
 
 
 def _class_names(cls: type, package: str) -> Iterator[str]:
@@ -104,17 +176,19 @@ class Layers:
         """
         names: dict[int, list[str]] = {}
         modules: dict[int, nn.Module] = {}
+        layers: dict[int, Layer] = {}
+        parametrized: dict[int, Layer] = {}
         for name, module in _walk(model, "", set()):
             modules[id(module)] = module
             if name not in names.setdefault(id(module), []):
                 names[id(module)].append(name)
-        return cls(
-            model,
-            tuple(
-                Layer(found[0], tuple(found[1:]), modules[key], len(found[0].split(".")) if found[0] else 0)
-                for key, found in names.items()
-            ),
-        )
+        for key, (name, *aliases) in names.items():
+            depth = len(name.split(".")) if name else 0
+            layer = layers[key] = Layer(name, tuple(aliases), modules[key], depth, parametrized.get(key))
+            if (parametrizations := _parametrizations(layer.module)) is not None:
+                for part in parametrizations.modules():
+                    parametrized.setdefault(id(part), layer.owner)
+        return cls(model, tuple(layers.values()))
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)
@@ -126,12 +200,11 @@ class Layers:
 
     @cached_property
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
-        """All full names of each parameter, by the `id` of the parameter. Tied parameters have several names."""
-        found: dict[int, list[str]] = {}
+        """The names of each parameter for `params`, by the `id` of the parameter. Tied parameters have several names."""
+        found: dict[int, dict[str, None]] = {}
         for layer in self.layers:
             for own, parameter in layer.own_parameters():
-                for name in layer.names:
-                    found.setdefault(id(parameter), []).append(f"{name}.{own}" if name else own)
+                found.setdefault(id(parameter), {}).update(dict.fromkeys(layer.names_of(own)))
         return {key: tuple(names) for key, names in found.items()}
 
     def hidden(self) -> list[tuple[str, nn.Module]]:

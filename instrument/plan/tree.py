@@ -38,7 +38,7 @@ class _Node:
 
     @property
     def parameters(self) -> int:
-        return sum(parameter.numel() for _, parameter in self.layer.own_parameters())
+        return sum(parameter.numel() for parameter in self.layer.counted_parameters())
 
     def compute_signature(self) -> None:
         """Compute the signatures of this node and of all its descendants."""

@@ -37,7 +37,10 @@ class ApplyBase(Selection):
 
 
 class InitSpec(ApplyBase):
-    """Initialize parameters with a function of `torch.nn.init`. Its arguments are further fields. Default `params`: weight."""
+    """Initialize parameters with a function of `torch.nn.init`. Its arguments are further fields. Default `params`: weight.
+
+    A parametrized weight is assigned, and PyTorch computes its parameters from it.
+    """
 
     model_config = ConfigDict(extra="allow")
 

@@ -147,7 +147,10 @@ class Selection(Spec):
     layers: Globs | None = Field(None, min_length=1, description="Globs on module names; '.' is the root module.")
     exclude: Globs = Field((), description="Globs on module names to exclude.")
     types: Names = Field((), description="Globs on class names of modules, short or full. Subclasses match.")
-    params: Globs = Field((), description="Globs on parameter names within the module: weight, bias.")
+    params: Globs = Field(
+        (),
+        description="Globs on parameter names within the module: weight, bias. `weight` includes the parameters of its parametrizations.",
+    )
 
     @model_validator(mode="wrap")
     @classmethod

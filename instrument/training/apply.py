@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
+from ..plan.hook_plan import is_selected
 from ..plan.layer_selection import select_layers
 from ..plan.modules import Layer, Layers
+from ..plan.shape_inference import without_side_effects
 from ..spec.apply import (
     AddParameterSpec,
     ApplySpec,
@@ -25,7 +28,6 @@ from ..spec.apply import (
     WrapSpec,
 )
 from ..spec.field_types import Target
-from ..spec.globs import matches
 from ..targets import build, locate
 
 
@@ -43,6 +45,9 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
         where = f"apply.{name}"
         layers = Layers.of(model)
         order = _in_order(model, select_layers(spec, layers, where))
+        # A layer includes the parameters of its parametrizations.
+        if isinstance(spec, InitSpec | FillSpec | FreezeSpec):
+            order = [layer for layer in order if layer.parametrized not in order]
         changed = 0
         for layer in order:
             try:
@@ -77,7 +82,8 @@ def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
 
 def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Problem:
     """Return the error for a spec whose modules have no matching parameter."""
-    owns = list(dict.fromkeys(name for layer in layers for name, _ in layer.own_parameters()))
+    own_names = (name for layer in layers for own, _ in layer.own_parameters() for name in layer.names_of(own))
+    owns = list(dict.fromkeys(own_names))
     if spec.params and owns:
         close = [name for written in spec.params for name in similar_names(written, owns)]
         return Problem(
@@ -98,35 +104,57 @@ def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Probl
     )
 
 
-def _parameters(spec: ApplySpec, layer: Layer, default: tuple[str, ...] = ()) -> Iterator[Parameter]:
-    """Yield the parameters of a layer that match `params`. `default` applies if `params` is empty."""
-    globs = spec.params or default
+@torch.no_grad()
+def _assign(spec: ApplySpec, layer: Layer, where: str, fill: Callable[[Tensor], object]) -> int:
+    """Fill the parameters that `params` selects. A selected parametrized tensor is filled as a whole. Return their number."""
+    filled: set[str] = set()
     for name, parameter in layer.own_parameters():
-        if not globs or any(matches(glob, name) for glob in globs):
-            yield parameter
+        tensor = layer.tensor_of(name)
+        if tensor != name and layer.parametrized is None and is_selected(spec, [tensor]):
+            if tensor not in filled:
+                _assign_parametrized(layer, tensor, where, fill)
+            filled.add(tensor)
+        elif is_selected(spec, layer.names_of(name)):
+            fill(parameter)
+            filled.add(name)
+    return len(filled)
+
+
+def _assign_parametrized(layer: Layer, name: str, where: str, fill: Callable[[Tensor], object]) -> None:
+    """Fill a parametrized tensor: PyTorch computes its parameters from its values (`right_inverse`).
+
+    Raises:
+        ConfigError: The older `weight_norm` computes the tensor, and cannot be inverted.
+    """
+    module = layer.module
+    if is_parametrized(module, name):
+        with without_side_effects(module):
+            value = torch.empty_like(getattr(module, name))
+        fill(value)
+        setattr(module, name, value)
+    elif (original := module._parameters.get(f"{name}_orig")) is not None:  # spectral_norm, prune
+        fill(original)
+    else:
+        message = f"{name!r} of layer {layer.label!r} ({layer.type}) is computed by torch.nn.utils.weight_norm, which has no inverse"
+        fix = f"use torch.nn.utils.parametrizations.weight_norm, or select {name}_g or {name}_v with 'params'"
+        raise ConfigError(Problem(where, message, fix=fix))
 
 
 def _init(spec: InitSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
     """Apply a function of `torch.nn.init` to the matching parameters. Return their number."""
     function = getattr(nn.init, spec.fn)
-    parameters = list(_parameters(spec, layer, default=("weight",)))
-    for parameter in parameters:
-        function(parameter, **spec.arguments)
-    return len(parameters)
+    selection = spec if spec.params else spec.model_copy(update={"params": ("weight",)})
+    return _assign(selection, layer, where, lambda tensor: function(tensor, **spec.arguments))
 
 
-@torch.no_grad()
 def _fill(spec: FillSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
     """Fill the matching parameters with a value. Return their number."""
-    parameters = list(_parameters(spec, layer))
-    for parameter in parameters:
-        parameter.fill_(spec.value)
-    return len(parameters)
+    return _assign(spec, layer, where, lambda tensor: tensor.fill_(spec.value))
 
 
 def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
     """Disable the gradient of the matching parameters. Return their number."""
-    parameters = list(_parameters(spec, layer))
+    parameters = [value for name, value in layer.own_parameters() if is_selected(spec, layer.names_of(name))]
     for parameter in parameters:
         parameter.requires_grad_(False)
     return len(parameters)

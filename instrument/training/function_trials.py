@@ -130,8 +130,7 @@ class FunctionCheck:
             site = attached.site
             if site.spec.definition.family in ("module", "loss") or site.spec.tensor_role.startswith("state."):
                 continue
-            module = site.layer.module
-            tensor = {**module._parameters, **module._buffers}[site.own_name]
+            tensor = site.current_tensor
             if tensor is not None and not nn.parameter.is_lazy(tensor) and attached.accepts(tensor, site.own_name):
                 value = tensor if site.spec.definition.family == "parameter" else None
                 self._call(attached, {site.own_name: tensor.detach()}, value)

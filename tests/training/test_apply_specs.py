@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from instrument import ConfigError
 from instrument.spec.parse import parse_apply
@@ -233,3 +235,105 @@ def test_repr_label_is_printed_and_copied(model: Net) -> None:
     apply(model, r={"layers": "one.0", "action": "repr", "label": "the first one"})
     assert "Linear(the first one, in_features=4, out_features=4, bias=True)" in str(model)
     assert "the first one" in str(copy.deepcopy(model))
+
+
+class Twice(nn.Module):
+    """A parametrization without `right_inverse`."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+class Logarithm(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.exp()
+
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.log()
+
+
+INVERTIBLE: dict[str, Any] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "custom": lambda layer: register_parametrization(layer, "weight", Logarithm()),
+    "several": lambda layer: register_parametrization(parametrizations.weight_norm(layer), "weight", Logarithm()),
+}
+
+
+def parametrized(name: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), INVERTIBLE[name](nn.utils.skip_init(nn.Linear, 4, 4).apply(positive)))
+
+
+def positive(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, 0.1, 1.0)
+
+
+@pytest.mark.parametrize("layers", ["1", "**"])
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "custom", "several"])
+def test_init_assigns_a_parametrized_weight(name: str, layers: str) -> None:
+    model, plain = parametrized(name), parametrized(name)
+    torch.manual_seed(7)
+    apply(model, a={"layers": layers, "action": "init", "fn": "uniform_", "a": 0.1, "b": 2.0})
+    torch.manual_seed(7)
+    if layers == "**":
+        nn.init.uniform_(plain[0].weight, 0.1, 2.0)
+    plain[1].weight = nn.init.uniform_(torch.empty(4, 4), 0.1, 2.0)
+    assert state_of(model) == state_of(plain)
+
+
+def state_of(model: nn.Module) -> dict[str, list[Any]]:
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+
+def test_init_draws_an_orthogonal_weight() -> None:
+    model = parametrized("orthogonal")
+    apply(model, a={"layers": "1", "action": "init", "fn": "eye_"})
+    torch.testing.assert_close(model[1].weight, torch.eye(4))
+
+
+@pytest.mark.parametrize("params", ["weight", None])
+def test_fill_sets_every_element_of_a_parametrized_weight(params: str | None) -> None:
+    model = parametrized("weight_norm")
+    bias = model[1].bias.clone()
+    apply(model, a={"layers": "1", "action": "fill", "value": 0.5} | ({"params": params} if params else {}))
+    torch.testing.assert_close(model[1].weight, torch.full((4, 4), 0.5))
+    assert torch.equal(model[1].bias, torch.full((4,), 0.5) if params is None else bias)
+
+
+def test_fill_sets_one_part_of_a_parametrized_weight() -> None:
+    model, plain = parametrized("weight_norm"), parametrized("weight_norm")
+    apply(model, a={"layers": "1", "params": "weight.original0", "action": "fill", "value": 3.0})
+    assert (model[1].parametrizations.weight.original0 == 3).all()
+    assert torch.equal(model[1].parametrizations.weight.original1, plain[1].parametrizations.weight.original1)
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+@pytest.mark.parametrize("fields", [{"layers": "1"}, {"layers": "**", "exclude": "0"}, {"types": "Linear"}])
+def test_freeze_freezes_a_parametrized_weight(name: str, fields: dict[str, str]) -> None:
+    model = parametrized(name)
+    apply(model, a={**fields, "action": "freeze"})
+    assert not any(parameter.requires_grad for parameter in model[1].parameters())
+    assert any(parameter.requires_grad for parameter in model[0].parameters()) == ("types" not in fields)
+
+
+def test_init_of_a_weight_without_inverse_is_refused() -> None:
+    model = nn.Sequential(register_parametrization(nn.Linear(4, 4), "weight", Twice()))
+    with pytest.raises(ConfigError, match=r"layer '0' \(Linear\).*Twice does not implement right_inverse"):
+        apply(model, a={"layers": "0", "action": "init", "fn": "zeros_"})
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match=r"'weight' of layer '0' \(Linear\).*weight_norm, which has no inverse"):
+        apply(model, a={"layers": "0", "action": "init", "fn": "zeros_"})
+    apply(model, a={"layers": "0", "params": "weight_g", "action": "fill", "value": 2.0})
+    assert (model[0].weight_g == 2).all()
+
+
+@pytest.mark.parametrize("wrap", [nn.utils.spectral_norm, prune.identity])
+def test_init_of_a_weight_with_one_original_changes_it(wrap: Any) -> None:
+    options = ("weight",) if wrap is prune.identity else ()
+    model = nn.Sequential(wrap(nn.Linear(4, 4), *options))
+    apply(model, a={"layers": "0", "action": "init", "fn": "constant_", "val": 2.0})
+    assert (model[0].weight_orig == 2).all()
