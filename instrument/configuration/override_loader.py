@@ -29,8 +29,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, Problem
 from ..spec.known_keys import fields_below
+from .name_clashes import SECTIONS, check_names
 
-_SECTIONS = ("hooks", "apply", "rules")  # of specs by name
 MOST_COMPOSED = 128  # merged configurations that are kept: 25 kilobytes each
 MOST_PARSED = 1024  # parsed overrides that are kept
 
@@ -162,7 +162,7 @@ class FieldLoader(ConfigLoaderImpl):
         exists: dict[str, bool] = {}  # by key, after the earlier overrides
         for override in self._given:
             key, value = override.key_or_group, override.value()
-            if override.type == OverrideType.DEL and key in _SECTIONS and value is None:
+            if override.type == OverrideType.DEL and key in SECTIONS and value is None:
                 config.pop(key, None)  # Hydra removes only the choice of the group
             elif override.type == OverrideType.ADD and isinstance(value, dict):
                 _check_new(key, exists, config)
@@ -184,6 +184,7 @@ class FieldLoader(ConfigLoaderImpl):
         if key in self._composed:
             config: DictConfig = pickle.loads(self._composed[key])
             return config
+        check_names(defaults, loaded)
         is_shared = ParsedFiles.share(loaded)
         first, rest = [*takewhile(_is_of_hydra, defaults)], [*dropwhile(_is_of_hydra, defaults)]
         if first and rest:
@@ -219,7 +220,7 @@ def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None
         ConfigError: The spec exists.
     """
     section, _, name = key.partition(".")
-    if section not in _SECTIONS or not name or "." in name:
+    if section not in SECTIONS or not name or "." in name:
         return
     if exists.get(key, OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))):
         message = "exists already, and + only adds a new one"
@@ -239,7 +240,7 @@ def _is_known(key: str, config: DictConfig, added: Container[str]) -> bool:
     path = above.split(".")
     if field not in fields_below(path):
         return False
-    section = ".".join(path[:2]) if path[0] in _SECTIONS else path[0]
+    section = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
     node: Any = OmegaConf.select(config, section, throw_on_resolution_failure=False)
     return OmegaConf.is_dict(node) or section in added
 

@@ -100,8 +100,8 @@ GROUPS = ["data", "model", "task", "optimizer", "scheduler", "train", "sink", "h
 def test_one_option_of_every_group_composes_with_an_experiment(which: int) -> None:
     chosen = {group: options(group)[which] for group in GROUPS}
     more = ["train.steps=null"] if chosen["train"] == "epochs" else []
-    config = config_of("+exp=mnist_hooks", *(f"{group}={option}" for group, option in chosen.items()), *more)
-    assert config.name == "mnist_hooks"
+    config = config_of("+exp=wgan_gp", *(f"{group}={option}" for group, option in chosen.items()), *more)
+    assert config.name == "wgan_gp"
 
 
 @pytest.mark.slow
@@ -113,7 +113,12 @@ def test_every_option_composes_with_every_experiment(group: str, experiment: str
         # mode of some experiments does not have.
         training = ["mode=train", "forward.grad=false", "forward.of=null"]
         more = ["train.steps=null"] if option == "epochs" else training if group == "hooks" else []
-        assert config_of(f"+exp={experiment}", f"{group}={option}", *more).name == experiment
+        try:
+            config = config_of(f"+exp={experiment}", f"{group}={option}", *more)
+        except ConfigError as error:  # an experiment may have a hook with the name of one in a set
+            assert all("two files define this name" in problem.message for problem in error.problems)
+        else:
+            assert config.name == experiment
 
 
 @pytest.fixture
