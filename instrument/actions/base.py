@@ -20,7 +20,7 @@ from ..stats.merge import PartialStatistics
 from .tensor_selection import TensorSelection
 
 UNKNOWN_CALL = -1
-"""The `call` of a recomputed forward pass if the index of the call is unknown."""
+"""The index of the original call of a recomputed forward pass if it is unknown."""
 
 
 SampleIds = Tensor | Sequence[int] | Sequence[str]
@@ -74,11 +74,13 @@ class Context:
         path: The path of the tensor in a nested value, or the name of the parameter within its module. With
             `together: true`, the path of the function call, or empty.
         moment: Step, micro-step, epoch and phase.
-        call: The index of the module's call within the micro-step, from 0. -1 if it is unknown: a mechanism other than
-            torch.utils.checkpoint recomputes one of several calls.
+        call: The index of the module's call within the micro-step, from 0. -1 if activation checkpointing recomputes a call
+            of which it is unknown.
         backward: The index of the tensor's gradient, from 0. A double backward pass gives a second gradient, and so does a
             second pass through a retained graph. 0 for other tensors.
         recompute: Whether activation checkpointing recomputes the forward pass.
+        origin: The index of the call that this one repeats in the backward pass, with the same random numbers. None, or `call`,
+            if it repeats none. -1 if it is unknown.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
             the update. Otherwise None.
         values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.
@@ -108,6 +110,7 @@ class Context:
     call: int = 0
     backward: int = 0
     recompute: bool = False
+    origin: int | None = None
     value: Tensor | Parameter | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
     parameters: tuple[Parameter, ...] = ()
@@ -162,16 +165,17 @@ class Context:
         Raises:
             LookupError: The forward pass is recomputed and the index of the call is unknown.
         """
-        if self.call == UNKNOWN_CALL:
+        call = self.call if self.origin is None else self.origin
+        if call == UNKNOWN_CALL:
             raise LookupError(
-                "the forward pass is recomputed, but not by torch.utils.checkpoint, and the module was called several "
-                "times: cannot reproduce the random numbers of the original call; use torch.utils.checkpoint"
+                "the forward pass is recomputed, but not by torch.utils.checkpoint, and several calls had the same input: "
+                "cannot reproduce the random numbers of the original call; use torch.utils.checkpoint"
             )
         step, micro_step, epoch, phase = self.moment
         # This text determines the random numbers of existing runs. It does not change with the names of classes.
         moment = f"Moment(step={step!r}, micro_step={micro_step!r}, epoch={epoch!r}, phase={phase!r})"
         before = ", ".join(map(repr, (self.seed, self.hook, self.layer, self.role, self.path)))
-        key = f"({before}, {moment}, {self.call!r}, {self.backward!r})"
+        key = f"({before}, {moment}, {call!r}, {self.backward!r})"
         if self.rank and self.scope == "local":
             key += f" of rank {self.rank}"
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()

@@ -68,11 +68,12 @@ class SiteCondition:
             self._decided_at = context.moment
             self._decisions.clear()
         repeats = KINDS[context.kind].repeats
-        if context.recompute and repeats:
+        original = context.call if context.origin is None else context.origin
+        if repeats and (context.recompute or original != context.call):
             try:
-                return self._decisions[context.path, context.call]
+                return self._decisions[context.path, original]
             except KeyError:
-                known = "the call is unknown" if context.call == UNKNOWN_CALL else "the call had no original pass"
+                known = "the call is unknown" if original == UNKNOWN_CALL else "the call had no original pass"
                 raise LookupError(
                     f"the forward pass is recomputed, but {known}: cannot repeat the decision of 'when'; use "
                     "torch.utils.checkpoint"

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..actions.base import Context, Effect, StepContext
 from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
+from ..kinds.clock import take
 from ..spec.statistics import ALL
 from ..stats.device_numbers import DeviceNumbers
 from ..stats.distribution import Distribution, distribution_columns
@@ -49,7 +50,7 @@ NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
 
 
 class Recorder:
-    """Collects the results of a step's actions and passes them to the sink at the end of the step.
+    """Collects the results of a step's actions and passes them to the sink at the end of the step. Several threads may add results.
 
     Args:
         sink: Receives the rows.
@@ -233,11 +234,8 @@ class Recorder:
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
-        stats, self._stats = self._stats, StepStatistics()
-        distributions, self._distributions = self._distributions, []
-        effects, self._effects = self._effects, []
-        lines, self._lines = self._lines, []
-        tensors, self._tensors = self._tensors, []
+        stats, distributions, effects = self._stats.take(), take(self._distributions), take(self._effects)
+        lines, tensors = take(self._lines), take(self._tensors)
         on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
         on_device += [holds for _, holds in stats.conditional]
         for *_, found, decisions in distributions:
@@ -253,8 +251,7 @@ class Recorder:
             on_device += batch.numbers
         for *_, decisions in tensors:
             on_device += decisions
-        deferred, self._deferred = self._deferred, []
-        metrics, self._metrics = self._metrics, []
+        deferred, metrics = take(self._deferred), take(self._metrics)
         devices, self._copied_from = self._copied_from, set()
         transfer = Transfer(on_device, devices)
         self._pending = _Step(

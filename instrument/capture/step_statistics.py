@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..actions.base import StepContext
 from ..errors import ConfigError, Problem
+from ..kinds.clock import take
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.statistics import ALL, STATISTICS
@@ -97,6 +98,12 @@ class StepStatistics:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def take(self) -> StepStatistics:
+        """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
+        taken = StepStatistics()
+        taken._rows, taken.on_device, taken.conditional = map(take, (self._rows, self.on_device, self.conditional))
+        return taken
 
     def add(self, moment: StepContext, site: Row, shape: Shape, numbers: bytes) -> None:
         """Add the result of `instrument.stats.single_pass.record_plain`."""

@@ -232,6 +232,7 @@ class AttachedHook(HookCoverage):
             call=firing.call,
             backward=firing.backward,
             recompute=firing.recompute,
+            origin=firing.origin,
             value=value,
             parameters=self.site.parameters,
             seed=self.clock.seed,

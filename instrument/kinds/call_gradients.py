@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..nested import iter_tensors, map_tensors
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
-from .clock import Clock, Firing
+from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
 from .module_calls import Call
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
@@ -76,8 +75,7 @@ class CallGradients:
             return None
         self.registered.update((attached, id(value)) for attached in attached_hooks)
         value_copy = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
-        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
-        passes = count()
+        fired, clock, firings = self.fired, self.clock, self.call.gradient_firings()
 
         def on_gradient(gradient: Tensor | None) -> Tensor | None:
             # The gradient is None if an operation has several outputs and this one is unused.
@@ -87,7 +85,7 @@ class CallGradients:
                 if attached not in fired:
                     fired.add(attached)
                     attached.count_firing()
-            new = fire_all(attached_hooks, gradient, path, Firing(index, next(passes), is_recomputed), value_copy)
+            new = fire_all(attached_hooks, gradient, path, next(firings), value_copy)
             return None if new is gradient else new
 
         return on_gradient
@@ -144,8 +142,7 @@ class CallGradients:
                 seen.add(id(tensor))
                 tensors[path] = tensor
         values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
-        fired, clock, index, is_recomputed = self.fired, self.clock, self.call.index, self.call.is_recomputed
-        paths, passes = list(tensors), count()
+        fired, clock, firings, paths = self.fired, self.clock, self.call.gradient_firings(), list(tensors)
 
         def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             given = {
@@ -158,7 +155,7 @@ class CallGradients:
             if attached not in fired:
                 fired.add(attached)
                 attached.count_firing()
-            new = attached.fire_together(given, Firing(index, next(passes), is_recomputed), values=values)
+            new = attached.fire_together(given, next(firings), values=values)
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
         aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
@@ -182,7 +179,7 @@ class CallGradients:
             missing_is_expected: Whether tensors without a gradient are expected, because they are data.
         """
         for attached in self.attached_hooks:
-            if self.call.is_recomputed:
+            if self.call.repeats:
                 continue
             if any(attached.matches_path(path) for path in self.expected_paths):
                 attached.count_opportunity()

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..actions.base import SampleIds, StepContext
 from .distributed_scope import Parallel
 from .hook_timer import HookTimer
 from .kept_tensors import TensorStore
+
+graph_task = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that this thread runs; -1 outside of backward passes."""
+
+Item = TypeVar("Item")
+
+
+def take(items: list[Item]) -> list[Item]:
+    """Empty a list and return its items. Items that other threads append in the meantime stay in it."""
+    taken = items[:]
+    del items[: len(taken)]
+    return taken
 
 
 @dataclass
@@ -72,6 +85,7 @@ class Firing(NamedTuple):
     call: int = 0
     backward: int = 0
     recompute: bool = False
+    origin: int | None = None
 
 
 FIRST_CALL = Firing()

@@ -31,7 +31,7 @@ from ..spec.base import HookBase
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
-from .clock import Clock, Firing
+from .clock import Clock
 from .gradient_hooks import LeafHooks
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls, current_segment
@@ -159,8 +159,7 @@ class HookedFunctions(FunctionMode):
                     running.obstacles[attached] = reason
                     continue
                 running.fired.add(attached)
-                firing = Firing(running.call.index, recompute=running.call.is_recomputed)
-                tensor = attached.fire(tensor, full_path, firing)
+                tensor = attached.fire(tensor, full_path, running.call.firing())
             return tensor
 
         if not owners:
@@ -177,8 +176,7 @@ class HookedFunctions(FunctionMode):
     def _act_together(self, owner: Owner, value: Any) -> Any:
         """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""
         running, attached, path = owner
-        firing = Firing(running.call.index, recompute=running.call.is_recomputed)
-        value, obstacle = act_together(attached, value, firing, path)
+        value, obstacle = act_together(attached, value, running.call.firing(), path)
         if obstacle is None:
             running.fired.add(attached)
         else:
@@ -270,7 +268,7 @@ class FunctionHooks(InertWhenCopied):
         with self.clock.timer or _UNMEASURED:
             frame, _ = module_frame()
             if frame is not None:
-                call = self.calls.enter()
+                call = self.calls.enter(args)
                 running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks, plain=self.plain)
                 self.threads.mode.enter(running)
 
@@ -350,7 +348,7 @@ def _check_segment(owner: Owner) -> None:
     """
     running, attached, path = owner
     if current_segment() is not running.call.segment:
-        context = attached.context(path, Firing(running.call.index))
+        context = attached.context(path, running.call.firing())
         raise HookError(
             f"{describe(context)} changes a function inside an activation checkpoint that this module starts; the "
             "recomputation would run without the change. Hook the module that the checkpoint runs instead"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from .clock import graph_task
 from .gradient_hooks import Hook, ViewRegion
 
 Edge = tuple[Any, int]
@@ -31,7 +32,7 @@ class ModuleContribution:
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
         self.is_returned = False
-        self.sent: list[Tensor] = []
+        self.sent: dict[int, list[Tensor]] = {}  # by backward pass; several threads may run passes through one graph
         self.detached: Tensor | None = None
         self.version = 0
 
@@ -39,7 +40,8 @@ class ModuleContribution:
         """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs."""
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
-            self.sent += [gradient for i in inputs if (gradient := sent[i]) is not None]
+            given = [gradient for i in inputs if (gradient := sent[i]) is not None]
+            self.sent.setdefault(graph_task(), []).extend(given)
 
         node.register_hook(after_node)
 
@@ -48,7 +50,7 @@ class ModuleContribution:
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
             if sent[0] is not None:
-                self.sent.append(region.extract(sent[0]))
+                self.sent.setdefault(graph_task(), []).append(region.extract(sent[0]))
 
         node.register_hook(after_node)
 
@@ -61,7 +63,7 @@ class ModuleContribution:
 
     def complete(self, gradient: Tensor) -> None:
         """The hook on the tensor: its gradient is complete, and so is the contribution."""
-        sent, self.sent = self.sent, []
+        sent = self.sent.pop(graph_task(), None)
         if self.is_returned:
             self.hook(gradient)
         elif sent:

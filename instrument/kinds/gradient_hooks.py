@@ -8,14 +8,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from .clock import Clock
+from .clock import Clock, graph_task
 
 Hook = Callable[[Tensor], Tensor | None]
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -128,29 +132,111 @@ class ViewBase(NamedTuple):
         self.node.register_prehook(before_node)
 
 
+class Graph:
+    """The graph of one call. Hooks on the outputs keep it, so it exists as long as the graph.
+
+    Attributes:
+        task: The latest backward pass that ran through an output of the call; -1 before the first one.
+    """
+
+    __slots__ = ("__weakref__", "_hooks", "task")
+
+    def __init__(self) -> None:
+        self.task = -1
+        self._hooks: list[LeafHook] = []  # until the outputs of the call are known
+
+    def register(self, hooks: LeafHooks, leaf: Tensor, hook: Hook) -> None:
+        """Register a hook of the call on a leaf, before the outputs are known."""
+        self._hooks.append(hooks.register(leaf, hook, self))
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """Note each backward pass that runs through one of these outputs of the call."""
+        hooks, self._hooks = self._hooks, []
+        watched = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
+        for tensor in watched:
+            TensorGradientHook(tensor, self._note_pass).finish_registration()
+        for hook in hooks if not watched else ():
+            hook.graph = None
+
+    def _note_pass(self, gradient: Tensor) -> None:  # noqa: ARG002
+        self.task = graph_task()
+
+
+class LeafHook:
+    """The hook of one call on a leaf tensor.
+
+    Args:
+        hook: The hook.
+        graph: The graph of the call; None if it is unknown.
+        micro_step_index: The micro-step in which it was registered.
+    """
+
+    __slots__ = ("graph", "has_fired", "hook", "micro_step_index")
+
+    def __init__(self, hook: Hook, graph: Graph | None, micro_step_index: int) -> None:
+        self.hook = hook
+        self.graph = None if graph is None else weakref.ref(graph)
+        self.micro_step_index = micro_step_index
+        self.has_fired = False
+
+    @property
+    def task(self) -> int:
+        """The latest backward pass through the graph of the call; -1 if it is unknown."""
+        graph = None if self.graph is None else self.graph()
+        return -1 if graph is None else graph.task
+
+    def is_over(self, micro_step_index: int) -> bool:
+        """Return whether it is not needed in further passes: it has fired, or its graph no longer exists."""
+        if self.has_fired:
+            return True
+        return self.micro_step_index != micro_step_index if self.graph is None else self.graph() is None
+
+
 class LeafHooks:
-    """Gradient hooks on leaf tensors. Each is only valid in the micro-step in which it was registered."""
+    """Gradient hooks on leaf tensors, which exist longer than a graph. Several threads may use them.
+
+    Each hook belongs to one call, and gets the gradients of the backward passes through the graph of this call. A double
+    backward pass can leave out the outputs of the call. Its gradients go to the calls with an earlier pass. Without any, they go
+    to all hooks of the micro-step.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.micro_step_index = -1
-        self.has_fired = False
-        self.handles: list[RemovableHandle] = []
+        self._lock = threading.Lock()
+        self._hooks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # those of each leaf
+        self._handles: list[RemovableHandle] = []
 
-    def register(self, leaf: Tensor, hook: Hook) -> None:
-        """Register a hook for the next gradient. Earlier hooks, which have fired or will never fire, are removed."""
-        if self.has_fired or self.micro_step_index != self.clock.micro_step_index:
-            self.release()
-        micro_step_index = self.micro_step_index = self.clock.micro_step_index
+    def register(self, leaf: Tensor, hook: Hook, graph: Graph | None = None) -> LeafHook:
+        """Register a hook for the next gradient of one call. Hooks of earlier calls that are over are removed.
 
-        def on_gradient(gradient: Tensor) -> Tensor | None:
-            self.has_fired = True
-            return hook(gradient) if micro_step_index == self.clock.micro_step_index else None
+        Args:
+            leaf: The leaf.
+            hook: The hook.
+            graph: The graph of the call; None if it is unknown, because the call returns the leaf.
+        """
+        new = LeafHook(hook, graph, self.clock.micro_step_index)
+        with self._lock:
+            hooks = self._hooks.get(leaf)
+            if hooks is None:
+                hooks = self._hooks[leaf] = []
+                self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
+                self._handles.append(leaf.register_hook(partial(self._on_gradient, hooks)))
+            hooks[:] = [each for each in hooks if not each.is_over(new.micro_step_index)] + [new]
+        return new
 
-        self.handles.append(leaf.register_hook(on_gradient))
+    def _on_gradient(self, hooks: Sequence[LeafHook], gradient: Tensor) -> Tensor | None:
+        task, new, known = graph_task(), gradient, tuple(hooks)
+        own = [each for each in known if each.task == task]
+        current = [each for each in known if each.micro_step_index == self.clock.micro_step_index]
+        for each in own or [each for each in current if each.task != -1] or current:
+            each.has_fired = True
+            changed = each.hook(new)
+            new = new if changed is None else changed
+        return None if new is gradient else new
 
     def release(self) -> None:
         """Remove all hooks."""
-        self.has_fired = False
-        while self.handles:
-            self.handles.pop().remove()
+        with self._lock:
+            self._hooks.clear()
+            while self._handles:
+                self._handles.pop().remove()

@@ -10,7 +10,7 @@ from torch.nn.parameter import Parameter
 
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
-from .clock import Clock
+from .clock import Clock, take
 from .module_calls import Calls
 from .reasons import FROZEN, NO_GRADIENT, RAISED, REMOVED, default_reason
 
@@ -107,32 +107,37 @@ class HookCoverage:
     def update_coverage(self, reason: str | None = None) -> None:
         """End a micro-step in which the hook was scheduled, and update its coverage.
 
+        A gradient can arrive after the micro-step of its call, if several batches are in flight. It is expected only once.
+
         Args:
             reason: The reason if there was no opportunity; the default reason of the kind if None.
         """
-        opportunities, fired, exemptions = self._opportunities, self._fired, self._exempt
-        if fired >= opportunities > 0 and not exemptions:  # the usual case
+        # Other threads may count at the same time: what they add in the meantime belongs to the next micro-step.
+        opportunities, fired = self._opportunities, self._fired
+        self._opportunities -= opportunities
+        self._fired -= fired
+        if fired >= opportunities > 0 and not self._exempt:  # the usual case
             self.expected += opportunities
             self.fired += fired
-            self._opportunities = self._fired = 0
-            self._misses.clear()
+            if self._misses:
+                self._misses.clear()
             return
-        if not self.has_opportunities and self.frequency == "micro_step" and self.is_frozen:
-            self.count_exempt(FROZEN)
-        self.expected += opportunities if opportunities or exemptions else 1
         self.fired += fired
+        if not (opportunities or fired or self._exempt) and self.frequency == "micro_step" and self.is_frozen:
+            self.count_exempt(FROZEN)
+        exemptions, misses = take(self._exempt), take(self._misses)
         self.exemptions.update(exemptions)
-        if not opportunities and not fired and not exemptions:
+        if not (opportunities or fired or exemptions):
+            self.expected += 1
             self.reasons[self._refine_reason(reason or self.default_reason)] += 1
-        elif fired < opportunities:
+            return
+        self.expected += opportunities
+        if fired < opportunities:
             # A recomputed forward pass may fire where the original one could not.
-            misses = self._misses[: opportunities - fired]
+            misses = misses[: opportunities - fired]
             self.reasons.update(misses)
             if more := opportunities - fired - len(misses):
                 self.reasons[self._refine_reason(NO_GRADIENT)] += more
-        self._opportunities = self._fired = 0
-        self._misses.clear()
-        self._exempt.clear()
 
     def _refine_reason(self, reason: str) -> str:
         """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""

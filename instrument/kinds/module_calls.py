@@ -1,28 +1,42 @@
-"""The calls of one module: their indices, the active ones, and those that activation checkpointing recomputes.
+"""The calls of one module: their indices, the active ones, and those that repeat an earlier one in the backward pass.
 
-A recomputed call has the index of the original call, so that an intervention draws the same random numbers. The order
-within the micro-step does not identify a call: segments are recomputed in reverse order, and a module may occur in
-several segments, several times.
+A call that `torch.utils.checkpoint` recomputes has the index of the original call, so that an intervention draws the same
+random numbers. The order within the micro-step does not identify a call: segments are recomputed in reverse order, and a
+module may occur in several segments, several times.
+
+Other code calls modules in a backward pass too: the adjoint of a differential equation, reversible blocks, and custom
+implementations of checkpointing. Each of these calls has an index of its own. If it gets the same tensors as an earlier call,
+interventions repeat the random numbers of that call.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import checkpoint
 
 from ..actions.base import UNKNOWN_CALL
 from ..containers import CopiedContainer
-from .clock import Clock
+from ..nested import iter_tensors
+from .clock import Clock, Firing, graph_task
 
-_graph_task = torch._C._current_graph_task_id
 _packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_grad_enabled = torch.is_grad_enabled
+_thread = threading.get_ident
+_ENGINE_START = torch.autograd.backward.__code__
+
+Memory = tuple[tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...], int], ...]
+"""For each tensor: its storage, offset, shape, strides and version."""
+_FEW_CALLS = 100  # whose inputs are known, before those are removed that are no longer in memory
 
 
 @dataclass(slots=True)
@@ -31,6 +45,8 @@ class Call:
 
     Attributes:
         index: The index within the micro-step, from 0, in the order in which calls started.
+        origin: The index of the call whose random numbers it repeats. Its own index if it repeats none.
+        micro_step_index: The micro-step in which it started.
         is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
         on_output: Called with the output of the module after it has run.
@@ -40,8 +56,10 @@ class Call:
     """
 
     index: int
-    is_recomputed: bool
-    segment: object | None
+    origin: int
+    micro_step_index: int
+    is_recomputed: bool = False
+    segment: object | None = None
     on_output: Callable[[Any], None] | None = None
     versions: dict[int, int] | None = None
     inputs_are_data: bool = False
@@ -52,66 +70,127 @@ class Call:
         """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
         return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
+    @property
+    def repeats(self) -> bool:
+        """Whether it repeats an earlier call in the backward pass."""
+        return self.is_recomputed or self.origin != self.index
+
+    def firing(self) -> Firing:
+        """Return what identifies a firing in this call."""
+        return Firing(self.index, recompute=self.is_recomputed, origin=self.origin)
+
+    def gradient_firings(self) -> Iterator[Firing]:
+        """Return what identifies each firing for a gradient of this call. It does not refer to the call."""
+        return map(Firing, repeat(self.index), count(), repeat(self.is_recomputed), repeat(self.origin))
+
 
 class Calls:
-    """The calls of one module. Several are active at once if the module calls itself."""
+    """The calls of one module. Several are active at once if the module calls itself, or runs in several threads."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.micro_step_index = -1
-        self.count = 0
-        self.active: list[Call] = []
+        self._indices = count()
+        self._lock = threading.Lock()
+        self._active: dict[int, list[Call]] = {}  # by thread
         self.call_indices: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
         # The backward pass, and the number of its calls so far.
         self.recompute_progress: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
+        self._repeatable: list[tuple[int, Memory]] = []  # calls that a backward pass may repeat, and their inputs
+        self._most_repeatable = _FEW_CALLS
 
-    def enter(self) -> Call:
-        """Start a call."""
-        if self.micro_step_index != self.clock.micro_step_index:
-            self.micro_step_index, self.count = self.clock.micro_step_index, 0
-            self.active.clear()
-        is_recomputed = _graph_task() != -1  # a module that runs in a backward pass is recomputed by checkpointing
-        segments = list(_segments()) if is_recomputed or _may_be_checkpointed() else []
-        index = self._original_index(segments) if is_recomputed else self.count
-        self.count += not is_recomputed
+    def enter(self, inputs: Iterable[Any] = ()) -> Call:
+        """Start a call. `inputs` are the arguments of the module."""
+        micro_step_index = self.clock.micro_step_index
+        if self.micro_step_index != micro_step_index:
+            self._begin(micro_step_index)
+        active = self._active.get(_thread())
+        if active is None:
+            active = self._active.setdefault(_thread(), [])
+        elif active and active[0].micro_step_index != micro_step_index:  # an exception ended it
+            active.clear()
+        if graph_task() == -1 and _is_grad_enabled() and _packing_hooks(True) is None:
+            index = next(self._indices)
+            call = Call(index, index, micro_step_index)
+        else:
+            call = self._enter_segment(inputs, active)
+        active.append(call)
+        return call
+
+    def _begin(self, micro_step_index: int) -> None:
+        """Start to count the calls of a micro-step. Several threads may do so at once."""
+        with self._lock:
+            if self.micro_step_index != micro_step_index:
+                self._indices = count()
+                self._repeatable = []
+                self.micro_step_index = micro_step_index
+
+    def _enter_segment(self, inputs: Iterable[Any], active: list[Call]) -> Call:
+        """Start a call that may be part of a checkpoint segment, or that runs in a backward pass."""
+        is_in_backward = graph_task() != -1
+        segments = _segments()
+        is_recomputed = is_in_backward and any(is_being_recomputed for _, is_being_recomputed in segments)
+        index = origin = self._original_index(segments) if is_recomputed else next(self._indices)
+        if is_in_backward and not is_recomputed and self._repeatable:
+            origin = self._repeated_index(inputs, index)
+        elif not (is_in_backward or segments):
+            self._note_inputs(index, inputs)
         for segment, is_being_recomputed in segments:
             if is_being_recomputed:
                 break
             self.call_indices.setdefault(segment, []).append(index)
-        while self.active and _was_abandoned(self.active[-1], segments):
-            self.active.pop()
-        call = Call(index, is_recomputed, segments[0][0] if segments else None)
-        self.active.append(call)
-        return call
+        while active and _was_abandoned(active[-1], segments):
+            active.pop()
+        segment = segments[0][0] if segments else None
+        return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment)
 
     def leave(self) -> Call | None:
-        """End the last active call; None if its start was not seen."""
-        return self.active.pop() if self.active else None
+        """End the last active call of this thread; None if its start was not seen."""
+        active = self._active.get(_thread())
+        return active.pop() if active else None
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return self.micro_step_index == self.clock.micro_step_index and any(
-            not call.is_recomputed for call in self.active
+        return any(
+            call.micro_step_index == self.clock.micro_step_index and not call.is_recomputed
+            for active in self._active.copy().values()
+            for call in active
         )
 
     def _original_index(self, segments: list[tuple[object, bool]]) -> int:
         """Return the index of the original call, given its position among the calls of its segment."""
-        task = _graph_task()
-        segment = next((segment for segment, is_being_recomputed in segments if is_being_recomputed), None)
-        if segment is None:
-            return 0 if self.count == 1 else UNKNOWN_CALL
+        task = graph_task()
+        segment = next(segment for segment, is_being_recomputed in segments if is_being_recomputed)
         previous_task, position = self.recompute_progress.get(segment, (task, 0))
         position = position if previous_task == task else 0
         self.recompute_progress[segment] = task, position + 1
         indices = self.call_indices.get(segment, [])
         return indices[position] if position < len(indices) else UNKNOWN_CALL
 
+    def _note_inputs(self, index: int, inputs: Iterable[Any]) -> None:
+        """Note the inputs of a call without a graph, or with hooks on saved tensors: a backward pass may repeat it."""
+        self._repeatable.append((index, _memory_of(inputs)))
+        if len(self._repeatable) > self._most_repeatable:
+            self._repeatable = [
+                (earlier, memory)
+                for earlier, memory in self._repeatable
+                if not any(storage.expired() for storage, *_ in memory)
+            ]
+            self._most_repeatable = _FEW_CALLS + 2 * len(self._repeatable)
+
+    def _repeated_index(self, inputs: Iterable[Any], index: int) -> int:
+        """Return the index of the call that had the same inputs; `index` if none had, and `UNKNOWN_CALL` if several had."""
+        memory = _memory_of(inputs)
+        indices = [earlier for earlier, other in self._repeatable if other == memory]
+        return index if not indices else indices[0] if len(indices) == 1 else UNKNOWN_CALL
+
 
 def current_segment() -> object | None:
     """Return the innermost checkpoint segment of the current code; None outside of segments."""
-    may_be_in_segment = _graph_task() != -1 or _may_be_checkpointed()
-    return next((segment for segment, _ in _segments()), None) if may_be_in_segment else None
+    if graph_task() == -1 and _is_grad_enabled() and _packing_hooks(True) is None:
+        return None
+    return next((segment for segment, _ in _segments()), None)
 
 
 def recomputed_segment() -> object | None:
@@ -123,8 +202,8 @@ def is_first_reentrant_pass() -> bool:
     """Return whether the current code is the first pass of a reentrant segment, which has no graph."""
     if torch.is_grad_enabled():
         return False
-    innermost = next(_segments(), None)
-    return innermost is not None and not innermost[1] and not isinstance(innermost[0], checkpoint._CheckpointFrame)
+    segment, is_being_recomputed = next(iter(_segments()), (None, False))
+    return segment is not None and not is_being_recomputed and not isinstance(segment, checkpoint._CheckpointFrame)
 
 
 def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
@@ -134,29 +213,45 @@ def _was_abandoned(call: Call, segments: list[tuple[object, bool]]) -> bool:
     )
 
 
-def _may_be_checkpointed() -> bool:
-    """Return whether a forward pass may be part of a segment: it has no graph, or a hook packs its saved tensors."""
-    return not torch.is_grad_enabled() or _packing_hooks(True) is not None
+def _memory_of(inputs: Iterable[Any]) -> Memory:
+    """Return where the tensors of a call are in memory. While this is kept, no other tensor can have the same storage."""
+    return tuple(
+        (
+            StorageWeakRef(tensor.untyped_storage()),
+            int(tensor.storage_offset()),
+            tuple(tensor.shape),
+            tensor.stride(),
+            0 if tensor.is_inference() else tensor._version,
+        )
+        for value in inputs
+        for _, tensor in iter_tensors(value)
+        if tensor.layout is torch.strided and not tensor.is_nested
+    )
 
 
-def _segments() -> Iterator[tuple[object, bool]]:
-    """Yield the segments of the current code, innermost first, and whether each is being recomputed."""
+def _segments() -> list[tuple[object, bool]]:
+    """Return the segments of the current code, innermost first, each with whether it is being recomputed."""
+    segments = []
+    inner: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
-            segment, is_being_recomputed = _segment_at(frame)
+            segment, is_being_recomputed = _segment_at(frame, inner)
             if segment is not None:
-                yield segment, is_being_recomputed
-        frame = frame.f_back
+                segments.append((segment, is_being_recomputed))
+        inner, frame = frame, frame.f_back
+    return segments
 
 
-def _segment_at(frame: FrameType) -> tuple[object | None, bool]:
+def _segment_at(frame: FrameType, inner: FrameType | None) -> tuple[object | None, bool]:
     """Return the segment of a function of PyTorch's checkpointing, and whether it is being recomputed.
 
     A reentrant segment is identified by its graph node, another one by PyTorch's frame object. None for other
-    functions.
+    functions. A reentrant segment that was recomputed runs its backward pass in the same function.
     """
     match frame.f_code.co_name:
+        case "backward" if inner is not None and inner.f_code is _ENGINE_START:
+            return None, False
         case "forward" | "backward":
             return frame.f_locals.get("ctx"), frame.f_code.co_name == "backward"
         case "unpack_hook":

@@ -20,7 +20,7 @@ from ..lazy_compiler import exclude_from_graphs
 from ..nested import join_arguments, map_tensors, returned_value, split_arguments
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
-from .clock import Clock, Firing
+from .clock import Clock
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .plain_record import PlainModuleHooks
@@ -126,7 +126,7 @@ class ModuleHooks(InertWhenCopied):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if self.plain is not None and _transform() is None:
-            call = self.calls.enter()
+            call = self.calls.enter((*args, *kwargs.values()) if kwargs else args)
             if self.plain.changes_gradient:
                 self.output_gradients.store_arguments(args, kwargs, call)
             return None
@@ -150,7 +150,7 @@ class ModuleHooks(InertWhenCopied):
                     attached.count_opportunity()
                     attached.count_miss(TRANSFORMED)
             return None
-        call = self.calls.enter()
+        call = self.calls.enter((*args, *kwargs.values()))
         if not (self.pre or self.input_gradients.is_requested or self.output_gradients.attached_hooks):
             return None
         original = new = join_arguments(args, kwargs)
@@ -175,9 +175,8 @@ class ModuleHooks(InertWhenCopied):
             return self._after(module, args, kwargs, output)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not self.calls.active:  # the start of the call was not seen
+        if (call := self.calls.leave()) is None:  # its start was not seen
             return None
-        call = self.calls.active.pop()
         new = given = returned_value(output, args, kwargs)
         remaining = self.output
         if self.plain is not None:
@@ -209,7 +208,7 @@ class ModuleHooks(InertWhenCopied):
         fired: set[AttachedHook] = set()
         obstacles: dict[AttachedHook, str] = {}
 
-        firing = Firing(call.index, recompute=call.is_recomputed)
+        firing = call.firing()
 
         def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
             accepting = [attached for attached in group if attached.accepts(tensor, path)]

@@ -32,7 +32,7 @@ from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
-from .gradient_hooks import Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
+from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
 from .together import is_together
 
@@ -42,6 +42,7 @@ class PendingInputGradients:
 
     def __init__(self) -> None:
         self.since = next_sequence_number()
+        self.graph: Graph | None = None  # of the call, if a hook on a leaf needs it
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
@@ -52,11 +53,18 @@ class PendingInputGradients:
         if (base := ViewBase.of(tensor)) is not None:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
 
+    def hook_leaf(self, hooks: LeafHooks, leaf: Tensor, hook: Hook) -> None:
+        """Register a hook on an input that is a leaf."""
+        self.graph = self.graph or Graph()
+        self.graph.register(hooks, leaf, hook)
+
     def complete(self, output: Any) -> None:
         """Complete the registration after the module has run.
 
         Find its contributions. If it modified or returned an alias, also register a hook on the base.
         """
+        if self.graph is not None:
+            self.graph.watch(tensor for _, tensor in iter_tensors(output))
         if self.contributions:
             self._find_contributions(output)
         returned = {
@@ -110,7 +118,7 @@ class InputGradients:
             if (hook := totals.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
                 if tensor.is_leaf:
-                    self.leaf_hooks.register(tensor, hook)
+                    pending.hook_leaf(self.leaf_hooks, tensor, hook)
                 else:
                     TensorGradientHook(tensor, hook).finish_registration()
         # The hook that is next to the module sees its gradients first.
@@ -135,20 +143,20 @@ class InputGradients:
             if in_place and not tensor._is_view():  # only the module uses this version of the tensor
                 tensor.register_hook(hook)
             elif read_only and not in_place:  # an in-place module uses its input once
-                pending.add_contribution(self._contribution(tensor, hook), tensor)
+                pending.add_contribution(self._contribution(tensor, hook, pending), tensor)
             else:
                 alias = contributions.alias(tensor)
                 pending.aliases.append((alias, TensorGradientHook(alias, hook)))
         return contributions.with_aliases(value)
 
-    def _contribution(self, tensor: Tensor, hook: Hook) -> ModuleContribution:
+    def _contribution(self, tensor: Tensor, hook: Hook, pending: PendingInputGradients) -> ModuleContribution:
         """Register for the module's contribution without changing the graph.
 
         It is complete when the tensor's gradient is.
         """
         contribution = ModuleContribution(hook)
         if tensor.is_leaf:
-            self.leaf_hooks.register(tensor, contribution.complete)
+            pending.hook_leaf(self.leaf_hooks, tensor, contribution.complete)
         else:
             TensorGradientHook(tensor, contribution.complete).finish_registration()
         return contribution

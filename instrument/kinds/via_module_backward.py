@@ -7,9 +7,11 @@ registered.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +57,8 @@ class ModuleBackwardHooks(InertWhenCopied):
         self.calls = Calls(clock)
         for attached in attached_hooks:
             attached.module_calls = self.calls
-        self.expected_calls: list[Call] = []  # calls whose gradients are expected, the last call first
+        # The calls whose gradients are expected, by PyTorch's object for the backward hooks of one call.
+        self.expected_calls: WeakKeyDictionary[object, Call] = WeakKeyDictionary()
         self.handles: list[RemovableHandle] = []
 
     def refresh(self) -> None:
@@ -74,9 +77,7 @@ class ModuleBackwardHooks(InertWhenCopied):
         """Start a call."""
         if self.clock.closed:
             return
-        if self.calls.micro_step_index != self.clock.micro_step_index:
-            self.expected_calls.clear()
-        self.calls.enter()
+        self.calls.enter(args)
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """Count the call, the gradients to expect, and the sites that cannot get one."""
@@ -84,8 +85,10 @@ class ModuleBackwardHooks(InertWhenCopied):
             return
         self.returns_tensor = isinstance(output, Tensor)
         if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in iter_tensors(output)):
-            self.expected_calls.append(call)
-        for attached in () if call.is_recomputed else self.attached_hooks:
+            owner = sys._getframe(1).f_locals.get("bw_hook")
+            if owner is not None:
+                self.expected_calls[owner] = call
+        for attached in () if call.repeats else self.attached_hooks:
             if not attached.is_scheduled:
                 continue
             at_input = attached.site.spec.tensor_role == "grad_input"
@@ -107,10 +110,7 @@ class ModuleBackwardHooks(InertWhenCopied):
         if self.clock.closed:
             return None
         self._act("full_backward", "grad_output", grad_output)
-        new = self._act("full_backward", "grad_input", grad_input)
-        if self.expected_calls:
-            self.expected_calls.pop()
-        return new
+        return self._act("full_backward", "grad_input", grad_input)
 
     def _act(self, kind: str, role: str, gradients: Any) -> Any:
         attached_hooks = [
@@ -120,9 +120,9 @@ class ModuleBackwardHooks(InertWhenCopied):
         ]
         if not attached_hooks:
             return None
-        firing = Firing(UNKNOWN_CALL)
-        if self.expected_calls:
-            firing = Firing(self.expected_calls[-1].index, recompute=self.expected_calls[-1].is_recomputed)
+        owner = sys._getframe(2).f_locals.get("self")
+        call = None if owner is None else self.expected_calls.get(owner)
+        firing = Firing(UNKNOWN_CALL) if call is None else call.firing()
         fired: set[AttachedHook] = set()
 
         def act(group: Sequence[AttachedHook], path: str, gradient: Tensor) -> Tensor:

@@ -261,6 +261,9 @@ def test_custom_checkpoint_is_correct_or_reported() -> None:
     model.forward = lambda x: CustomCheckpoint.apply(block, x)
     assert gradients_match(train(model, specs, batch)[0], expected)
     model.forward = lambda x: CustomCheckpoint.apply(block, CustomCheckpoint.apply(block, x))
+    plain.forward = lambda x: plain[0](plain[0](x))
+    assert gradients_match(train(model, specs, batch)[0], train(plain, specs, batch)[0])
+    model.forward = lambda x: CustomCheckpoint.apply(block, x) * CustomCheckpoint.apply(block, x)
     with pytest.raises(
         HookError,
         match=r"'draw' \(forward\) on layer '0' at step 0.*cannot reproduce the random numbers of the original call",

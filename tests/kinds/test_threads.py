@@ -1,0 +1,209 @@
+"""Several threads that call one model at the same time, and several batches in flight in one thread."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import instrument
+
+THREADS, CALLS = 6, 40
+RECORD = {"action": "record", "stats": "none", "tensors": True}
+
+
+@pytest.fixture(autouse=True)
+def frequent_switches() -> Iterator[None]:
+    """Let Python switch threads as often as possible."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(function: Callable[[int], object], threads: int = THREADS) -> None:
+    """Call a function in several threads that start at the same time."""
+    barrier = threading.Barrier(threads, timeout=60)
+
+    def started(index: int) -> None:
+        barrier.wait()
+        function(index)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(started, range(threads)))
+
+
+class Meeting(nn.Module):
+    """Doubles its input. All threads meet inside of a call."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(threads, timeout=60)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.barrier.wait()
+        y = x * 2
+        self.barrier.wait()
+        return y
+
+
+@pytest.mark.parametrize("options", [{}, {"action": "record", "stats": ["mean"]}], ids=["general", "plain"])
+def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> None:
+    model = Meeting(THREADS)
+    specs = {
+        "before": {"layers": ".", "kind": "forward_pre", **RECORD, **options},
+        "after": {"layers": ".", "kind": "forward", **RECORD, **options},
+    }
+    with instrument.attach(model, specs) as probe:
+        in_threads(lambda index: [model(torch.full((3,), float(index * 5 + i))) for i in range(5)])
+        probe.end_step()
+    if options:
+        values = {(row.hook, row.call): row.mean for row in probe.stats.itertuples()}
+    else:
+        values = {(row["hook"], row["call"]): float(row["values"][0]) for row in probe.sink.records("tensors")}
+    assert len(values) == 2 * 5 * THREADS
+    for call in range(5 * THREADS):
+        assert values["after", call] == 2 * values["before", call]
+
+
+def test_counters_hold_while_steps_end() -> None:
+    """One thread ends steps while the others call the model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    specs = {
+        "plain": {"layers": "*", "kind": "forward", "action": "record"},
+        "general": {"layers": "*", "kind": "forward_pre", "action": "record"},
+        "flow": {"layers": "*", "kind": "full_backward", "action": "record"},
+        "half": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
+    }
+    with instrument.attach(model, specs, rules=None) as probe:
+
+        def call(index: int) -> None:
+            for _ in range(CALLS):
+                if index:
+                    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+                else:
+                    probe.end_step()
+
+        in_threads(call)
+        probe.end_step()
+    calls = (THREADS - 1) * CALLS
+    counts = probe.stats.groupby(["hook", "layer"]).size()
+    assert set(counts) == {calls}
+    assert len(probe.effects) == 2 * calls
+    assert {(row["hook"], row["fired"]) for row in probe.coverage()} == {(name, calls) for name in specs}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own leaves", "shared leaf"])
+def test_gradient_of_a_leaf_belongs_to_its_call(shared: bool) -> None:
+    """Each thread runs its own backward pass. A hook of PyTorch on the same module gives the gradient of each call."""
+
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            return x * factor
+
+    model, leaf = Scaled(), torch.ones(3, requires_grad=True)
+    specs = {
+        "factor": {"layers": ".", "kind": "forward", "action": "record"},
+        "flow": {"layers": ".", "kind": "full_backward", "action": "record"},
+        "total": {"layers": ".", "kind": "tensor", "role": "input", "action": "record"},
+    }
+    with instrument.attach(model, specs, rules=None) as probe:
+
+        def call(index: int) -> None:
+            for i in range(CALLS):
+                x = leaf if shared else torch.ones(3, requires_grad=True)
+                model(x, float(index * CALLS + i)).sum().backward()
+
+        in_threads(call)
+        probe.end_step()
+    by_hook = {name: rows.set_index("call")["mean"].sort_index() for name, rows in probe.stats.groupby("hook")}
+    assert list(by_hook["factor"].index) == [*range(THREADS * CALLS)]
+    for name in ("flow", "total"):
+        assert by_hook[name].equals(by_hook["factor"]), "the gradient of x * factor is the factor"
+    assert all(row["fired"] == row["expected"] == THREADS * CALLS for row in probe.coverage())
+
+
+def schedule(model: nn.Module, inputs: list[Tensor], after: Callable[[], object] = lambda: None) -> None:
+    """Run passes of several batches in the order of a 1F1B pipeline."""
+    losses = [model(inputs[0]).square().sum()]
+    for i in range(len(inputs)):
+        if i + 1 < len(inputs):
+            losses.append(model(inputs[i + 1]).square().sum())
+        losses[i].backward()
+        after()
+
+
+@pytest.mark.parametrize("ends_micro_steps", [False, True])
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre", "tensor"])
+def test_gradients_of_batches_in_flight_belong_to_their_calls(kind: str, ends_micro_steps: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs = [torch.randn(5, 4, requires_grad=True) for _ in range(4)]
+    wanted: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+    handles = [
+        layer.register_full_backward_hook(
+            lambda module, into, out, i=i: wanted[i].append((into if kind == "full_backward" else out)[0].clone())
+        )
+        for i, layer in enumerate(model)
+    ]
+    schedule(model, inputs)
+    for handle in handles:
+        handle.remove()
+    with instrument.attach(model, {"flow": {"layers": "*", "kind": kind, **RECORD}}) as probe:
+        schedule(model, inputs, probe.end_micro_step if ends_micro_steps else lambda: None)
+        probe.end_step()
+    rows = probe.sink.records("tensors")
+    for i, gradients in wanted.items():
+        recorded = [row for row in rows if row["layer"] == str(i)]
+        assert len(recorded) == len(gradients) == 4
+        assert all(torch.equal(row["values"], gradient) for row, gradient in zip(recorded, gradients, strict=True))
+        assert ends_micro_steps or [row["call"] for row in recorded] == [0, 1, 2, 3]
+    assert all(row["fired"] == row["expected"] == 4 for row in probe.coverage())
+
+
+@pytest.mark.parametrize("via", ["tensor", "module"])
+def test_interleaved_passes_of_one_leaf_are_told_apart(via: str) -> None:
+    """The same leaf is in flight twice. The factor of each call is its gradient."""
+
+    class Scaled(nn.Module):
+        factor = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    model, leaf = Scaled(), torch.ones(3, requires_grad=True)
+    specs: dict[str, Any] = {"flow": {"layers": ".", "kind": "full_backward", "via": via, **RECORD}}
+    if via == "tensor":
+        specs["total"] = {"layers": ".", "kind": "tensor", "role": "input", "action": "scale", "factor": 10.0}
+    with instrument.attach(model, specs) as probe:
+        losses = []
+        for factor in (2.0, 3.0, 5.0):
+            model.factor = factor
+            losses.append(model(leaf).sum())
+        for i in (1, 0, 2):
+            losses[i].backward()
+        probe.end_step()
+    seen = [(row["call"], row["values"].tolist()) for row in probe.sink.records("tensors")]
+    assert seen == [(1, [3.0] * 3), (0, [2.0] * 3), (2, [5.0] * 3)]
+    assert leaf.grad.tolist() == [10.0 if via == "module" else 100.0] * 3
+    assert all(row["fired"] == row["expected"] == 3 for row in probe.coverage())
+
+
+def test_hook_on_a_leaf_ends_with_its_graph() -> None:
+    model, leaf = nn.Linear(3, 3), torch.ones(3, requires_grad=True)
+    spec = {"layers": ".", "kind": "tensor", "role": "input", "action": "record"}
+    with instrument.attach(model, {"total": spec}) as probe:
+        for _ in range(20):
+            model(leaf)  # no backward pass
+            probe.end_step()
+        model(leaf).sum().backward()
+        probe.end_step()
+        assert len(leaf._backward_hooks) == 1
+    assert list(probe.stats.step) == [20]
+    assert not leaf._backward_hooks
