@@ -102,7 +102,7 @@ class StepStatistics:
     def take(self) -> StepStatistics:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
         taken = StepStatistics()
-        taken._rows, taken.on_device, taken.conditional = map(take, (self._rows, self.on_device, self.conditional))
+        taken._rows, taken.on_device, taken.conditional = take(self._rows), take(self.on_device), take(self.conditional)
         return taken
 
     def add(self, moment: StepContext, site: Row, shape: Shape, numbers: bytes) -> None:

@@ -41,8 +41,10 @@ class CallGradients:
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
         self.expected_paths: set[str] = set()
-        self.registered: set[tuple[AttachedHook, int]] = set()
-        self.aliases: dict[int, Tensor] = {}
+        # The identities of tensors that have a gradient of their own at each path. Others have one at all paths.
+        self.separate: set[int] = set()
+        self.registered: set[tuple[AttachedHook, int | str]] = set()
+        self.aliases: dict[int | str, Tensor] = {}
         self.unfinished: list[TensorGradientHook] = []
         self.fired: set[AttachedHook] = set()
 
@@ -60,7 +62,7 @@ class CallGradients:
     def hook(self, path: str, value: Tensor) -> Hook | None:
         """Return the hook to register on a tensor; None if no site selects it.
 
-        A tensor at several paths has one gradient. A site gets it once, with the first path.
+        A tensor at several paths has one gradient, unless it is in `separate`. A site gets it once, with the first path.
 
         Args:
             path: The path of the tensor.
@@ -69,11 +71,11 @@ class CallGradients:
         attached_hooks = [
             attached
             for attached in self.attached_hooks
-            if attached.matches_path(path) and (attached, id(value)) not in self.registered
+            if attached.matches_path(path) and (attached, self._key(path, value)) not in self.registered
         ]
         if not attached_hooks:
             return None
-        self.registered.update((attached, id(value)) for attached in attached_hooks)
+        self.registered.update((attached, self._key(path, value)) for attached in attached_hooks)
         value_copy = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
         fired, clock, firings = self.fired, self.clock, self.call.gradient_firings()
 
@@ -89,6 +91,10 @@ class CallGradients:
             return None if new is gradient else new
 
         return on_gradient
+
+    def _key(self, path: str, tensor: Tensor) -> int | str:
+        """Return what identifies the gradient of a tensor at a path."""
+        return path if id(tensor) in self.separate else id(tensor)
 
     def register_outputs(
         self, output: Any, versions: Mapping[int, int], leaf_hooks: LeafHooks, *, needs_alias: bool, root: str = ""
@@ -113,7 +119,7 @@ class CallGradients:
                 elif read_only and not needs_alias:
                     leaf_hooks.register(tensor, hook)
                 else:
-                    self.unfinished.append(TensorGradientHook(self.alias(tensor), hook))
+                    self.unfinished.append(TensorGradientHook(self.alias(path, tensor), hook))
         return self.with_aliases(output)
 
     def finish_registration(self) -> None:
@@ -125,7 +131,8 @@ class CallGradients:
     def join(self, value: Any, root: str = "") -> Any:
         """Register a hook with `together: true` for all gradients of a value. Return the aliases of its tensors.
 
-        All of them are joined, also those whose path the hook does not match. A tensor at several paths has one gradient.
+        All of them are joined, also those whose path the hook does not match. A tensor at several paths has one gradient,
+        unless it is in `separate`.
 
         Args:
             value: The output or the inputs of a module, or the output of a function.
@@ -133,13 +140,13 @@ class CallGradients:
         """
         (attached,) = self.attached_hooks
         tensors: dict[str, Tensor] = {}
-        seen: set[int] = set()
+        seen: set[int | str] = set()
         # A tensor has the first of its paths that the hook matches.
         for path, tensor in sorted(
             self.tensors_with_gradient(value, root), key=lambda item: not attached.matches_path(item[0])
         ):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
+            if self._key(path, tensor) not in seen:
+                seen.add(self._key(path, tensor))
                 tensors[path] = tensor
         values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
         fired, clock, firings, paths = self.fired, self.clock, self.call.gradient_firings(), list(tensors)
@@ -159,18 +166,20 @@ class CallGradients:
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
         aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
-        self.aliases = {id(tensor): alias for tensor, alias in zip(tensors.values(), aliases, strict=True)}
+        self.aliases = {self._key(*item): alias for item, alias in zip(tensors.items(), aliases, strict=True)}
         return self.with_aliases(value)
 
-    def alias(self, tensor: Tensor) -> Tensor:
+    def alias(self, path: str, tensor: Tensor) -> Tensor:
         """Return the alias of a tensor in this call."""
-        return self.aliases.setdefault(id(tensor), tensor.view_as(tensor))
+        return self.aliases.setdefault(self._key(path, tensor), tensor.view_as(tensor))
 
     def with_aliases(self, value: Any) -> Any:
-        """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias."""
+        """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias, unless it is in `separate`."""
         if not self.aliases:
             return value
-        return map_tensors(value, lambda _, tensor: self.aliases.get(id(tensor), tensor), held=self.held)
+        return map_tensors(
+            value, lambda path, tensor: self.aliases.get(self._key(path, tensor), tensor), held=self.held
+        )
 
     def count_opportunities(self, *, missing_is_expected: bool) -> None:
         """Count the opportunities of all sites after the hooks of the call were registered.
@@ -191,6 +200,11 @@ class CallGradients:
             else:
                 attached.count_opportunity()
                 attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+
+    def count_misses(self, reason: str) -> None:
+        """Note why no hook gets the gradients of the call."""
+        for attached in () if self.call.repeats else self.attached_hooks:
+            attached.count_miss(reason)
 
 
 def gradient_groups(

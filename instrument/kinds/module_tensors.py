@@ -157,7 +157,7 @@ class ModuleHooks(InertWhenCopied):
         if self.pre:
             new = self._act(self.pre, new, call)
         if self.input_gradients.is_requested:
-            new = self.input_gradients.register(module, new, call)
+            new = self.input_gradients.register(module, new, len(args), call)
         if self.output_gradients.attached_hooks:
             self.output_gradients.store_inputs(new, call)
         if new is original:

@@ -37,6 +37,10 @@ TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp),
 NO_FUNCTION = "the module was called, but none of the functions was called in it"
 ONLY_IN_OTHER_MODULES = "the module calls none of the functions; other modules that the hook matches call them"
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
+REPEATED_ARGUMENT = (
+    "the module got one tensor as several arguments, and it could not be evaluated again with separate ones: it returns this "
+    "tensor, writes to it, or depends on more than tensors and numbers; an intervention gets the gradient of each argument"
+)
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "

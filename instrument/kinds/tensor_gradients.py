@@ -34,6 +34,8 @@ from .clock import Clock
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
+from .reasons import REPEATED_ARGUMENT
+from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, repeated_tensors
 from .together import is_together
 
 
@@ -46,6 +48,7 @@ class PendingInputGradients:
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
+        self.repeated: list[tuple[SeparateArguments, SeparateGradients, CallGradients]] = []
 
     def add_contribution(self, contribution: ModuleContribution, tensor: Tensor) -> None:
         """Register the module's contribution to an input's gradient."""
@@ -67,6 +70,9 @@ class PendingInputGradients:
             self.graph.watch(tensor for _, tensor in iter_tensors(output))
         if self.contributions:
             self._find_contributions(output)
+        for arguments, gradients, contributions in self.repeated:
+            if not arguments.evaluate(output, gradients):
+                contributions.count_misses(REPEATED_ARGUMENT)
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -105,8 +111,15 @@ class InputGradients:
         """Whether any site expects such a gradient."""
         return bool(self.contribution_hooks or self.total_hooks)
 
-    def register(self, module: nn.Module, value: Any, call: Call) -> Any:
-        """Register hooks for all input tensors. Return the input with which to call the module."""
+    def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
+        """Register hooks for all input tensors. Return the input with which to call the module.
+
+        Args:
+            module: The module.
+            value: Its arguments; see `join_arguments`.
+            positional: The number of positional arguments.
+            call: The call.
+        """
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -124,42 +137,51 @@ class InputGradients:
         # The hook that is next to the module sees its gradients first.
         for group in reversed(groups):
             contributions = CallGradients(group, call, self.clock)
+            if not in_place:
+                contributions.separate = repeated_tensors(value)
             if joins and is_together(group[0]):
                 value = contributions.join(value)
             else:
-                value = self._register_contributions(contributions, value, pending, in_place=in_place)
+                inputs = Inputs(module, value, positional)
+                value = self._register_contributions(contributions, inputs, pending, in_place=in_place)
             contributions.count_opportunities(missing_is_expected=True)
         totals.count_opportunities(missing_is_expected=True)
         return value
 
     def _register_contributions(
-        self, contributions: CallGradients, value: Any, pending: PendingInputGradients, *, in_place: bool
-    ) -> Any:
+        self, contributions: CallGradients, inputs: Inputs, pending: PendingInputGradients, *, in_place: bool
+    ) -> dict[str, Any]:
         """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs."""
         read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
-        for path, tensor in contributions.tensors_with_gradient(value):
+        repeated: dict[int, dict[str, tuple[Tensor, Hook]]] = {}
+        for path, tensor in contributions.tensors_with_gradient(inputs.arguments):
             if (hook := contributions.hook(path, tensor)) is None:
                 continue
             if in_place and not tensor._is_view():  # only the module uses this version of the tensor
                 tensor.register_hook(hook)
-            elif read_only and not in_place:  # an in-place module uses its input once
-                pending.add_contribution(self._contribution(tensor, hook, pending), tensor)
-            else:
-                alias = contributions.alias(tensor)
+            elif not read_only or in_place:  # an in-place module uses its input once
+                alias = contributions.alias(path, tensor)
                 pending.aliases.append((alias, TensorGradientHook(alias, hook)))
-        return contributions.with_aliases(value)
+            elif id(tensor) in contributions.separate:
+                repeated.setdefault(id(tensor), {})[path] = tensor, hook
+            else:
+                contribution = ModuleContribution(hook)
+                self._complete_with(tensor, contribution.complete, pending)
+                pending.add_contribution(contribution, tensor)
+        for hooks in repeated.values():
+            gradients = SeparateGradients()
+            tensor = next(tensor for tensor, _ in hooks.values())
+            self._complete_with(tensor, gradients.deliver, pending)
+            arguments = SeparateArguments(inputs, {path: hook for path, (_, hook) in hooks.items()})
+            pending.repeated.append((arguments, gradients, contributions))
+        return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
-    def _contribution(self, tensor: Tensor, hook: Hook, pending: PendingInputGradients) -> ModuleContribution:
-        """Register for the module's contribution without changing the graph.
-
-        It is complete when the tensor's gradient is.
-        """
-        contribution = ModuleContribution(hook)
+    def _complete_with(self, tensor: Tensor, hook: Hook, pending: PendingInputGradients) -> None:
+        """Register a hook that does not change the graph. The contribution of the module is complete when it is called."""
         if tensor.is_leaf:
-            pending.hook_leaf(self.leaf_hooks, tensor, contribution.complete)
+            pending.hook_leaf(self.leaf_hooks, tensor, hook)
         else:
-            TensorGradientHook(tensor, contribution.complete).finish_registration()
-        return contribution
+            TensorGradientHook(tensor, hook).finish_registration()
 
 
 class OutputGradients:
