@@ -148,8 +148,9 @@ def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
     new = copies[module] = module.__new__(type(module))
     for name, value in module.__dict__.items():
         if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            value = OrderedDict()
-        new.__dict__[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
+            new.__dict__[name] = OrderedDict()
+        else:
+            new.__dict__[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
     new.__dict__["_compiled_call_impl"] = None
     for name, buffer in module._buffers.items():
         new._buffers[name] = None if buffer is None else buffer.detach().clone()
