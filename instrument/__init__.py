@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .errors import AlreadyAttachedError, ConfigError, HookError, HookResultError, InstrumentError, InstrumentWarning
-
 if TYPE_CHECKING:
     from . import analysis, plot, report
     from .actions.base import Context
@@ -20,6 +18,14 @@ if TYPE_CHECKING:
     from .capture.probe import Probe
     from .capture.sink_interface import Sink
     from .comparison.compare import diff
+    from .errors import (
+        AlreadyAttachedError,
+        ConfigError,
+        HookError,
+        HookResultError,
+        InstrumentError,
+        InstrumentWarning,
+    )
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe
@@ -61,13 +67,19 @@ __all__ = [
     "report",
 ]
 
-# Modules that import torch or pandas are imported on first access, because reading a run does not need torch.
+# Modules are imported on first access: reading a run does not need torch, and `__main__` handles Ctrl-C during its imports.
 _LAZY = {
+    "AlreadyAttachedError": ".errors",
     "AttachedProbe": ".integrations.attached_probe",
+    "ConfigError": ".errors",
     "Context": ".actions.base",
     "CountsTerms": ".tasks",
     "Features": ".analysis.features",
     "Firing": ".rules.rule",
+    "HookError": ".errors",
+    "HookResultError": ".errors",
+    "InstrumentError": ".errors",
+    "InstrumentWarning": ".errors",
     "MemorySink": ".sinks.memory",
     "NoRunError": ".analysis.folders",
     "Outcome": ".tasks",
@@ -84,7 +96,7 @@ _LAZY = {
     "observe": ".integrations.observe",
 }
 # Available as attributes, as in instrument.plot.heatmap(run). The module `diff` is also a function.
-_PACKAGES = ("analysis", "diff", "plot", "report")
+_PACKAGES = ("analysis", "diff", "errors", "plot", "report")
 
 
 def __getattr__(name: str) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from .cli.command import command
-from .cli.job import job
+import sys
 
 
 def main() -> None:
     """Run the command line and end the process."""
+    try:  # the imports take a noticeable time
+        from .cli.command import command
+        from .cli.job import job
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
     command(job)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, cast
 
+from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
 from torch.compiler import is_compiling
@@ -41,4 +43,15 @@ def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | 
             return disabled(*args)
         return hook(*args)
 
+    # All wrappers have this code. The compiler would trace it for each hook and number of arguments, and warn at its limit.
+    _skip(cast(FunctionType, wrapper).__code__)
     return wrapper
+
+
+def _skip(code: CodeType) -> None:
+    """Let the compiler run code as plain Python, like `torch._dynamo.eval_frame.skip_code`, which would import it."""
+    if hasattr(eval_frame, "skip_code"):  # before PyTorch 2.7
+        eval_frame.skip_code(code)
+    else:
+        actions = eval_frame._FrameAction
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))

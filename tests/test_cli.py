@@ -473,3 +473,30 @@ def test_existing_sweep_is_not_overwritten(sweep_of_four: tuple[Answer, Path], c
     assert answer.code == 2
     assert "hydra.sweep.dir: the folder already contains a sweep" in answer.err
     assert files(Path("out")) == before
+
+
+@pytest.mark.parametrize("module", ["instrument.cli.command", "instrument.cli.job"])
+def test_interrupted_import_ends_with_one_line(
+    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, module: str
+) -> None:
+    class Interrupted:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> None:
+            if name == module:
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
+    answer = cli("model=mlp")
+    assert (answer.code, answer.err.split()) == (130, ["interrupted"])
+
+
+def test_interrupt_before_the_job_ends_with_one_line(
+    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hydra.main", interrupt)
+    answer = cli("model=mlp")
+    assert (answer.code, answer.err.split()) == (130, ["interrupted"])

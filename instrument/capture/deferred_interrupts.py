@@ -1,42 +1,117 @@
-"""Deferral of Ctrl-C and SIGTERM while the rows of a step are passed to the sink."""
+"""Code that a signal such as Ctrl-C does not end half-way."""
 
 from __future__ import annotations
 
 # The functions of `signal` convert each handler to an enumeration, which takes ten times as long as to set it.
 import _signal  # type: ignore[import-not-found]
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Yielded = TypeVar("Yielded")
+Handlers = Mapping[int, Callable[[int, FrameType | None], Any]]
 
 SIGNALS = (_signal.SIGINT, _signal.SIGTERM)
+ALL_SIGNALS = tuple(_signal.valid_signals())
+
+
+def deferred_signals() -> AbstractContextManager[None]:
+    """Defer Ctrl-C and SIGTERM to the end of a `with` block. A second signal is handled at once.
+
+    Only signals with a Python handler are deferred, and only in the main thread, which is the only one that handles
+    them. Their handlers are called once at the end, also after an exception.
+    """
+    return _deferred(SIGNALS, handles_second=True)
+
+
+def uninterrupted() -> AbstractContextManager[None]:
+    """Defer all signals to the end of a short `with` block, also repeated ones; see `deferred_signals`."""
+    return _deferred(ALL_SIGNALS, handles_second=False)
 
 
 @contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Defer signals to the end of the block. A second signal is handled at once.
-
-    Only signals with a Python handler are deferred, and only in the main thread, which is the only one that handles
-    them.
-    """
+def _deferred(numbers: Iterable[int], *, handles_second: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in SIGNALS if callable(handler := _signal.getsignal(number))}
-    received: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    received: dict[int, FrameType | None] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
-        if received:
-            handlers[number](number, frame)
-        received.append((number, frame))
+        is_second = bool(received)
+        received[number] = frame
+        if is_second and handles_second:
+            _handle(received, handlers)
 
-    for number in handlers:
-        _signal.signal(number, note)
     try:
+        for number in numbers:
+            if callable(handler := _signal.getsignal(number)):
+                handlers[number] = handler
+                _signal.signal(number, note)
         yield
     finally:
-        for number, handler in handlers.items():
-            _signal.signal(number, handler)
+        try:
+            _restore(handlers)
+        finally:  # a restored handler may have raised an exception before the others were restored
+            _restore(handlers)
+            _handle(received, handlers)
+
+
+def _restore(handlers: Handlers) -> None:
+    for number, handler in handlers.items():
+        _signal.signal(number, handler)
+
+
+def _handle(received: dict[int, FrameType | None], handlers: Handlers) -> None:
+    """Call the handlers of the received signals in their order, also after one of them has raised an exception."""
     if received:
-        first, frame = received[0]
-        handlers[first](first, frame)
+        number = next(iter(received))
+        frame = received.pop(number)
+        try:
+            handlers[number](number, frame)
+        finally:
+            _handle(received, handlers)
+
+
+class _SignalSafeBlock(AbstractContextManager[Yielded]):
+    """Ends a `with` block also if a signal arrives in the code of `contextlib`, before the block begins or ends.
+
+    Args:
+        block: The context manager of a generator.
+    """
+
+    def __init__(self, block: AbstractContextManager[Yielded]) -> None:
+        self._block = block
+
+    def __enter__(self) -> Yielded:
+        try:
+            return self._block.__enter__()
+        except BaseException as error:
+            self._block.__exit__(type(error), error, error.__traceback__)  # no effect if the generator has ended
+            raise
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self._block.__exit__(exc_type, exc, tb)
+        except BaseException as error:
+            self._block.__exit__(type(error), error, error.__traceback__)
+            raise
+
+
+def signal_safe_contextmanager(
+    generator_function: Callable[P, Iterator[Yielded]],
+) -> Callable[P, AbstractContextManager[Yielded]]:
+    """Like `contextlib.contextmanager`. The generator also ends if a signal arrives between it and the `with` block."""
+    make_block = contextmanager(generator_function)
+
+    @wraps(generator_function)
+    def begin(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Yielded]:
+        return _SignalSafeBlock(make_block(*args, **kwargs))
+
+    return begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,10 @@ from ..kinds.module_tensors import ModuleHooks
 from ..kinds.optimizer import StepHooks
 from ..kinds.parameter_gradients import BoundaryHooks, GradientHooks
 from ..kinds.reasons import OTHER_STEP, SKIPPED_STEP
-from ..kinds.site_grouping import attach_sites
+from ..kinds.site_grouping import group_sites
 from ..lazy_compiler import has_compiled
 from ..plan.hook_plan import HookPlan
+from .deferred_interrupts import uninterrupted
 from .optimizer_checks import optimizers_of
 from .optimizer_step_watch import ScalerWatch, StepWatch
 from .phase_watch import PhaseWatch
@@ -64,25 +66,35 @@ class HookSet:
         self.steps_by_loop = steps_by_loop
         self.steps: StepWatch | None = None
         self._groups: list[HookGroup] = []
+        self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
         self._scaler_watch: ScalerWatch | None = None
-        self._load_watch: LoadWatch | None = None
         self._module_watch = ModuleWatch(self.model, attached_hooks)
 
     def attach(self) -> None:
         """Attach all hooks. After an exception, `detach` removes those that were attached.
 
+        A signal that arrives meanwhile is handled afterwards, as in `refresh` and `detach`.
+
         Raises:
             ConfigError: PyTorch does not support a hook at this module or parameter.
         """
-        if self.scaler is not None and self.scaler.is_enabled():
-            self._scaler_watch = ScalerWatch(self.scaler, self.optimizers)
-            self.clock.amp_scale = self._scaler_watch.scale
-        if self.optimizers:
-            self.steps = StepWatch(self.optimizers)
+        with uninterrupted():
+            if self.scaler is not None and self.scaler.is_enabled():
+                self._scaler_watch = ScalerWatch(self.scaler, self.optimizers)
+                self._attach(self._scaler_watch)
+                self.clock.amp_scale = self._scaler_watch.scale
+            if self.optimizers:
+                self.steps = StepWatch(self.optimizers)
+                self._attach(self.steps)
+            self._attach_groups()
+            if any(isinstance(group, GradientHooks) for group in self._groups):
+                self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
+
+    def _attach_groups(self) -> None:
         # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
         encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
-        for group in attach_sites(
+        for group in group_sites(
             self.attached_hooks,
             self.optimizers,
             self.clock,
@@ -90,10 +102,13 @@ class HookSet:
             never_suspended={part for encoder in encoders for part in encoder.modules()},
         ):
             self._groups.append(group)
+            self._attach(group)
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
-        if any(isinstance(group, GradientHooks) for group in self._groups):
-            self._load_watch = LoadWatch(self.model, self.clock, self.report_replacements)
+
+    def _attach(self, hooks: HookGroup | LoadWatch | ScalerWatch | StepWatch) -> None:
+        self._attached.callback(hooks.detach)
+        hooks.attach()
 
     def watch_phase(self, watch: PhaseWatch) -> None:
         """Add the hooks that set the phase, after `attach`.
@@ -108,12 +123,10 @@ class HookSet:
         watch.attach()
 
     def detach(self) -> None:
-        """Remove all hooks."""
-        while self._groups:
-            self._groups.pop().detach()
-        for watch in (self._scaler_watch, self._load_watch, self.steps):
-            if watch is not None:
-                watch.detach()
+        """Remove all hooks in reverse order."""
+        with uninterrupted():
+            self._groups.clear()
+            self._attached.close()
 
     def refresh(self) -> None:
         """Notify the hooks that some of them start or stop being scheduled, or that code was compiled.
@@ -123,10 +136,11 @@ class HookSet:
         was_suspended = any(
             isinstance(group, ModuleHooks | FunctionHooks) and group.hooks.is_suspended for group in self._groups
         )
-        for group in self._groups:
-            group.refresh()
-        if was_suspended and has_compiled():
-            torch.compiler.reset()
+        with uninterrupted():
+            for group in self._groups:
+                group.refresh()
+            if was_suspended and has_compiled():
+                torch.compiler.reset()
 
     def end_step(self) -> None:
         """Report replaced modules and parameters, and end the calls of modules that an interrupt left unfinished."""
@@ -184,7 +198,12 @@ class HookSet:
             message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
             self.event("replaced", message, layer=site.layer.name)
         for group in self._groups:
-            if isinstance(group, GradientHooks) and group.reattach():
+            if not isinstance(group, GradientHooks) or not group.is_lost():
+                continue
+            was_found = group.parameter is not None
+            with uninterrupted():
+                group.attach()
+            if was_found and group.parameter is not None:
                 site = group.site.site
                 message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
                 self.event("replaced", message, layer=site.layer.name, severity="info")

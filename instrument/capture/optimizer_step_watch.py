@@ -2,23 +2,47 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 
-class ScalerWatch:
+class _OptimizerWatch(ABC):
+    """A hook before the steps of several optimizers."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Register the hooks. After an exception, `detach` removes those that were registered."""
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self.before_step))
+
+    @abstractmethod
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """The hook before an optimizer step."""
+
+    def detach(self) -> None:
+        """Remove the hooks in reverse order."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class ScalerWatch(_OptimizerWatch):
     """Tracks the scale of a gradient scaler, and whether it skipped optimizer steps."""
 
     def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(optimizers)
         self.scaler = scaler
         self.found_inf: list[Tensor | None] = []  # one entry per optimizer step in the current training step
         # After the previous training step, and after the current one.
         self.scales = (torch.tensor(scaler.get_scale()),) * 2
-        self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def scale(self) -> Tensor:
         """Return the scale on the device of the scaler."""
@@ -49,23 +73,18 @@ class ScalerWatch:
         previous_scale, scale = self.scales
         return bool(scale < previous_scale.to(scale.device))
 
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
 
-
-class StepWatch:
+class StepWatch(_OptimizerWatch):
     """Tracks whether an optimizer made a step, and the learning rate that the first one used.
 
     A scheduler may have changed the learning rate since then.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(optimizers)
         self.first = optimizers[0]
         self.stepped = False
         self.rate_used: Tensor | float | None = None
-        self.handles = [optimizer.register_step_pre_hook(self.before_step) for optimizer in optimizers]
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """The hook before an optimizer step."""
@@ -86,8 +105,3 @@ class StepWatch:
         """
         rate_used, self.rate_used = self.rate_used, None
         return self.first.param_groups[0]["lr"] if rate_used is None else rate_used
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()

@@ -183,25 +183,36 @@ class Probe:
                 if message := stale_optimizer(self.plan.layers.model, self.optimizers):
                     self.event("optimizer", message)
             self._scheduled.advance(update_all=True)
+            return self
         except BaseException:
-            self._hooks.detach()
-            self.sink.close()
+            try:
+                self.detach()
+            finally:  # a signal can arrive before `detach` defers it
+                self.detach()
+                self.sink.close()
             raise
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._hooks.detach()
-        self.clock.closed = True
         try:
-            self._finish(exc)
-        finally:
-            self.sink.close()
+            self.detach()
+        finally:  # a signal can arrive before `detach` defers it
+            with deferred_signals():
+                self.detach()
+                try:
+                    self._finish(exc)
+                finally:
+                    self.sink.close()
         messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
         for part, message in messages.items() if isinstance(exc, RuntimeError) else ():
             if part in str(exc):
                 raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
+
+    def detach(self) -> None:
+        """Remove all hooks before the end of the block. Nothing is recorded from then on."""
+        self._hooks.detach()
+        self.clock.closed = True
 
     @property
     def _is_rank_zero(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
@@ -42,9 +43,14 @@ class LoadWatch(InertWhenCopied):
     """Reports loaded state dicts. `assign=True` replaces parameters."""
 
     def __init__(self, model: nn.Module, clock: Clock, on_load: Callable[[], None]) -> None:
+        self.model = model
         self.clock = clock
         self.on_load = on_load
-        self.handle = model.register_load_state_dict_post_hook(self.loaded)
+        self.handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Register the hook."""
+        self.handle = self.model.register_load_state_dict_post_hook(self.loaded)
 
     def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
         """The hook after a state dict was loaded."""
@@ -53,4 +59,5 @@ class LoadWatch(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove the hook."""
-        self.handle.remove()
+        if self.handle is not None:
+            self.handle.remove()

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from ..configuration.override_loader import use_field_loader
 from ..configuration.search_path import WorkingDirectoryConf, conf_folder
-from ..distributed.torchrun import process_group, synced_errors
+from ..distributed.torchrun import is_rank_zero, process_group, synced_errors
 from ..errors import ConfigError, InstrumentError
 from ..sweeps.summary import print_summary
 from .job import JobFailedError, as_instrument_error, print_error
@@ -42,9 +42,9 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
-    Plugins.instance().register(WorkingDirectoryConf)
-    app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)
     try:
+        Plugins.instance().register(WorkingDirectoryConf)
+        app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)
         with hydra_raises_errors(), use_field_loader():
             app()
     except JobFailedError as failed:
@@ -55,6 +55,8 @@ def command(job: Callable[[DictConfig], object], config_name: str = "config") ->
             _end(stop.code)
         raise
     except KeyboardInterrupt:
+        if is_rank_zero():
+            print("\ninterrupted", file=sys.stderr)
         _print_sweep_summary()
         sys.exit(130)
     except Exception as error:

@@ -6,7 +6,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,25 +113,19 @@ class RunFolder:
         create_free_folder(path, where)
         self.path = path
         self.on_error = on_error
+        self.record: dict[str, Any] = {}
         self._lock = FolderLock(path)
         if not self._lock.acquire():
             raise ConfigError(Problem(where, "another process has just started a run in this folder", given=str(path)))
         try:
             create_free_folder(path, where)  # A run may have started and ended since the first check.
-        except ConfigError:
+            self.record = _first_record(record)
+            self._write()
+        except BaseException as error:
             self._lock.release()
+            if not isinstance(error, ConfigError):  # otherwise the files belong to another run
+                self._snapshot.restore()
             raise
-        self.record: dict[str, Any] = {
-            "status": "running",
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "ended": None,
-            "error": None,
-            **record,
-            "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
-            "git_revision": git_revision(),
-            "command": sys.argv,
-        }
-        self._write()
 
     @classmethod
     def reopen(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
@@ -221,6 +215,20 @@ class RunFolder:
         except OSError as error:
             if self.on_error == "stop":
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
+
+
+def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of run.json when a run starts, with these entries of the caller."""
+    return {
+        "status": "running",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ended": None,
+        "error": None,
+        **entries,
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
+        "git_revision": git_revision(),
+        "command": sys.argv,
+    }
 
 
 class WorkerRunFolder:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.collectives import Ranks, own_rank
+from ..capture.deferred_interrupts import signal_safe_contextmanager
 from ..capture.optimizer_checks import Optimizers
 from ..capture.probe import Probe
 from ..capture.sink_interface import Sink
@@ -45,7 +46,7 @@ from ..training.compiled_models import describe_graph_breaks, graph_breaks, prep
 from .attached_probe import AttachedProbe
 
 
-@contextmanager
+@signal_safe_contextmanager
 def attach(
     model: nn.Module,
     specs: Specs,
@@ -130,7 +131,7 @@ def attach(
         raise ConfigError(Problem("ids", "not one of the allowed values", given=ids, allowed=("recorded", "all")))
     hooks = read_specs(specs)
     if not hooks:
-        warnings.warn("specs contains no hook: only metrics and events are recorded", InstrumentWarning, stacklevel=3)
+        warnings.warn("specs contains no hook: only metrics and events are recorded", InstrumentWarning, stacklevel=4)
     judged = read_rules(specs, rules)
     check_rules(judged, hooks)
     plan = make_plan(hooks, model)
@@ -163,10 +164,6 @@ def attach(
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
-    if folder is not None:
-        folder.update(advice=probe.rules.custom_advice)
-    if ranks is None:
-        probe.accept_changes()
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
@@ -175,8 +172,9 @@ def attach(
             for message in copy.messages():
                 probe.event("remote", message)
     finally:
+        probe.detach()  # if a signal arrived before the probe's block ended
         for message in probe.warnings:
-            warnings.warn(message, InstrumentWarning, stacklevel=3)
+            warnings.warn(message, InstrumentWarning, stacklevel=4)
 
 
 @contextmanager
@@ -191,13 +189,16 @@ def _events_of_compiler(probe: Probe, notice: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def _recording(run_folder: RunFolder | WorkerRunFolder, probe: Probe) -> Iterator[None]:
+def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) -> Iterator[None]:
     """Write to run.json how the block ended, and with several processes also which one failed first."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     dead_ranks = report_dead_ranks(run_folder.path, lambda rank: run_folder.update(failed_rank=rank))
     first_step = probe.step
     recording = run_folder.recording(has_started=lambda: probe.step > first_step, stop_reason=lambda: probe.stop_reason)
     with recording, dead_ranks if several else contextlib.nullcontext():
+        run_folder.update(advice=probe.rules.custom_advice)
+        if not several:
+            probe.accept_changes()
         yield
         run_folder.update(device_statistics=measured_by())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -71,12 +70,10 @@ class AttachedProbe(Probe):
             self._control.end_step()
         return row
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         ended = "done" if self.stop_reason is None else "stopped"
-        self._status = ended if exc is None else "interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
-        super().__exit__(exc_type, exc, tb)
+        self._status = ended if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        super()._finish(error)
 
     def _run_info(self) -> dict[str, Any]:
         advice = self.rules.custom_advice

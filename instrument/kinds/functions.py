@@ -222,6 +222,8 @@ class FunctionHooks(InertWhenCopied):
         suspend: Whether the hooks may be suspended.
     """
 
+    early = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -231,6 +233,7 @@ class FunctionHooks(InertWhenCopied):
         *,
         suspend: bool = True,
     ) -> None:
+        self.module = module
         self.attached_hooks = attached_hooks
         self.clock = clock
         self.threads = threads
@@ -241,13 +244,14 @@ class FunctionHooks(InertWhenCopied):
         self.scheduled: dict[str, AttachedHook] = {}
         self.plain: dict[AttachedHook, PlainRecord] = {}
         self.unscheduled: list[AttachedHook] = []  # empty after the next call of the module
+        self.hooks = SuspendableHooks(may_suspend=suspend)
+
+    def attach(self) -> None:
+        """Register both hooks."""
         enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
         leave = MethodType(exclude_from_graphs(FunctionHooks.leave), self)
-        handles = (
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, prepend=True, always_call=True),
-        )
-        self.hooks = SuspendableHooks(handles, may_suspend=suspend)
+        self.hooks.add(self.module.register_forward_pre_hook(enter))
+        self.hooks.add(self.module.register_forward_hook(leave, prepend=True, always_call=True))
 
     def refresh(self) -> None:
         """Update the scheduled sites."""

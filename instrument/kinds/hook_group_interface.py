@@ -19,6 +19,7 @@ class InertWhenCopied:
 
     clock: Clock
     attached_hooks: Sequence[AttachedHook] = ()
+    early: bool = False  # whether its forward hook runs before those of other code
 
     def __deepcopy__(self, memo: dict[int, object]) -> InertWhenCopied:
         self._note_copy()
@@ -40,7 +41,10 @@ def _closed_copy(cls: type[InertWhenCopied]) -> InertWhenCopied:
 
 
 class HookGroup(Protocol):
-    """The attached hooks of one family at one location."""
+    """The hooks of one family at one location."""
+
+    def attach(self) -> None:
+        """Register all hooks. After an exception, `detach` removes those that were registered."""
 
     def refresh(self) -> None:
         """Update after the scheduled sites have changed."""

@@ -20,6 +20,9 @@ class LossHooks:
         self.micro_step_index = -1
         self.calls = 0
 
+    def attach(self) -> None:
+        """Do nothing: the loop calls the hooks."""
+
     def refresh(self) -> None:
         """Select the scheduled sites."""
         self.scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]

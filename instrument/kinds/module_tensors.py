@@ -6,11 +6,12 @@ Gradients come from hooks on the tensors (`instrument.kinds.tensor_gradients`).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ class ModuleHooks(InertWhenCopied):
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
         suspend: Whether the hooks may be suspended.
+        early: Whether the forward hook runs before those of other code that are registered already.
     """
 
     plain: PlainModuleHooks | None = None  # the scheduled sites, if all of them record plain tensors
@@ -65,9 +67,14 @@ class ModuleHooks(InertWhenCopied):
         prepend: bool = False,
         always_call: bool = False,
         suspend: bool = True,
+        early: bool = False,
     ) -> None:
+        self.module = module
         self.attached_hooks = attached_hooks
         self.clock = clock
+        self.prepend = prepend
+        self.always_call = always_call
+        self.early = early
         self.active = False
         self.calls = Calls(clock)
         for attached in attached_hooks:
@@ -80,13 +87,20 @@ class ModuleHooks(InertWhenCopied):
         self.output: Sequence[AttachedHook] = []
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
-        handles = (
-            module.register_forward_pre_hook(self._bound(ModuleHooks.before), prepend=prepend, with_kwargs=True),
-            module.register_forward_hook(
-                self._bound(ModuleHooks.after), prepend=prepend, with_kwargs=True, always_call=always_call
-            ),
-        )
-        self.hooks = SuspendableHooks(handles, may_suspend=suspend and not prepend)
+        self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
+
+    def attach(self) -> None:
+        """Register both hooks."""
+        before, after = self._bound(ModuleHooks.before), self._bound(ModuleHooks.after)
+        options: dict[str, bool] = {"prepend": self.prepend, "with_kwargs": True}
+        self.hooks.add(self.module.register_forward_pre_hook(before, **options))
+        self.hooks.add(self.module.register_forward_hook(after, **options, always_call=self.always_call))
+        if self.early:
+            registered = cast("OrderedDict[int, Callable[..., Any]]", self.module._forward_hooks)
+            others = list(registered.items())[:-1]
+            first = max((index for index, (_, hook) in enumerate(others, 1) if _stays_before(hook)), default=0)
+            for each, _ in others[first:]:
+                registered.move_to_end(each)
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of this object that torch.compile does not trace.
@@ -242,3 +256,11 @@ class ModuleHooks(InertWhenCopied):
         self.hooks.remove()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
+
+
+def _stays_before(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook runs before an early one: it does so too, or it converts the output of a distributed module."""
+    other = getattr(hook, "__self__", None)
+    if isinstance(other, InertWhenCopied):
+        return other.early
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

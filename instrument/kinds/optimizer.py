@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from .attached_hook import AttachedHook
 from .clock import Clock, Firing
@@ -42,9 +43,14 @@ class StepHooks:
         self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
         self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
         self.parameters_before: dict[AttachedHook, Tensor] = {}
-        self.handles = [optimizer.register_step_post_hook(self.after_step)]
-        if not steps_by_loop:
-            self.handles.append(optimizer.register_step_pre_hook(self.on_step))
+        self.steps_by_loop = steps_by_loop
+        self.handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Register the hook after the step, and the one before it unless the loop announces the step."""
+        self.handles.append(self.optimizer.register_step_post_hook(self.after_step))
+        if not self.steps_by_loop:
+            self.handles.append(self.optimizer.register_step_pre_hook(self.on_step))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each step."""

@@ -28,8 +28,8 @@ class GradientHooks:
     """The parameter_grad_micro and post_accumulate_grad sites at one parameter.
 
     The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
-    on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`). `reattach`
-    detects this and registers them on the new one.
+    on. They are lost if the parameter is replaced (`load_state_dict(assign=True)`, a new `nn.Parameter`). `is_lost` detects
+    this, and `attach` registers them on the new one.
     """
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
@@ -44,32 +44,26 @@ class GradientHooks:
         self.micro_step_index = -1
         self.passes: Counter[str] = Counter()
         self.parameter: Parameter | None = None
-        self.reattach()
 
-    def reattach(self) -> bool:
-        """Register the hooks on the current parameter if it is a different object.
-
-        Between two steps, this also notes whether the parameter is trained.
-
-        Returns:
-            Whether it replaced another parameter.
-        """
+    def is_lost(self) -> bool:
+        """Return whether the parameter is not the one with the hooks. Also note whether it is trained from now on."""
         parameter = self.site.current_parameter()
         for attached in self.attached_hooks:
             attached.requires_grad_at_start = parameter is not None and parameter.requires_grad
-        if parameter is self.parameter:
-            return False
+        return parameter is not self.parameter
+
+    def attach(self) -> None:
+        """Register the hooks on the current parameter, if they are lost, and remove those on the earlier one."""
+        if not self.is_lost():
+            return
         self.detach()
-        is_new, self.parameter = self.parameter is not None, parameter
-        if parameter is None:
-            return False
-        if _can_train(parameter):
+        self.parameter = parameter = self.site.current_parameter()
+        if parameter is not None and _can_train(parameter):
             with _requiring_grad(parameter):
                 if self.micro:
                     self.handles.append(parameter.register_hook(self.on_gradient))
                 if self.accumulated:
                     self.handles.append(parameter.register_post_accumulate_grad_hook(self.on_accumulated))
-        return is_new
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each gradient."""
@@ -134,7 +128,13 @@ class BoundaryHooks:
         self.by_spec: dict[str, list[AttachedHook]] = {}
         for attached in attached_hooks:
             self.by_spec.setdefault(attached.site.spec.name, []).append(attached)
-        self.handle = None if steps_by_loop else optimizer.register_step_pre_hook(self.on_step)
+        self.steps_by_loop = steps_by_loop
+        self.handle: RemovableHandle | None = None
+
+    def attach(self) -> None:
+        """Register the hook before the step, unless the loop announces the step."""
+        if not self.steps_by_loop:
+            self.handle = self.optimizer.register_step_pre_hook(self.on_step)
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each step."""

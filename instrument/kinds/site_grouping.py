@@ -1,4 +1,4 @@
-"""Grouping of sites: the sites at one location form one hook group, which is then attached."""
+"""Grouping of sites: the sites at one location form one hook group."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .parameter_gradients import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
 from .via_module_backward import ModuleBackwardHooks
 
-Location = tuple[type[HookGroup], int, bool, bool]
+Location = tuple[type[HookGroup], int, bool, bool, bool]
 
 
-def attach_sites(
+def group_sites(
     attached_hooks: Sequence[AttachedHook],
     optimizers: Sequence[Optimizer],
     clock: Clock,
@@ -30,7 +30,7 @@ def attach_sites(
     steps_by_loop: bool = False,
     never_suspended: Collection[nn.Module] = (),
 ) -> Iterator[HookGroup]:
-    """Attach all sites. Each group is yielded as soon as it is attached, so that it can be detached after an error.
+    """Yield the hook groups of all sites. None is attached.
 
     Args:
         attached_hooks: The sites.
@@ -42,14 +42,17 @@ def attach_sites(
     """
     specs = {attached.site.spec.name: attached.site.spec for attached in attached_hooks}
     threads = FunctionThreads([spec for spec in specs.values() if spec.definition.of_functions], clock)
+    early = _early_sites(attached_hooks)
     groups: dict[Location, list[AttachedHook]] = {}
     for attached in attached_hooks:
-        groups.setdefault(_location(attached), []).append(attached)
-    for (group_type, _, prepend, always_call), sites in groups.items():
+        groups.setdefault((*_location(attached), attached in early), []).append(attached)
+    for (group_type, _, prepend, always_call, is_early), sites in groups.items():
         module = sites[0].site.layer.module
         if group_type is ModuleHooks:
             suspend = module not in never_suspended
-            yield ModuleHooks(module, sites, clock, prepend=prepend, always_call=always_call, suspend=suspend)
+            yield ModuleHooks(
+                module, sites, clock, prepend=prepend, always_call=always_call, suspend=suspend, early=is_early
+            )
         elif group_type is FunctionHooks:
             suspend = module not in never_suspended
             yield FunctionHooks(module, sites, clock, threads, suspend=suspend)
@@ -83,7 +86,25 @@ def _optimizer_hooks(
     return OptimizerStateDictHooks(optimizer, owners, sites, clock)
 
 
-def _location(attached: AttachedHook) -> Location:
+def _early_sites(attached_hooks: Sequence[AttachedHook]) -> set[AttachedHook]:
+    """Return the sites that act on outputs before other code's hooks, which may collect them for the output of the model.
+
+    These are the interventions on outputs, and the sites on the same outputs that precede them in the configuration.
+    """
+    early: set[AttachedHook] = set()
+    changed: set[tuple[nn.Module, bool]] = set()
+    for attached in reversed(attached_hooks):
+        spec, key = attached.site.spec, (attached.site.layer.module, attached.site.spec.always_call)
+        if (spec.kind, spec.tensor_role) != ("forward", "output") or "prepend" in spec.model_fields_set:
+            continue
+        if not attached.is_record_hook:
+            changed.add(key)
+        if key in changed:
+            early.add(attached)
+    return early
+
+
+def _location(attached: AttachedHook) -> tuple[type[HookGroup], int, bool, bool]:
     """Return the type of the hook group for a site, and the properties that its sites have in common."""
     spec, site = attached.site.spec, attached.site
     module = id(site.layer.module)

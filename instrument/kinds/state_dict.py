@@ -32,6 +32,9 @@ class StateDictHooks(InertWhenCopied):
             kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER
         }
         self.handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Register a hook for each kind that has a site."""
         for kind, hook in (
             ("state_dict_pre", self.saving),
             ("state_dict_post", self.saved),
@@ -40,7 +43,7 @@ class StateDictHooks(InertWhenCopied):
         ):
             if self.by_kind[kind]:
                 # PyTorch sets an attribute on one of them, which a bound method does not allow.
-                self.handles.append(getattr(module, _REGISTER[kind])(partial(hook)))
+                self.handles.append(getattr(self.module, _REGISTER[kind])(partial(hook)))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""
@@ -92,20 +95,24 @@ class OptimizerStateDictHooks:
     def __init__(
         self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock
     ) -> None:
+        self.optimizer = optimizer
         self.owners = owners
         self.clock = clock
         self.by_kind = {
             kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER
         }
         self.handles: list[RemovableHandle] = []
-        if self.by_kind["state_dict_pre"]:
-            self.handles.append(optimizer.register_state_dict_pre_hook(self.saving))
-        if self.by_kind["state_dict_post"]:
-            self.handles.append(optimizer.register_state_dict_post_hook(self.saved))
-        if self.by_kind["load_state_dict_pre"]:
-            self.handles.append(optimizer.register_load_state_dict_pre_hook(self.loading))
-        if self.by_kind["load_state_dict_post"]:
-            self.handles.append(optimizer.register_load_state_dict_post_hook(self.loaded))
+
+    def attach(self) -> None:
+        """Register a hook for each kind that has a site."""
+        for kind, hook in (
+            ("state_dict_pre", self.saving),
+            ("state_dict_post", self.saved),
+            ("load_state_dict_pre", self.loading),
+            ("load_state_dict_post", self.loaded),
+        ):
+            if self.by_kind[kind]:
+                self.handles.append(getattr(self.optimizer, _REGISTER[kind])(hook))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""

@@ -7,7 +7,7 @@ were registered in the meantime.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.hooks import RemovableHandle
@@ -36,13 +36,13 @@ class SuspendableHook:
     def suspend(self) -> None:
         """Take the hook out of the module, if it is registered."""
         hooks, own = self._hooks, self._handle.id
-        ids = list(hooks)
-        hook = hooks.pop(own, None)
+        ids, hook = list(hooks), hooks.get(own)
         if hook is None or own not in ids:  # another thread, which calls a copy of the module, has suspended it
             return
         position = ids.index(own)
         self._before, self._after = frozenset(ids[:position]), frozenset(ids[position + 1 :])
-        self._hook = hook
+        self._hook = hook  # before it is taken out: an interrupt must not lose it
+        hooks.pop(own, None)
 
     def resume(self) -> None:
         """Put the hook back, if it is suspended.
@@ -85,13 +85,16 @@ class SuspendableHooks:
     They stay registered if any code was compiled: compiled code calls only the hooks that were registered when it was compiled.
 
     Args:
-        handles: The handles that PyTorch returned.
         may_suspend: Whether the hooks may be suspended.
     """
 
-    def __init__(self, handles: Iterable[RemovableHandle], *, may_suspend: bool) -> None:
-        self._hooks = [SuspendableHook(handle) for handle in handles]
+    def __init__(self, *, may_suspend: bool) -> None:
+        self._hooks: list[SuspendableHook] = []
         self._may_suspend = may_suspend
+
+    def add(self, handle: RemovableHandle) -> None:
+        """Add a hook, by the handle that PyTorch returned."""
+        self._hooks.append(SuspendableHook(handle))
 
     @property
     def is_suspended(self) -> bool:

@@ -61,15 +61,22 @@ class ModuleBackwardHooks(InertWhenCopied):
         self.expected_calls: WeakKeyDictionary[object, Call] = WeakKeyDictionary()
         self.handles: list[RemovableHandle] = []
 
+    def attach(self) -> None:
+        """Do nothing: the hooks are registered when a site is scheduled."""
+
     def refresh(self) -> None:
         """Register the hooks if a site is scheduled, and remove them if none is."""
         scheduled = any(attached.is_scheduled for attached in self.attached_hooks)
         if scheduled and not self.handles:
             keep = self.handles.append  # stored one by one, since PyTorch may refuse the next one
-            keep(self.module.register_forward_pre_hook(self.forward_pre, prepend=True))
-            keep(self.module.register_forward_hook(self.forward))
-            keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
-            keep(self.module.register_full_backward_hook(self.backward, prepend=self.prepend))
+            try:
+                keep(self.module.register_forward_pre_hook(self.forward_pre, prepend=True))
+                keep(self.module.register_forward_hook(self.forward))
+                keep(self.module.register_full_backward_pre_hook(self.backward_pre, prepend=self.prepend))
+                keep(self.module.register_full_backward_hook(self.backward, prepend=self.prepend))
+            except BaseException:
+                self.detach()
+                raise
         elif not scheduled:
             self.detach()
 

@@ -192,6 +192,8 @@ class FunctionMode(TorchFunctionMode):
         """End all calls."""
         while self.running:
             self._end_last()
+        if any(mode is self for mode in _get_current_function_mode_stack()):  # an interrupt ended `enter` half-way
+            self._deactivate()
 
     def _end_last(self) -> RunningModule:
         running = self.running.pop()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.capture.deferred_interrupts import deferred_signals
+from instrument.capture.deferred_interrupts import deferred_signals, uninterrupted
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
 
@@ -70,6 +70,53 @@ def test_error_in_the_block_restores_signal_handlers() -> None:
     with pytest.raises(ValueError, match="inside"), deferred_signals():
         raise ValueError("inside")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_is_raised_after_an_error_in_the_block() -> None:
+    def fail() -> None:
+        with deferred_signals():
+            interrupt()
+            raise ValueError("inside")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_uninterrupted_block_defers_repeated_signals_and_raises_once() -> None:
+    done = []
+
+    def write_rows() -> None:
+        with deferred_signals():
+            with uninterrupted():
+                interrupt()
+                interrupt()
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_rows()
+    assert done == ["inner", "outer"]
+    assert caught.value.__context__ is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_all_deferred_signals_are_handled() -> None:
+    received: list[int] = []
+
+    def receive() -> None:
+        with uninterrupted():
+            interrupt()
+            signal.raise_signal(signal.SIGUSR1)
+            assert not received
+
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            receive()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert received == [signal.SIGUSR1]
 
 
 def test_ignored_signal_stays_ignored() -> None:

@@ -292,7 +292,7 @@ OUTPUTS = {"layers": "*", **RECORD}
         ({"a": {**OUTPUTS, "tensors": True}}, 0),
         ({"a": {**OUTPUTS, "stats": ["dead_fraction"]}}, 0),
         ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}}, 6),
-        ({"b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}, "a": OUTPUTS}, 4),
+        ({"b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}, "a": OUTPUTS}, 6),
         ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "role": "input", "action": "record"}}, 4),
     ],
     ids=[

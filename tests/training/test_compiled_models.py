@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,24 @@ def test_hooks_fire_on_a_compiled_model(called_before: bool, in_place: bool) -> 
     count = int(message.split()[0])
     assert count >= 1
     assert message.startswith(f"{count} graph breaks: ")
+
+
+def test_compiler_does_not_warn_about_hooks() -> None:
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU()) for _ in range(4)])
+    compiled = torch.compile(model, backend="eager")
+    logging.getLogger("torch._dynamo").addHandler(handler)
+    try:
+        with instrument.attach(compiled, {name: {**hook, "layers": "**"} for name, hook in HOOKS.items()}) as probe:
+            for _ in range(3):
+                compiled(torch.ones(2, 4)).sum().backward()
+                probe.end_step()
+    finally:
+        logging.getLogger("torch._dynamo").removeHandler(handler)
+    assert [row["fired"] for row in probe.coverage()] == [3] * 34
+    assert not messages
 
 
 def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.MonkeyPatch) -> None:
