@@ -25,6 +25,23 @@ def has_compiled() -> bool:
     return compiler is not None and bool(compiler.counters["frames"])
 
 
+def is_compiled_module(module: object) -> bool:
+    """Return whether an object is the result of `torch.compile(module)`."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
+def compiler_entries() -> dict[int, bool]:
+    """Return the `id` of the code objects that call compiled code, each with true; empty before the compiler is imported."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return {} if compiler is None else _entries(compiler._TorchDynamoContext.__call__.__code__)
+
+
+@cache
+def _entries(code: CodeType) -> dict[int, bool]:
+    return {id(inner): True for inner in code.co_consts if isinstance(inner, CodeType)}
+
+
 @cache
 def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Exclude a hook from compilation by torch.compile: the hook breaks the graph and runs as plain Python.

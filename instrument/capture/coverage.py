@@ -11,6 +11,7 @@ from torch import nn
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.reasons import (
     NO_FUNCTION,
+    NO_VISIBLE_FUNCTION,
     NOT_CALLED,
     NOT_CALLED_COPIED,
     NOT_TURNED_ON,
@@ -77,9 +78,9 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
                 _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
             )
         )
-    if attached.exemptions.keys() == {NO_FUNCTION} and attached.site.spec.name in firing:
-        return ONLY_IN_OTHER_MODULES
     if attached.exemptions:
+        if attached.exemptions.keys() <= {NO_FUNCTION, NO_VISIBLE_FUNCTION} and attached.site.spec.name in firing:
+            return ONLY_IN_OTHER_MODULES
         return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
     return NEVER_DUE if attached.was_ever_scheduled or phase in attached.clock.phases else phase_never_entered(phase)

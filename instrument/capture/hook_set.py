@@ -120,7 +120,8 @@ class HookSet:
             if isinstance(group, ModuleHooks | FunctionHooks) and group.attached_hooks[0].site.layer.module in modules:
                 group.hooks.keep_registered()
         self._groups.append(watch)
-        watch.attach()
+        with uninterrupted():
+            self._attach(watch)
 
     def detach(self) -> None:
         """Remove all hooks in reverse order."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..actions.intervention import describe
 from ..dtensor import sharding_hooks
 from ..errors import HookError
-from ..lazy_compiler import exclude_from_graphs
+from ..lazy_compiler import exclude_from_graphs, has_compiled
 from ..nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
 from ..spec.base import HookBase
@@ -37,7 +37,7 @@ from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
 from .plain_record import PlainRecord
-from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, RAISED, TRANSFORMED
+from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import versions_of
 from .together import act_together, groups_of, is_together
@@ -54,7 +54,7 @@ class HookedModule(RunningModule):
         call: The call.
         leaf_hooks: The gradient hooks on leaf tensors of the module.
         plain: What records plain tensors, for the hooks that do nothing else.
-        called: The hooks whose functions were called.
+        called: The hooks whose functions were called, by code that is not compiled.
         fired: The hooks on values that fired.
         obstacles: Why a hook could not act on a tensor.
         gradients: The expected gradients of each hook on gradients.
@@ -79,8 +79,12 @@ class HookedModule(RunningModule):
             elif attached in self.called or has_raised:
                 attached.count_opportunity()
                 attached.count_miss(self.obstacles.get(attached, RAISED if has_raised else NO_TENSOR))
+            elif attached in self.compiled:
+                attached.count_opportunity()
+                attached.count_miss(PARTLY_COMPILED)
             else:
-                attached.count_exempt(NO_FUNCTION)
+                no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
+                attached.count_exempt(self.pause_reason or no_function)
 
 
 class HookedFunctions(FunctionMode):

@@ -35,7 +35,19 @@ OLD_NO_INPUT_GRAPH = (
 )
 TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors hooks cannot use"
 NO_FUNCTION = "the module was called, but none of the functions was called in it"
+NO_VISIBLE_FUNCTION = (
+    f"{NO_FUNCTION}; if a part of it is compiled by torch.compile (also torch.cond and flex_attention), functions in that part "
+    "are not seen"
+)
 ONLY_IN_OTHER_MODULES = "the module calls none of the functions; other modules that the hook matches call them"
+FAST_PATH = (
+    "the module, or one inside it, took PyTorch's fast path for evaluations without gradients (nn.MultiheadAttention, "
+    "nn.TransformerEncoder), in which functions are not seen; torch.backends.mha.set_fastpath_enabled(False) turns it off"
+)
+PARTLY_COMPILED = (
+    "a part of the module runs in code compiled by torch.compile (also torch.cond and flex_attention), in which functions are "
+    "not seen"
+)
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 REPEATED_ARGUMENT = (
     "the module got one tensor as several arguments, and it could not be evaluated again with separate ones: it returns this "

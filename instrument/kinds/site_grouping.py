@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
 from .clock import Clock
+from .function_pauses import FunctionPauses
 from .functions import FunctionHooks, FunctionThreads
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
@@ -68,6 +69,9 @@ def group_sites(
             owners = Owners(optimizers)
             for optimizer in optimizers:
                 yield _optimizer_hooks(group_type, optimizer, owners, sites, clock, steps_by_loop)
+    modules = [sites[0].site.layer.module for (group_type, *_), sites in groups.items() if group_type is FunctionHooks]
+    if modules:  # after the hooks that activate the modes
+        yield FunctionPauses(modules, clock, threads)
 
 
 def _optimizer_hooks(

@@ -2,7 +2,8 @@
 
 A `TorchFunctionMode` sees every torch function that Python code calls. It is active only inside the modules that hooks of
 kind `function` or `function_grad` match, and PyTorch disables it while it handles a call. A function that is written in
-Python is therefore seen as one call, without the functions that it calls.
+Python is therefore seen as one call, without the functions that it calls. Functions that compiled code calls are not
+observed: with most backends, it calls none of the functions in its source.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from ..lazy_compiler import compiler_entries
 from ..spec.base import HookBase
 from ..spec.globs import matches
 
@@ -61,14 +64,20 @@ class RunningModule:
     Attributes:
         frame: The Python frame of the call.
         observers: What observes its functions, by the name of the spec.
+        is_paused: Whether the mode is not active during this call.
         counts: The number of calls of each function so far, by the name of the spec and of the function.
-        has_pushed_mode: Whether the mode became active when this call started.
+        compiled: The observers whose functions were called by compiled code.
+        pause_reason: Why the mode was paused in it; None if it was not.
+        has_switched_mode: Whether the mode became active, or inactive, when this call started.
     """
 
     frame: FrameType
     observers: Mapping[str, Any]
+    is_paused: bool = False
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    has_pushed_mode: bool = False
+    compiled: set[Any] = field(default_factory=set)
+    pause_reason: str | None = None
+    has_switched_mode: bool = False
 
 
 class Owner(NamedTuple):
@@ -99,7 +108,8 @@ class FunctionMode(TorchFunctionMode):
         super().__init__()
         self.specs = specs
         self.running: list[RunningModule] = []
-        self._own_hooks = frozenset(id(hook.__code__) for hook in own_hooks)
+        # By the `id` of a code object: whether compiled code runs in it, or one of `own_hooks`.
+        self._is_compiled_code = {id(hook.__code__): False for hook in own_hooks}
         self._known: dict[Any, tuple[str, list[HookBase]] | None] = {}
 
     def selects(self, spec: HookBase, name: str) -> bool:
@@ -127,6 +137,8 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if is_compiling():  # the compiler traces this method, and finds nothing to add
+            return func(*args, **(kwargs or {}))
         try:
             known = self._known[func]
         except (KeyError, TypeError):  # a type error: a function that cannot be hashed
@@ -139,6 +151,7 @@ class FunctionMode(TorchFunctionMode):
 
     def _look_up(self, function: Any) -> tuple[str, list[HookBase]] | None:
         """Return the name of a function and the specs that select it; None if no spec does."""
+        self._is_compiled_code.update(compiler_entries())
         name = function_name(function)
         specs = [] if name is None else [spec for spec in self.specs if self.selects(spec, name)]
         known = None if name is None or not specs else (name, specs)
@@ -150,43 +163,65 @@ class FunctionMode(TorchFunctionMode):
 
     def _owners(self, name: str, specs: Sequence[HookBase]) -> list[Owner]:
         """Return the module calls that a call of a function belongs to, and count the call in each."""
-        frame = self._calling_module()
+        frame, is_compiled = self._calling_module()
         owners = []
         for spec in specs if frame is not None else ():
             for running in reversed(self.running):
                 observer = running.observers.get(spec.name)
                 if observer is None:
                     continue
-                if not spec.own or running.frame is frame:
+                if is_compiled:
+                    running.compiled.add(observer)
+                elif not spec.own or running.frame is frame:
                     number = running.counts[spec.name, name]
                     running.counts[spec.name, name] = number + 1
                     owners.append(Owner(running, observer, f"{name}.{number}"))
                 break
         return owners
 
-    def _calling_module(self) -> FrameType | None:
-        """Return the frame of the innermost module that runs; None if one of `own_hooks` calls the function."""
+    def _calling_module(self) -> tuple[FrameType | None, bool]:
+        """Return the frame of the innermost module that runs, and whether compiled code calls the function.
+
+        The frame is None if one of `own_hooks` calls the function.
+        """
         frame: FrameType | None = sys._getframe(3)
+        is_compiled = False
         while frame is not None and frame.f_code is not _CALL:
-            frame = None if id(frame.f_code) in self._own_hooks else frame.f_back
-        return frame
+            known = self._is_compiled_code.get(id(frame.f_code))
+            if known is False:
+                return None, False
+            is_compiled |= known is True
+            frame = frame.f_back
+        return frame, is_compiled
 
     def enter(self, running: RunningModule) -> None:
         """Start a call of a module."""
         while self.running and not _is_running(self.running[-1].frame):  # an interrupt ended it: PyTorch calls no hook
             self._end_last()
-        running.has_pushed_mode = all(mode is not self for mode in _get_current_function_mode_stack())
-        if running.has_pushed_mode:
-            _push_mode(self)
+        self._is_compiled_code.update(compiler_entries())
+        is_active = any(mode is self for mode in _get_current_function_mode_stack())
+        running.has_switched_mode = is_active == running.is_paused
+        if running.has_switched_mode:
+            self._switch(activate=not running.is_paused)
         self.running.append(running)
 
-    def leave(self, frame: FrameType | None) -> RunningModule | None:
-        """End the call of the module that runs in a frame. Return None if its start was not seen."""
-        if all(running.frame is not frame for running in self.running):
-            return None
-        while (running := self._end_last()).frame is not frame:
+    def pause(self, frame: FrameType, reason: str | None) -> None:
+        """Start a call of a module during which the mode is not active; see `instrument.plan.mode_pauses`."""
+        if self.running:
+            self.running[-1].pause_reason = reason
+            self.enter(RunningModule(frame, {}, is_paused=True))
+
+    def resume(self) -> None:
+        """End a pause before the module ends."""
+        if self.running and self.running[-1].is_paused:
+            self._end_last()
+
+    def leave(self, frame: FrameType | None, *, is_paused: bool = False) -> RunningModule | None:
+        """End the call, or the pause, of the module that runs in a frame. Return None if its start was not seen."""
+        ended = next((each for each in self.running if each.frame is frame and each.is_paused is is_paused), None)
+        while ended is not None and self._end_last() is not ended:
             pass
-        return running
+        return ended
 
     def leave_all(self) -> None:
         """End all calls."""
@@ -197,12 +232,15 @@ class FunctionMode(TorchFunctionMode):
 
     def _end_last(self) -> RunningModule:
         running = self.running.pop()
-        if running.has_pushed_mode:
-            self._deactivate()
+        if running.has_switched_mode:
+            self._switch(activate=running.is_paused)
         return running
 
-    def _deactivate(self) -> None:
-        """Remove the mode from PyTorch's stack, and keep those that were activated after it."""
+    def _switch(self, *, activate: bool) -> None:
+        """Add the mode to PyTorch's stack, or remove it and keep those that were activated after it."""
+        if activate:
+            _push_mode(self)
+            return
         if all(mode is not self for mode in _get_current_function_mode_stack()):
             # After an interrupt, the end of a `with` block of another mode removed this one instead of its own.
             if _get_current_function_mode_stack():
@@ -247,5 +285,7 @@ def written_tensor(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapp
     return None
 
 
-def _parameters(function: FunctionType) -> list[str]:
-    return [*inspect.signature(function).parameters]
+def _parameters(function: FunctionType) -> tuple[str, ...]:
+    """Return the names of the positional parameters. The wrappers of operators such as `**` wrap a function in C."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_varnames[: code.co_argcount]

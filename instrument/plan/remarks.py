@@ -43,20 +43,17 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
 
 
 def fast_paths(plan: HookPlan) -> list[str]:
-    """Return the modules whose fast path PyTorch does not use because of hooks.
+    """Return the transformer encoder layers whose fast path PyTorch does not use, because modules inside them have hooks.
 
-    These are transformer encoder layers with hooks on modules inside them, and all encoder layers and attention modules
-    inside a module whose functions are hooked.
+    Hooks on the functions of a module need hooks on all attention modules inside it; see `instrument.plan.mode_pauses`.
     """
     sites = [site for site in plan.sites if site.spec.definition.family == "module"]
     hooked = {id(site.layer.module) for site in sites}
-    inside = {id(part) for site in sites if site.spec.definition.of_functions for part in site.layer.module.modules()}
+    of_functions = [site.layer.module for site in sites if site.spec.definition.of_functions]
+    hooked |= {id(part) for module in of_functions for part in module.modules()}
     return [
         layer.label
         for layer in plan.layers
-        if (isinstance(layer.module, nn.TransformerEncoderLayer | nn.MultiheadAttention) and id(layer.module) in inside)
-        or (
-            isinstance(layer.module, nn.TransformerEncoderLayer)
-            and any(id(module) in hooked for module in layer.module.modules())
-        )
+        if isinstance(layer.module, nn.TransformerEncoderLayer)
+        and any(id(module) in hooked for module in layer.module.modules())
     ]

@@ -17,12 +17,14 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
 from ..spec.base import HookBase
 from .function_calls import FunctionMode, Owner, RunningModule, module_frame, selects, written_tensor
 from .hook_plan import Site
+from .mode_pauses import register_pauses_of
 from .modules import Layer, Layers
 
 
@@ -139,7 +141,7 @@ def infer_shapes(
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001
         listing.leave(module_frame()[0])
 
-    handles = []
+    handles: list[RemovableHandle] = []
     try:
         for layer in layers:
             handles += [
@@ -151,6 +153,7 @@ def infer_shapes(
                     layer.module.register_forward_pre_hook(enter),
                     layer.module.register_forward_hook(leave, prepend=True, always_call=True),
                 ]
+        handles += register_pauses_of(listing, (site.layer.module for site in function_sites))
         with without_side_effects(model, training), torch.enable_grad():
             forward()
     except ConfigError:
