@@ -12,12 +12,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
-from pyarrow.fs import LocalFileSystem
 
 from ..capture.tables import AS_WRITTEN, TABLES
+from ..sinks.checksums import REMEDY
 from ..sinks.journal import JournalReader
 from ..sinks.parts import OTHER_COLUMNS, Part, as_written, journals_of, part_files
-from ..sinks.remote_folder import arrow_name
+from ..sinks.remote_folder import arrow_name, is_address
 from .journals import rows_of
 from .remote_files import arrow_files
 from .run_files import UNREADABLE
@@ -72,8 +72,8 @@ class NewRows:
         self.columns = list(columns)
         self.moved = moved
         self.problems: list[str] = []
-        self._remote = arrow_files(folder)
-        self._arrow = self._remote or LocalFileSystem()
+        self._arrow = arrow_files(folder)
+        self._is_remote = is_address(folder)
         self._journals: dict[Part, JournalReader] = {}
         self._parts: dict[Part, FileVersion] = {}  # parts that were read, or whose row groups are in `_left`
         self._left: list[_RowGroup] = []  # read from the end
@@ -98,7 +98,7 @@ class NewRows:
             RowsRemovedError: Rows that were returned earlier were removed. Read the table with a new object.
         """
         # Journals are listed first: one that is converted meanwhile is then found as a Parquet file.
-        journals = {} if self._remote is not None else journals_of(self.folder, self.table.name)
+        journals = {} if self._is_remote else journals_of(self.folder, self.table.name)
         listed = {part: path for (_, part), path in journals.items()}
         for part, path in listed.items():
             if part not in self._parts:
@@ -177,7 +177,7 @@ class NewRows:
 
     def _version(self, file: Path) -> FileVersion:
         """Return what differs between two files with the same name; None for remote files, which would be slow."""
-        if self._remote is not None:
+        if self._is_remote:
             return None
         try:
             about = file.stat()
@@ -192,7 +192,7 @@ class NewRows:
         except FileNotFoundError:
             raise RowsRemovedError(file) from None
         except UNREADABLE as error:
-            self._problem(file, f"cannot be read: {str(error).strip().partition(chr(10))[0]}")
+            self._problem(file, f"cannot be read: {str(error).strip().partition(chr(10))[0]}; {REMEDY}")
             return []
         return [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
 
@@ -205,7 +205,7 @@ class NewRows:
         except FileNotFoundError:
             raise RowsRemovedError(group.file) from None
         except UNREADABLE as error:
-            self._problem(group.file, f"cannot be read: {str(error).strip().partition(chr(10))[0]}")
+            self._problem(group.file, f"cannot be read: {str(error).strip().partition(chr(10))[0]}; {REMEDY}")
             return None
         if group.skipped:
             rows = (as_written(rows) if self.table.is_sorted else rows).slice(group.skipped)

@@ -142,11 +142,11 @@ class _Collection:
         return left[RUN].to_list()
 
     def _table_files(self) -> TableFiles:
-        """Return the files of the selected runs after checking their footers."""
+        """Return the files of the selected runs after checking what polars does not check."""
         table, files = self.source.table, self.source.queried.files
 
         def check(run: int) -> None:
-            files[run].retry_if_merged(lambda: files[run].check_footers(table), table)
+            files[run].retry_if_merged(lambda: files[run].check_columns(table, self.read), table)
 
         with ThreadPoolExecutor(READERS) as readers:
             list(readers.map(check, self.runs))
@@ -184,6 +184,7 @@ class _Collection:
             missing_columns="insert",
             extra_columns="ignore",
             glob=False,
+            hive_partitioning=False,
             include_file_paths=FILE if self.run_column_names else None,
         )
         if self.run_column_names:

@@ -1,25 +1,24 @@
-"""Arrow file systems for remote folders."""
+"""File systems with the files of runs, local or remote. Their files verify what is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 from pyarrow import PythonFile
 from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 
 from ..errors import InstrumentError
+from ..sinks.checksums import LOCAL_FILES, CheckedFile
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
 
 
-def arrow_files(folder: Path) -> FileSystem | None:
-    """Return the Arrow file system of a remote folder; None for a local folder."""
-    if not is_address(folder):
-        return None
-    return PyFileSystem(_Handler(cast(Any, folder).fs))
+def arrow_files(folder: Path) -> FileSystem:
+    """Return the Arrow file system of a folder."""
+    return PyFileSystem(_Handler(cast(Any, folder).fs)) if is_address(folder) else LOCAL_FILES
 
 
 @contextmanager
@@ -38,13 +37,27 @@ def remote_errors(location: object) -> Iterator[None]:
         raise InstrumentError(f"{location} cannot be reached: {safe_message(error)}") from None
 
 
+def open_remote(files: Any, path: str) -> CheckedFile:
+    """Open a file of an fsspec file system.
+
+    Exactly the requested bytes are read, without read-ahead: readers request the needed columns in large ranges.
+
+    Raises:
+        DamagedFileError: The footer of the file does not match its checksum.
+        FileNotFoundError: The file does not exist.
+        InstrumentError: The remote folder cannot be reached.
+    """
+    with remote_errors(path):
+        file = _File(files.open(path, mode="rb", cache_type="none"), path)
+    return CheckedFile(cast(BinaryIO, file))
+
+
 class _Handler(FSSpecHandler):  # type: ignore[misc]
-    """Reads exactly the requested bytes, without read-ahead: Arrow requests the needed columns in large ranges."""
+    """Opens remote files as checked files."""
 
     def open_input_file(self, path: str) -> PythonFile:
         """Open a file for random access."""
-        with remote_errors(path):
-            return PythonFile(_File(self.fs.open(path, mode="rb", cache_type="none"), path), mode="r")
+        return PythonFile(open_remote(self.fs, path), mode="r")
 
 
 class _File:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..errors import InstrumentWarning
+from ..sinks.checksums import REMEDY, column_ranges, open_checked
 from ..sinks.journal_truncation_check import DAMAGED
 from ..sinks.lock import is_locked
 from ..sinks.missing_journals import lost_journals, rows_written
@@ -27,7 +28,7 @@ from ..sinks.parts import (
     journals_of,
     part_files,
 )
-from ..sinks.remote_folder import arrow_name, moved_to
+from ..sinks.remote_folder import arrow_name, is_address, moved_to
 from ..spec.statistics import STATISTICS
 from .journals import Journals
 from .remote_files import arrow_files, remote_errors
@@ -68,10 +69,12 @@ class RunFiles:
         self.folder = folder
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
+        self._is_remote = is_address(folder)
         self._journals = Journals(folder)
         self._checked_folders: set[str] = set()  # folders that were checked for foreign files
         self._damaged_files: set[Path] = set()
         self._valid_files: set[Path] = set()
+        self._verified_columns: dict[Path, set[str]] = {}
 
     def info(self) -> dict[str, Any]:
         """Return the content of run.json as far as it can be read.
@@ -93,14 +96,14 @@ class RunFiles:
         for name in ("overrides", "metrics"):
             if not isinstance(info.get(name), dict):
                 info[name] = {}
-        if self._arrow is None and (address := moved_to(info)) is not None:
+        if not self._is_remote and (address := moved_to(info)) is not None:
             self._problem(path, f"files were moved to {address}: load this address to read all rows")
-        if info["status"] == "running" and self._arrow is None and not is_locked(self.folder):
+        if info["status"] == "running" and not self._is_remote and not is_locked(self.folder):
             info["status"] = "killed"
         return info
 
     def _text_of(self, path: Path) -> str:
-        if self._arrow is None:
+        if not self._is_remote:
             return path.read_text()
         with remote_errors(path):
             content = path.read_bytes()
@@ -117,7 +120,7 @@ class RunFiles:
 
     def _unwritten(self, name: str) -> dict[Part, list[pa.Table]]:
         """Return the rows of the journals of a table; empty for a remote run, since journals are not uploaded."""
-        if self._arrow is not None:
+        if self._is_remote:
             return {}
         written, damaged = rows_written(self.folder)
         rows, problems = self._journals.read(TABLES[name], written)
@@ -135,6 +138,31 @@ class RunFiles:
         for file in self.table_files(name)[0]:
             if file not in self._valid_files and self._is_valid(file, TABLES[name]):
                 self._valid_files.add(file)
+
+    def check_columns(self, name: str, columns: Collection[str]) -> None:
+        """Verify columns of all Parquet files of a table, for a reader that verifies no checksums; check their footers too.
+
+        Damaged files are no longer listed. Of remote files, only footers are checked. Columns that were verified before are not read again.
+
+        Args:
+            name: Name of the table.
+            columns: Names of the columns.
+
+        Raises:
+            FileNotFoundError: A file was deleted in the meantime.
+        """
+        self.check_footers(name)
+        for file in [] if self._is_remote else self.table_files(name)[0]:
+            if rest := set(columns) - self._verified_columns.setdefault(file, set()):
+                try:
+                    with open_checked(str(file)) as content:
+                        for start, size in column_ranges(pq.read_metadata(content), rest):
+                            content.verify(start, start + size)
+                except FileNotFoundError:
+                    raise
+                except UNREADABLE as error:
+                    self._mark_damaged(file, error)
+                self._verified_columns[file] |= rest
 
     def lacks_columns(self, file: Path, name: str) -> bool:
         """Return whether a file was written by an earlier version, without some of the current columns.
@@ -198,7 +226,7 @@ class RunFiles:
                     for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
                         yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
             except UNREADABLE as error:
-                self._problem(file, f"cannot be read: {_first_line(error)}")
+                self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
 
     def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
         """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
@@ -230,7 +258,7 @@ class RunFiles:
             try:
                 count += piece.count_rows()
             except UNREADABLE as error:
-                self._problem(file, f"cannot be read: {_first_line(error)}")
+                self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
         return count
 
     def report_skipped(self, table: str, what: str) -> None:
@@ -258,7 +286,7 @@ class RunFiles:
             try:
                 read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
             except UNREADABLE as error:
-                self._problem(file, f"cannot be read: {_first_line(error)}")
+                self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
         return _in_written_order(table, pa.concat_tables(read), columns)
 
     def _fragments(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
@@ -276,8 +304,7 @@ class RunFiles:
             yield from ((self.folder / JOURNALS, piece) for piece in ds.dataset(rows).get_fragments())
 
     def _opened(self, file: Path) -> ds.Fragment:
-        content = pa.OSFile(str(file)) if self._arrow is None else self._arrow.open_input_file(arrow_name(file))
-        return ds.ParquetFileFormat().make_fragment(content)
+        return ds.ParquetFileFormat().make_fragment(self._arrow.open_input_file(arrow_name(file)))
 
     def _is_valid(self, file: Path, table: Table) -> bool:
         try:
@@ -298,10 +325,10 @@ class RunFiles:
 
     def _mark_damaged(self, file: Path, error: Exception) -> None:
         self._damaged_files.add(file)
-        self._problem(file, f"cannot be read: {_first_line(error)}")
+        self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
 
     def _check_foreign_files(self, table: str) -> None:
-        for subfolder in {table, JOURNALS} - self._checked_folders if self._arrow is None else ():
+        for subfolder in {table, JOURNALS} - self._checked_folders if not self._is_remote else ():
             self._checked_folders.add(subfolder)
             for file in foreign_files(self.folder, subfolder):
                 self._problem(file, "not a file of a run: skipped")

@@ -27,6 +27,8 @@ from .run_files import RunFiles
 if TYPE_CHECKING:
     import duckdb
 
+    from .duckdb_files import DuckDBFiles
+
 RUNS = "runs"
 WHERE = "run.sql"
 _UNKNOWN = re.compile(
@@ -47,13 +49,15 @@ def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
         import duckdb
     except ImportError:
         raise InstrumentError(f"run.sql requires DuckDB: {pip_command('sql')}") from None
-    views = _Views(queried, query)
+    from .duckdb_files import DuckDBFiles
+
+    files = DuckDBFiles(queried.files[0].folder)
+    views = _Views(queried, query, files)
     problems = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
         try:
             with duckdb.connect(config={"python_enable_replacements": "false"}) as connection:
-                if views.remote:
-                    connection.register_filesystem(queried.files[0].folder.fs)  # type: ignore[attr-defined]
+                connection.register_filesystem(files)
                 views.make(connection)
                 if not connection.extract_statements(query):
                     raise ConfigError(Problem(WHERE, "the query is empty", query))
@@ -65,7 +69,7 @@ def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
                 continue
             if isinstance(error, duckdb.DataError | duckdb.ProgrammingError | duckdb.NotSupportedError):
                 raise views.config_error(error) from None
-            raise InstrumentError(f"{WHERE}: {safe_message(error)}") from None
+            raise InstrumentError(f"{WHERE}: {safe_message(files.error or error)}") from None
         except Exception as error:  # storage clients raise many types of errors
             if isinstance(error, InstrumentError) or not views.remote:
                 raise
@@ -79,8 +83,9 @@ class _Views:
     checked, and finally all files are read.
     """
 
-    def __init__(self, queried: RunsToQuery, query: str) -> None:
+    def __init__(self, queried: RunsToQuery, query: str, files: DuckDBFiles) -> None:
         self.queried = queried
+        self.files = files
         self.query = query
         self.names: list[str] = []
         self.remote = is_address(queried.files[0].folder)
@@ -172,8 +177,8 @@ class _Views:
             [f"{_lookup_expression(values, owners)} as {_quoted_name(name)}" for name, values in columns.items()]
             for columns in (before, after)
         )
-        files = ", ".join(_quoted_string(_without_glob(str(path))) for path in paths)
-        options = ", union_by_name = true" if by_name else ""
+        files = ", ".join(_quoted_string(self.files.name(path)) for path in paths)
+        options = f", hive_partitioning = false, union_by_name = {str(by_name).lower()}"
         return f"select {', '.join([*first, '*', *last])} from read_parquet([{files}]{options})"
 
 
@@ -208,8 +213,3 @@ def _quoted_string(text: str) -> str:
 
 def _quoted_name(text: str) -> str:
     return '"' + text.replace('"', '""') + '"'
-
-
-def _without_glob(path: str) -> str:
-    """Escape the glob characters of a path."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in path)

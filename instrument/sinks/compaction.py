@@ -19,6 +19,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from ..capture.tables import TABLES, Table
+from .checksums import LOCAL_FILES, REMEDY
 from .parts import JOURNALS, ROW_GROUP_BYTES, TENSOR_ROW_GROUP_ROWS, Part, in_order, new_part, part_files, written_parts
 from .recovery import recover
 
@@ -76,7 +77,8 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
 
 class _UnreadableError(Exception):
     def __init__(self, file: Path, error: Exception) -> None:
-        super().__init__(f"cannot be read: {str(error).strip().partition(chr(10))[0]}; the file is kept unchanged")
+        reason = str(error).strip().partition("\n")[0]
+        super().__init__(f"cannot be read: {reason}; the file is kept unchanged; {REMEDY}")
         self.file = file
 
 
@@ -121,9 +123,9 @@ def _remove_merged(folder: Path, table: str) -> None:
 def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
     for file in files:
         try:
-            if missing := set(pq.read_schema(file).names) ^ set(table.schema.names):
+            content = ds.dataset(str(file), schema=table.schema, format="parquet", filesystem=LOCAL_FILES)
+            if missing := set(pq.read_schema(str(file), filesystem=LOCAL_FILES).names) ^ set(table.schema.names):
                 raise pa.ArrowInvalid(f"its columns differ: {', '.join(sorted(missing))}")
-            content = ds.dataset(str(file), schema=table.schema, format="parquet")
             for batch in content.to_batches(batch_size=ROW_GROUP_ROWS, batch_readahead=1, fragment_readahead=1):
                 yield pa.Table.from_batches([batch])
         except UNREADABLE as error:

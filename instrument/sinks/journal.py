@@ -1,22 +1,35 @@
 """The journal: an Arrow stream file of rows that are not in a Parquet file yet.
 
 When `append` returns, the operating system has the data, which survives the end of the process. The rows of one step
-and table are one message of the stream, written in one call. A reader sees complete messages and possibly an incomplete
-last one.
+and table are one message of the stream. A reader sees complete messages and possibly an incomplete last one.
+
+Each message has checksums in the padding between its metadata and its body, which Arrow skips:
+
+    FFFFFFFF | size of metadata and checksums | metadata | MAGIC, size and CRC-32 of the body | CRC-32 of all before | body
+
+So a damaged message is an error, and it is not mistaken for an incomplete one. Journals of earlier versions have none.
 """
 
 from __future__ import annotations
 
 import os
+import struct
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pyarrow as pa
 
 from ..capture.message_template import Message
+from .checksums import REMEDY
 
 SUFFIX = ".arrows"
+MAGIC = b"INSTRROW"
+CHECKS = struct.Struct("<8sQI")  # MAGIC, size of the body, CRC-32 of the body; followed by the CRC-32 of all before
+CHECKS_BYTES = CHECKS.size + 4
+PREFIX_BYTES = 8  # STREAM_MAGIC and the size of the metadata
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
 # Parts of Arrow's error messages for a stream that ends within a message.
 TRUNCATION_MESSAGES = ("Expected to", " bytes available")
@@ -55,11 +68,13 @@ class Journal:
         self.rows += batch.num_rows
 
     def _write(self, message: pa.Buffer | bytearray) -> None:
-        rest = memoryview(message)
-        size = len(rest)
+        content = _with_checksums(message)
+        size = sum(map(len, content))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            for part in content:
+                rest = part
+                while rest:
+                    rest = rest[self._file.write(rest) :]
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:
@@ -112,9 +127,8 @@ class JournalReader:
     problem: str | None = None
     rows: int = 0
     end: int = 0
-    _head: bytes = field(default=b"", repr=False)  # the message with the schema
     _source: pa.NativeFile | None = field(default=None, repr=False)
-    _stream: pa.ipc.RecordBatchStreamReader | None = field(default=None, repr=False)
+    _has_checksums: bool = field(default=True, repr=False)
 
     @classmethod
     def of(cls, path: Path, *, exclusive: bool = False, after: JournalReader | None = None) -> JournalReader:
@@ -128,63 +142,107 @@ class JournalReader:
         Raises:
             FileNotFoundError: The file does not exist, for example because its rows are in a Parquet file now.
         """
-        if after is not None and after.schema is not None:
-            reading = cls(path, rows=after.rows, end=after.end, _head=after._head)
-        else:
-            reading = cls(path)
+        reading = cls(path) if after is None or after.schema is None else replace(after, torn=False, problem=None)
         if not path.stat().st_size:
             reading.torn = True
             return reading
-        # Not opened as a stream: Arrow then checks a damaged length against the size of the content.
-        content = (
-            pa.memory_map(str(path)) if exclusive else pa.BufferReader(reading._head + _content_from(path, reading.end))
-        )
-        beginning = content.read(len(STREAM_MAGIC))
-        if beginning != STREAM_MAGIC[: len(beginning)]:
-            reading.problem = "not an Arrow stream: the file is not read"
-            return reading
-        content.seek(0)
-        try:
-            reading._source = content
-            reading._stream = pa.ipc.open_stream(reading._source)
-            reading.schema = reading._stream.schema
-        except UNREADABLE as error:
-            reading._set_problem(error)
-            return reading
-        if not reading._head:
-            reading.end = content.tell()
-            content.seek(0)
-            reading._head = content.read(reading.end)
+        # A buffer or a map: Arrow then checks a damaged length against the size of the content.
+        reading._source = pa.memory_map(str(path)) if exclusive else pa.BufferReader(_content_from(path, reading.end))
+        if reading.schema is None:
+            reading._read_schema(reading._source)
         return reading
+
+    def _read_schema(self, source: pa.NativeFile) -> None:
+        start = source.read(PREFIX_BYTES)
+        if not start.startswith(STREAM_MAGIC[: len(start)]):
+            self.problem = f"not an Arrow stream: the file is not read; {REMEDY}"
+            return
+        self._has_checksums = MAGIC in source.read(_size_of_metadata(start))
+        source.seek(0)
+        with self._errors_recorded():
+            message = self._next_message(source)
+            if message is not None:
+                self.schema = pa.ipc.read_schema(message)
+                self.end = source.tell()
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
-        while self._stream is not None and self._source is not None:
+        while self.schema is not None and self._source is not None:
             began = self._source.tell()
-            try:
-                batch = self._stream.read_next_batch()
-                batch.validate(full=True)
-            except StopIteration:
-                if self._source.tell() < self._source.size():
-                    self.problem = "the stream ends before the file does; the rest is not read"
-                return
-            except UNREADABLE as error:
-                self._set_problem(error)
+            batch = None
+            with self._errors_recorded():
+                message = self._next_message(self._source)
+                if message is not None:
+                    batch = pa.ipc.read_record_batch(message, self.schema)
+                    batch.validate(full=True)
+            if batch is None:
                 return
             self.end += self._source.tell() - began
             self.rows += batch.num_rows
             yield batch
 
+    def _next_message(self, source: pa.NativeFile) -> pa.ipc.Message | None:
+        """Return the next message; None at the end of the file, or if the next message is incomplete or damaged."""
+        began = source.tell()
+        if began == source.size():
+            return None
+        if self._has_checksums and not self._is_correct(source):
+            return None
+        source.seek(began)
+        return pa.ipc.read_message(source)
+
+    def _is_correct(self, source: pa.NativeFile) -> bool:
+        """Return whether the next message is complete and has the right checksums."""
+        start = source.read(PREFIX_BYTES)
+        size = _size_of_metadata(start)
+        metadata = source.read(size)
+        checks = metadata[-CHECKS_BYTES:]
+        # A complete message in which the size is damaged contains all of its checksums.
+        has_checks = MAGIC in metadata[: len(metadata) + len(MAGIC) - CHECKS_BYTES]
+        if len(start) < PREFIX_BYTES or (len(metadata) < size and not has_checks):
+            self.torn = True
+            return False
+        is_intact = checks.startswith(MAGIC) and zlib.crc32(metadata[:-4], zlib.crc32(start)) == int.from_bytes(
+            checks[-4:], "little"
+        )
+        if is_intact:
+            _, size, checksum = CHECKS.unpack_from(checks)
+            body = source.read_buffer(size)
+            self.torn = len(body) < size
+            is_intact = self.torn or zlib.crc32(body) == checksum
+        if not is_intact:
+            self.problem = f"the rows after row {self.rows:,} do not match their checksum: they are not read; {REMEDY}"
+        return is_intact and not self.torn
+
     def without_content(self) -> JournalReader:
         """Return this reading without the content that was read, as the start of the next one."""
-        return replace(self, _source=None, _stream=None)
+        return replace(self, _source=None)
 
-    def _set_problem(self, error: Exception) -> None:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if any(words in text for words in TRUNCATION_MESSAGES):
-            self.torn = True
-        else:
-            self.problem = f"{text}; the rest is not read"
+    @contextmanager
+    def _errors_recorded(self) -> Iterator[None]:
+        """Record an error of Arrow: only journals of earlier versions, which have no checksums, cause one."""
+        try:
+            yield
+        except UNREADABLE as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            if any(words in text for words in TRUNCATION_MESSAGES):
+                self.torn = True
+            else:
+                self.problem = f"{text}; the rest is not read; {REMEDY}"
+
+
+def _with_checksums(message: pa.Buffer | bytearray) -> tuple[memoryview, memoryview]:
+    """Return the two parts of a message with checksums: everything before the body, and the body."""
+    content = memoryview(message)
+    metadata = content[PREFIX_BYTES : PREFIX_BYTES + _size_of_metadata(content)]
+    body = content[PREFIX_BYTES + len(metadata) :]
+    size = (len(metadata) + CHECKS_BYTES).to_bytes(4, "little")
+    start = b"".join((STREAM_MAGIC, size, metadata, CHECKS.pack(MAGIC, len(body), zlib.crc32(body))))
+    return memoryview(start + zlib.crc32(start).to_bytes(4, "little")), body
+
+
+def _size_of_metadata(start: bytes | memoryview) -> int:
+    return int.from_bytes(start[len(STREAM_MAGIC) : PREFIX_BYTES], "little")
 
 
 def _content_from(path: Path, start: int) -> bytes:

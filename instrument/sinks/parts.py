@@ -25,6 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, with_positions
+from .checksums import add_checksums
 from .journal import SUFFIX, JournalReader
 from .journal_truncation_check import NAME, truncation_problem
 
@@ -285,6 +286,7 @@ def new_part(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> 
     try:
         with pq.ParquetWriter(temporary, table.schema, **_options(table)) as writer:
             yield writer
+        add_checksums(temporary)
         if fsync:
             _sync(temporary)
         os.replace(temporary, file)
@@ -307,6 +309,7 @@ def _sync(path: Path) -> None:
 def _options(table: Table) -> dict[str, Any]:
     labels = [column.name for column in table.columns if pa.types.is_dictionary(column.type)]
     options: dict[str, Any] = {"use_dictionary": labels, "compression": "zstd", "compression_level": 1}
+    options["write_page_checksum"] = True
     if table.is_sorted:
         options["sorting_columns"] = [pq.SortingColumn(table.schema.get_field_index(name)) for name in ORDER]
     if table.name == "tensors":

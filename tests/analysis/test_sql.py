@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
@@ -144,6 +147,47 @@ def test_special_characters_in_folder_names_are_literal(oddly_named: instrument.
         lambda rows: rows.filter(pl.col("run") == name).group_by("run", "x").agg(pl.len()),
     )
     assert answer == [(name, NAMES.index(name), 12)]
+
+
+FOLDER_NAMES = st.one_of(
+    st.sampled_from(
+        ["lr=0.1", "step=3", "layer=x", "mean=9", "run=7", "seed=1", "=", "a=", "=a", "%20", "a b", "[a]*?"]
+    ),
+    st.text(st.sampled_from("ab=0 .%'\"[]*?{}#&~-+;,$!äß雪"), min_size=1, max_size=8).filter(
+        lambda name: not name.startswith(".") and name == name.strip()
+    ),
+)
+
+
+def check_readers(root: Path, names: Sequence[str]) -> None:
+    """Write one run per folder name, and check that every reader returns the rows that were written."""
+    for number, name in enumerate(names):
+        make_run(root / name / names[number - 1], overrides={"lr": number}, mean=10 * number)
+    expected = [
+        (10.0 * number + step, step, layer)
+        for number in range(len(names))
+        for step in range(STEPS)
+        for layer in ("a", "b")
+    ]
+    run = instrument.load(root)
+    columns = ["mean", "step", "layer"]
+    for frame in (run.stats, run.sql("select * from stats"), run.lazy("stats").collect().to_pandas()):
+        assert sorted(tuples(frame[columns])) == expected
+        assert frame.columns.tolist() == run.stats.columns.tolist()
+    batches = run.scan("stats", columns)
+    assert sorted(row for batch in batches for row in zip(*batch.to_pydict().values(), strict=True)) == expected
+    assert run.problems == []
+
+
+def test_folders_named_like_columns_are_no_columns(tmp_path: Path) -> None:
+    check_readers(tmp_path, ["lr=0.1", "step=3", "layer=x", "mean=9", "run=7", "=", "a%20 b", "[a]*?"])
+
+
+@pytest.mark.slow
+@given(st.lists(FOLDER_NAMES, min_size=1, max_size=3, unique=True))
+def test_every_reader_returns_the_same_table_for_any_folder_name(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        check_readers(Path(root), names)
 
 
 def test_files_excluded_by_a_run_condition_are_not_opened(tmp_path: Path) -> None:

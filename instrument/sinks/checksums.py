@@ -1,0 +1,227 @@
+"""Checksums of Parquet files, so that damage on disk is an error instead of other values.
+
+Each page has the CRC-32 of the Parquet format, which other readers can verify. It covers neither the headers of pages nor
+the footer. This package therefore adds a block in front of the footer, which Parquet readers skip:
+
+    row groups | position, size and CRC-32 of each column of each row group | number of columns, CRC-32, MAGIC | footer
+
+The second CRC-32 covers the block and the footer. A `CheckedFile` verifies the footer when it is opened, and each column
+when it is read. Files without a block, of earlier versions, are read unverified.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Collection
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow.parquet as pq
+from pyarrow import PythonFile
+from pyarrow.fs import FileInfo, FileSelector, FSSpecHandler, LocalFileSystem, PyFileSystem
+
+REMEDY = "restore the file from a copy, or repeat the run"
+"""What to do about a damaged file, for messages."""
+MAGIC = b"INSTRCRC"
+CHUNK_BYTES = 2**20  # The bytes that are read at once to compute a checksum.
+TAIL_BYTES = 2**16  # The bytes at the end that are read first. Parquet readers request the same number.
+_COLUMN = struct.Struct("<QQI")  # position, size, CRC-32
+_END = struct.Struct("<II8s")  # number of columns, CRC-32 of the block and the footer, MAGIC
+_FOOTER_END = struct.Struct("<I4s")  # size of the footer, "PAR1"
+
+
+class DamagedFileError(OSError):
+    """The content of a file does not match its checksums."""
+
+
+def add_checksums(path: Path) -> None:
+    """Insert the block of checksums into a complete Parquet file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    columns = column_ranges(pq.read_metadata(path))
+    with open(path, "r+b") as file:
+        block = b"".join(_COLUMN.pack(start, size, _checksum_of(file, start, size)) for start, size in columns)
+        file.seek(-_FOOTER_END.size, os.SEEK_END)
+        footer_size, _ = _FOOTER_END.unpack(file.read())
+        start = file.seek(-_FOOTER_END.size - footer_size, os.SEEK_END)
+        footer = file.read()
+        file.seek(start)
+        file.write(block + _END.pack(len(columns), zlib.crc32(footer, zlib.crc32(block)), MAGIC) + footer)
+
+
+def _checksum_of(file: BinaryIO, start: int, size: int) -> int:
+    file.seek(start)
+    checksum = 0
+    for at in range(0, size, CHUNK_BYTES):
+        checksum = zlib.crc32(file.read(min(CHUNK_BYTES, size - at)), checksum)
+    return checksum
+
+
+def column_ranges(metadata: pq.FileMetaData, names: Collection[str] | None = None) -> list[tuple[int, int]]:
+    """Return the position and the size in bytes of each column of each row group.
+
+    Args:
+        metadata: The content of the footer.
+        names: The names of the columns; None for all.
+    """
+    ranges = []
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            if names is None or column.path_in_schema.partition(".")[0] in names:
+                start = column.dictionary_page_offset or column.data_page_offset
+                ranges.append((start, column.total_compressed_size))
+    return sorted(ranges)
+
+
+class CheckedFile(io.RawIOBase):
+    """A Parquet file that verifies what is read.
+
+    Each thread has a position of its own, so that several threads can read.
+
+    Args:
+        file: The file.
+
+    Raises:
+        DamagedFileError: From the constructor and `read`: the content does not match its checksums.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size = file.seek(0, os.SEEK_END)
+        self._lock = threading.Lock()
+        self._position = threading.local()
+        self._tail_start, self._tail = self.size, b""
+        self._tail = self._bytes(max(0, self.size - TAIL_BYTES), self.size)
+        self._tail_start = self.size - len(self._tail)
+        self._end = self.size  # of the columns
+        self._columns: list[tuple[int, int, int]] = []
+        self._verified: set[int] = set()
+        try:
+            self._read_block()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_block(self) -> None:
+        size = int.from_bytes(self._tail[-_FOOTER_END.size : -4], "little") + _FOOTER_END.size + _END.size
+        end = self._bytes(self.size - size, self.size) if size <= self.size else b""
+        if end[_END.size - len(MAGIC) : _END.size] != MAGIC:
+            if MAGIC in self._tail:
+                raise DamagedFileError("its last bytes are damaged")
+            return
+        count, checksum, _ = _END.unpack_from(end)
+        start = self.size - size - count * _COLUMN.size
+        block = self._bytes(start, self.size - size) if start >= 0 else b""
+        if zlib.crc32(end[_END.size :], zlib.crc32(block)) != checksum:
+            raise DamagedFileError("its footer does not match its checksum")
+        self._end = start
+        self._columns = list(_COLUMN.iter_unpack(block))
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        if start >= self._tail_start:
+            return self._tail[start - self._tail_start : end - self._tail_start]
+        with self._lock:
+            self._file.seek(start)
+            return self._file.read(end - start)
+
+    def read(self, size: int = -1) -> bytes:
+        """Read the next bytes, and verify the columns that they belong to."""
+        start = self.tell()
+        end = self.size if size < 0 else min(start + size, self.size)
+        content = self._bytes(start, end)
+        self._position.value = start + len(content)
+        self.verify(start, end, content)
+        return content
+
+    def verify(self, start: int, end: int, content: bytes = b"") -> None:
+        """Verify the columns that overlap a range of bytes.
+
+        Args:
+            start: The position of the first byte.
+            end: The position after the last byte.
+            content: The bytes of the range; others are read.
+
+        Raises:
+            DamagedFileError: The content does not match its checksums.
+        """
+        index = max(0, bisect_right(self._columns, (start,)) - 1)
+        for position, size, checksum in self._columns[index:]:
+            if position >= end:
+                break
+            if position + size <= start or position in self._verified:
+                continue
+            if start <= position and position + size <= start + len(content):
+                column = memoryview(content)[position - start : position - start + size]
+            elif end > self._end:  # to read the footer, readers request more bytes than it has
+                continue
+            else:
+                column = memoryview(self._bytes(position, position + size))
+            if zlib.crc32(column) != checksum:
+                raise DamagedFileError(f"bytes {position:,} to {position + size:,} do not match their checksum")
+            self._verified.add(position)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Set the position of this thread."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.size}[whence]
+        self._position.value = base + offset
+        return base + offset
+
+    def tell(self) -> int:
+        """Return the position of this thread."""
+        position: int = getattr(self._position, "value", 0)
+        return position
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+        super().close()
+
+
+def open_checked(path: str) -> CheckedFile:
+    """Open a local file.
+
+    Raises:
+        DamagedFileError: Its footer does not match its checksum.
+    """
+    return CheckedFile(open(path, "rb"))
+
+
+class _LocalHandler(FSSpecHandler):  # type: ignore[misc]
+    """Opens local files as checked files; its other methods are those of Arrow's local file system."""
+
+    def get_type_name(self) -> str:
+        """Return the name of the kind of file system."""
+        return "checked"
+
+    def get_file_info(self, paths: list[str]) -> list[FileInfo]:
+        """Return what Arrow needs to know about files."""
+        infos: list[FileInfo] = self.fs.get_file_info(paths)
+        return infos
+
+    def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
+        """Return what Arrow needs to know about the files in a folder."""
+        infos: list[FileInfo] = self.fs.get_file_info(selector)
+        return infos
+
+    def open_input_file(self, path: str) -> PythonFile:
+        """Open a file for random access."""
+        return PythonFile(open_checked(path), mode="r")
+
+
+LOCAL_FILES = PyFileSystem(_LocalHandler(LocalFileSystem()))
+"""The local file system, with files that verify what is read."""

@@ -1,0 +1,197 @@
+"""A bit that flips in a file of a run is reported, or changes nothing that is read, whichever reader reads the file."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiers import tiered
+
+import instrument
+from instrument import InstrumentError
+from instrument.analysis.new_rows import NewRows, RowsRemovedError
+from instrument.analysis.run_files import RunFiles
+from instrument.capture.tables import TABLES
+from instrument.sinks.checksums import LOCAL_FILES, DamagedFileError
+from instrument.sinks.compaction import compact
+from instrument.sinks.journal import Journal, JournalReader
+from instrument.sinks.parquet import ParquetSink
+
+KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
+STEPS = 6
+MEANS = [0.5 + step for step in range(STEPS)]
+VALUES = np.random.default_rng(0).normal(size=(STEPS, 3, 2)).astype("f4")
+
+
+def write_run(folder: Path, *, close: bool) -> Path:
+    """Write `MEANS` and `VALUES`, one part per table after three steps; the rest is in the journals unless closed."""
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    sink = ParquetSink(folder)
+    for step in range(STEPS):
+        sink.write("stats", [(step, 0, 0, *KEY, 8, MEANS[step], *[0.0] * 8, 0, 0, None, None, None, [8], None)])
+        sink.keep((step, 0, 0, *KEY), [3, 2], torch.from_numpy(VALUES[step]))
+        sink.end_step()
+        if step == 2:
+            sink.finish_parts()
+    if close:
+        sink.close()
+    return folder
+
+
+def from_pandas(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+    run = instrument.load(folder)
+    return run.stats["mean"].tolist(), [value.tolist() for value in run.tensors()["values"]], run.problems
+
+
+def from_duckdb(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+    run = instrument.load(folder)
+    means = run.sql("select mean from stats order by step")["mean"].tolist()
+    values = run.sql('select "values" from tensors order by step')["values"]
+    return means, [np.reshape(value, (3, 2)).tolist() for value in values], run.problems
+
+
+def from_polars(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+    run = instrument.load(folder)
+    means = run.lazy("stats").sort("step").collect()["mean"].to_list()
+    values = run.lazy("tensors").select("step", "values").sort("step").collect()["values"]
+    return means, [np.reshape(value, (3, 2)).tolist() for value in values], run.problems
+
+
+def from_scan(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+    """Read in batches, as features, replays and exports do."""
+    files = RunFiles(folder)
+    means = [mean for batch in files.scan("stats", ["mean"]) for mean in batch["mean"].to_pylist()]
+    values = [value for batch in files.scan("tensors", ["values"]) for value in batch["values"].to_pylist()]
+    return means, [np.reshape(value, (3, 2)).tolist() for value in values], files.problems
+
+
+def from_new_rows(folder: Path) -> tuple[list[float], list[Any], list[str]]:
+    """Read as the page of a run in progress does."""
+    stats, tensors = NewRows(folder, "stats", ["step", "mean"]), NewRows(folder, "tensors", ["step", "values"])
+    rows = [sorted(zip(*_columns(new), strict=True)) for new in (stats, tensors)]
+    values = [np.reshape(value, (3, 2)).tolist() for _, value in rows[1]]
+    return [mean for _, mean in rows[0]], values, [*stats.problems, *tensors.problems]
+
+
+def _columns(new: NewRows) -> list[list[Any]]:
+    read = pa.concat_tables([table.combine_chunks() for table in new.read(float("inf"))])
+    return [column.to_pylist() for column in read.columns]
+
+
+READERS = {
+    "pandas": from_pandas,
+    "duckdb": from_duckdb,
+    "polars": from_polars,
+    "scan": from_scan,
+    "new_rows": from_new_rows,
+}
+
+
+def flips(folder: Path, count: int) -> Iterator[Path]:
+    """Flip one bit at a time in a file of the tables or the journal, and restore it."""
+    draw = random.Random(3)
+    files = sorted(file for file in folder.rglob("*-0*") if file.stat().st_size)
+    for _ in range(count):
+        file = draw.choice(files)
+        content = file.read_bytes()
+        damaged = bytearray(content)
+        damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(damaged)
+        yield file
+        file.write_bytes(content)
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+@pytest.mark.combinations
+@pytest.mark.parametrize("count", tiered([10, 2000], [10]))
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize("reader", READERS)
+def test_flipped_bit_is_reported_or_changes_nothing(tmp_path: Path, reader: str, close: bool, count: int) -> None:
+    folder = write_run(tmp_path / "run", close=close)
+    read: Callable[[Path], tuple[list[float], list[Any], list[str]]] = READERS[reader]
+    assert read(folder) == (MEANS, VALUES.tolist(), [])
+    reported = 0
+    for file in flips(folder, count):
+        try:
+            means, values, problems = read(folder)
+        except (InstrumentError, RowsRemovedError, pa.ArrowInvalid):
+            continue
+        named = [problem for problem in problems if str(file.relative_to(folder)) in problem]
+        if (means, values) != (MEANS, VALUES.tolist()):
+            assert named
+            assert all("restore the file from a copy" in problem for problem in named)
+        reported += bool(named)
+    assert reported > count // 5
+
+
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_flipped_bit_is_not_merged_into_another_file(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", close=True)
+    file = folder / "stats" / "part-0000-000000.parquet"
+    content = bytearray(file.read_bytes())
+    start = pq.read_metadata(file).row_group(0).column(list(TABLES["stats"].schema.names).index("mean"))
+    content[start.data_page_offset + start.total_compressed_size - 1] ^= 1
+    file.write_bytes(content)
+    (problem,) = compact(folder).problems
+    assert problem.startswith("stats/part-0000-000000.parquet: cannot be read: bytes")
+    assert file.read_bytes() == content
+
+
+def test_plain_readers_read_and_verify_the_pages(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", close=True)
+    assert pd.read_parquet(folder / "stats")["mean"].tolist() == MEANS
+    file = folder / "tensors" / "part-0000-000000.parquet"
+    content = bytearray(file.read_bytes())
+    assert content.count(VALUES[1].tobytes()) == 1
+    content[content.index(VALUES[1].tobytes())] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(OSError, match="CRC"):
+        pq.read_table(file, page_checksum_verification=True)
+    with pytest.raises(DamagedFileError, match="do not match their checksum"):
+        pq.read_table(str(file), filesystem=LOCAL_FILES)
+
+
+def test_files_without_checksums_stay_readable(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", close=True)
+    for file in folder.rglob("*.parquet"):
+        pq.write_table(pq.read_table(file), file)  # as an earlier version did
+    for read in READERS.values():
+        assert read(folder) == (MEANS, VALUES.tolist(), [])
+
+
+def test_journal_without_checksums_stays_readable(tmp_path: Path) -> None:
+    batch = pa.record_batch({"step": pa.array([1, 2])})
+    with pa.OSFile(str(tmp_path / "j.arrows"), "wb") as file, pa.ipc.new_stream(file, batch.schema) as stream:
+        stream.write_batch(batch)
+        stream.write_batch(batch)
+        size = file.tell()
+    content = (tmp_path / "j.arrows").read_bytes()[:size]  # without the end mark, which journals do not have
+    (tmp_path / "j.arrows").write_bytes(content)
+    reading = JournalReader.of(tmp_path / "j.arrows")
+    assert list(reading.batches()) == [batch, batch]
+    assert (reading.torn, reading.problem) == (False, None)
+
+
+def test_every_flipped_bit_of_a_journal_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "j.arrows"
+    batch = pa.record_batch({"step": pa.array([1, 2])})
+    journal = Journal(path, batch.schema)
+    head = journal.size
+    journal.append(batch)
+    journal.close()
+    content = path.read_bytes()
+    for at in range(head, len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        reading = JournalReader.of(path)
+        assert list(reading.batches()) == []
+        assert "checksum" in str(reading.problem), at
