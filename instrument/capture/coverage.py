@@ -16,6 +16,8 @@ from ..kinds.reasons import (
     NOT_CALLED_COPIED,
     NOT_TURNED_ON,
     ONLY_IN_OTHER_MODULES,
+    SCRIPT,
+    default_reason,
     fused_attention_reason,
     in_another_phase,
     phase_never_entered,
@@ -90,6 +92,8 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     """Refine a reason by what is known at the end of the run."""
     if (elsewhere := in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
         return elsewhere
+    if attached.site.layer.is_script and reason == default_reason(attached.site.spec.definition):
+        return SCRIPT if attached.site.parameter is None else reason
     if reason != NOT_CALLED:
         return reason
     layer = attached.site.layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -23,6 +24,7 @@ class ModuleWatch:
         self.slots = [
             (parent._modules, key, child)
             for parent in model.modules()
+            if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
             for key, child in parent._modules.items()
             if child in self.sites
         ]

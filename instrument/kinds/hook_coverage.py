@@ -159,7 +159,9 @@ class HookCoverage:
     def current_parameter(self) -> Parameter | None:
         """Return the parameter that is at the site now; None if it was removed from the module."""
         module, name = self.site.registration
-        return module._parameters.get(name, self.site.parameter)
+        # The parameters of a TorchScript module have no `get`.
+        parameters = module._parameters
+        return parameters[name] if name in parameters else self.site.parameter  # noqa: SIM401
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coverage counts between two micro-steps."""

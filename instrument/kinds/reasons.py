@@ -24,6 +24,9 @@ PROJECTION = (
     "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
     "module or the parameters"
 )
+SCRIPT = (
+    "it is a TorchScript module, whose calls PyTorch shows to no hook: hook the module around it, or its parameters"
+)
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
 NO_GRAPH = "the tensor requires no gradient: it is data, is detached, or depends on frozen parameters only"

@@ -21,6 +21,7 @@ from .state_dict import OptimizerStateDictHooks, StateDictHooks
 from .via_module_backward import ModuleBackwardHooks
 
 Location = tuple[type[HookGroup], int, bool, bool, bool]
+_ON_MODULES = (ModuleHooks, FunctionHooks, ModuleBackwardHooks, StateDictHooks)  # TorchScript does not support them
 
 
 def group_sites(
@@ -49,6 +50,8 @@ def group_sites(
         groups.setdefault((*_location(attached), attached in early), []).append(attached)
     for (group_type, _, prepend, always_call, is_early), sites in groups.items():
         module = sites[0].site.layer.module
+        if sites[0].site.layer.is_script and group_type in _ON_MODULES:
+            continue
         if group_type is ModuleHooks:
             suspend = module not in never_suspended
             yield ModuleHooks(

@@ -47,13 +47,15 @@ class Site:
     def current_tensor(self) -> Tensor | None:
         """The parameter or buffer that is registered at the site now; None if it was removed."""
         module, name = self.registration
-        return module._parameters.get(name, module._buffers.get(name))
+        # Not `get`, which the parameters of a TorchScript module do not have.
+        return next((tensors[name] for tensors in (module._parameters, module._buffers) if name in tensors), None)
 
     @cached_property
     def registration(self) -> tuple[nn.Module, str]:
         """The module that registers the parameter or buffer (the layer or a parametrization), and its name there."""
         path, _, name = self.own_name.rpartition(".")
-        return self.layer.module.get_submodule(path), name
+        module = self.layer.module
+        return module.get_submodule(path) if path else module, name  # TorchScript has no `get_submodule`
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
@@ -67,7 +68,14 @@ class Layer:
 
         It has no forward and is never called.
         """
-        return type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
+        return (
+            not self.is_script and type(self.module).forward is nn.Module.forward and "forward" not in vars(self.module)
+        )
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it is a TorchScript module, which calls no hooks."""
+        return isinstance(self.module, torch.jit.ScriptModule)
 
     @property
     def owner(self) -> Layer:

@@ -144,6 +144,8 @@ def infer_shapes(
     handles: list[RemovableHandle] = []
     try:
         for layer in layers:
+            if layer.is_script:
+                continue
             handles += [
                 layer.module.register_forward_pre_hook(before, with_kwargs=True),
                 layer.module.register_forward_hook(after, with_kwargs=True),
@@ -287,7 +289,9 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
         for name, buffer in module._buffers.items()
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
-    known = {module: dict(module._buffers) for module in model.modules()}
+    known = {
+        module: dict(module._buffers) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)
+    }
     if training is not None:
         model.train(training)
     try:
@@ -301,7 +305,8 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
                 module._buffers.update(names)
             for module, name, buffer, saved in buffers:
                 buffer.copy_(saved)
-                module._buffers[name] = buffer
+                if module in known:
+                    module._buffers[name] = buffer
         for module, flag in flags.items():
             module.training = flag
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
+
+import instrument
 from instrument.capture.coverage import NEVER_DUE, coverage_warnings
 from instrument.kinds.reasons import FROZEN, NO_INPUT_GRAPH
 
@@ -50,3 +55,21 @@ def test_root_is_a_dot_and_unscheduled_hooks_are_reported() -> None:
     assert coverage_warnings([row("", 0, expected=0, cause=NEVER_DUE)]) == [
         (f"hook 'h' (forward) did not fire on .: {NEVER_DUE}", "")
     ]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:FutureWarning", "ignore::instrument.InstrumentWarning")
+@pytest.mark.parametrize("kind", ["forward", "full_backward", "parameter_grad_micro"])
+def test_torchscript_modules_have_a_reason_and_their_parameters_have_hooks(kind: str) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model = nn.Sequential(scripted, nn.Linear(4, 2))
+    hooks = {"r": {"layers": "**", "kind": kind, "action": "record"}}
+    with instrument.attach(model, hooks, rules=None) as probe:
+        model(torch.ones(2, 4)).sum().backward()
+        probe.end_step()
+    if kind == "parameter_grad_micro":
+        found = {f"{row.layer}.{row.path}": row.l2 for row in probe.stats.itertuples()}
+        assert found == pytest.approx({name: p.grad.norm().item() for name, p in model.named_parameters()}, rel=1e-5)
+        return
+    causes = {row["layer"]: row["cause"] for row in probe.coverage()}
+    assert [layer for layer, cause in causes.items() if "TorchScript" in cause] == ["0", "0.0", "0.1"]
+    assert "1" in set(probe.stats["layer"])

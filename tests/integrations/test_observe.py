@@ -176,3 +176,33 @@ def test_observe_describes_results_of_functions_and_their_gradients() -> None:
         ("grad_output", "", (3,), 1.0),
         ("grad_output", "softmax.0", (3, 3), 1.0),
     ]
+
+
+def test_reentrant_checkpointing_is_observed_and_leaves_no_gradient() -> None:
+    class Model(nn.Module):
+        def __init__(self, *, is_checkpointed: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+            self.is_checkpointed = is_checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            if self.is_checkpointed:
+                return torch.utils.checkpoint.checkpoint(self.second, hidden, use_reentrant=True)
+            return self.second(hidden)
+
+    model, x = Model(is_checkpointed=True), torch.ones(2, 3)
+    model.first.weight.grad = kept = torch.ones(3, 3)
+    found, expected = (instrument.observe(each, x) for each in (model, Model(is_checkpointed=False)))
+    means = [rows.set_index(["layer", "role"])["mean"].to_dict() for rows in (found, expected)]
+    assert means[0].keys() >= {
+        ("first", "output"),
+        ("second.0", "output"),
+        ("first", "grad_output"),
+        ("", "grad_output"),
+    }
+    assert means[0].items() <= means[1].items()
+    assert model.first.weight.grad is kept
+    assert model.second[0].weight.grad is None
+    assert kept.sum().item() == 9.0
