@@ -130,11 +130,13 @@ def entry_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that a trainer or a method of the model calls: the model and its children.
 
     The children of a container without forward method take its place. Encoder layers are left out: PyTorch computes them in
-    another way if they have hooks.
+    another way if they have hooks. So are TorchScript modules, which call no hooks.
     """
     yield model
     for child in model.children():
+        if isinstance(child, nn.TransformerEncoderLayer | torch.jit.ScriptModule):
+            continue
         if type(child).forward is nn.Module.forward:
             yield from list(entry_modules(child))[1:]
-        elif not isinstance(child, nn.TransformerEncoderLayer):
+        else:
             yield child

@@ -34,6 +34,15 @@ class Parts(nn.Module):
 def test_entries_are_the_parts_that_methods_call() -> None:
     model = Parts()
     assert list(entry_modules(model)) == [model, model.body, model.heads[0], model.heads[1]["a"]]
+    model = nn.Sequential(torch.jit.script(nn.Linear(1, 1)), nn.Tanh())
+    assert list(entry_modules(model)) == [model, model[1]]
+
+
+def test_hooks_that_read_the_phase_are_removed() -> None:
+    model = Parts()
+    with instrument.attach(model, HOOKS, rules=None) as probe:
+        probe.follow_model()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("entry", ["", "body", "heads.1.a"])
