@@ -228,7 +228,7 @@ class FunctionMode(TorchFunctionMode):
         while self.running:
             self._end_last()
         if any(mode is self for mode in _get_current_function_mode_stack()):  # an interrupt ended `enter` half-way
-            self._deactivate()
+            self._switch(activate=False)
 
     def _end_last(self) -> RunningModule:
         running = self.running.pop()

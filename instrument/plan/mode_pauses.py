@@ -8,7 +8,7 @@ compiled module would be compiled again with the mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,7 @@ def register_pauses(
             yield part.register_forward_pre_hook(pause, with_kwargs=True)
             yield part.register_forward_hook(end, prepend=True, always_call=True)
         if is_encoder:
-            yield from (layer.register_forward_pre_hook(resume) for layer in part.layers[:1])
+            yield from (layer.register_forward_pre_hook(resume) for layer in cast(nn.ModuleList, part.layers)[:1])
 
 
 def register_pauses_of(mode: FunctionMode, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
@@ -70,4 +70,4 @@ def needs_pause(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
     if module is not attention:
         return True
     inputs = [*args[:3], *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)]
-    return attention.batch_first and all(each is inputs[0] for each in inputs)
+    return bool(attention.batch_first) and all(each is inputs[0] for each in inputs)
