@@ -22,7 +22,10 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
         return location.phase == "train" and (location.is_output or (location.is_gradient and not location.is_of_bias))
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        return chosen.values(rows.column("zero_fraction"), self.merge) >= 1
+        zero: BoolArray = chosen.values(rows.column("zero_fraction"), self.merge) >= 1
+        if rows.metric("loss") == 0:  # nothing to learn, such as with a margin that all samples keep
+            zero &= np.array([not location.is_gradient for location in chosen.locations])
+        return zero
 
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         return None if self._any else Bounds("zero_fraction", -np.inf, np.nextafter(1.0, 0.0))

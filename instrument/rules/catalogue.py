@@ -29,6 +29,7 @@ from .unchanged_parameter import UnchangedParameter
 from .update_ratio import UpdateRatio
 from .vanishing_gradient import VanishingGradient
 from .watch import WatchMetric, WatchStatistic
+from .zero_learning_rate import ZeroLearningRate
 
 CATALOGUE: Mapping[str, type[CatalogueRule[Any]]] = {
     "non_finite": NonFinite,
@@ -40,6 +41,7 @@ CATALOGUE: Mapping[str, type[CatalogueRule[Any]]] = {
     "poor_initialization": PoorInitialization,
     "all_zero": AllZero,
     "unchanged_parameter": UnchangedParameter,
+    "zero_learning_rate": ZeroLearningRate,
     "update_ratio": UpdateRatio,
     "loss_not_decreasing": LossNotDecreasing,
     "loss_spike": LossSpike,

@@ -8,7 +8,7 @@ from .step_rows import Location
 
 
 class ExplodingActivation(GrowthRule[ExplodingActivationRule]):
-    """See `ExplodingActivationRule`: 100 times the median of the last 50 values, or more than the largest float16."""
+    """See `ExplodingActivationRule`: 100 times the median of the last 50 values."""
 
     what = "exploding activation"
     advice = "Lower the learning rate, or add a normalization layer in front of this layer."

@@ -8,7 +8,7 @@ from .step_rows import Location
 
 
 class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
-    """See `ExplodingGradientRule`: 100 times the median of the last 50 values, or more than the largest float16."""
+    """See `ExplodingGradientRule`: 100 times the median of the last 50 values."""
 
     what = "exploding gradient"
     advice = "Clip gradients with an action clip, or lower the learning rate."

@@ -11,6 +11,7 @@ from ..spec.rules import ExplodingActivationRule, ExplodingGradientRule
 from .rule import Firing, LocatedRule, extended, pack, unpack
 from .step_rows import Bounds, Chosen, FloatArray, IndexArray, QuietSteps, StepRows, quiet_values
 
+FEWEST = 2  # previous values: a first value alone, such as that behind weights of zero, is no reference
 SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
 GrowthT = TypeVar("GrowthT", bound=ExplodingGradientRule | ExplodingActivationRule)
 
@@ -30,8 +31,8 @@ class Windows:
     """The last values at each location.
 
     The median is only computed if a value exceeds `factor` times a lower bound of it, because the median of every location
-    would cost more than all rules together. The lower bound is half of the smallest positive value: the median of an even number
-    of values can be the mean of zero and this value.
+    would cost more than all rules together. Before `after` values exist, it is the square of `factor`. The lower bound is half
+    of the smallest positive value: the median of an even number of values can be the mean of zero and this value.
 
     Args:
         spec: The fields of the rule.
@@ -49,21 +50,23 @@ class Windows:
         self._count = extended(self._count, count)
         self._lowest = extended(self._lowest, count, np.inf)
 
-    def medians(self, slots: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> dict[int, float]:
-        """Return the median at those locations whose value exceeds `factor` times the median, by index in `slots`.
+    def exceeded(self, slots: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> dict[int, tuple[float, float]]:
+        """Return the median and the bound at those locations whose value exceeds the bound, by index in `slots`.
 
         Args:
             slots: The locations.
             values: Their values; NaN for no value.
         """
-        exceeds = (values > self.spec.factor * (self._lowest[slots] / 2)) & (self._count[slots] >= self.spec.after)
+        fewest = min(FEWEST, self.spec.after)
+        exceeds = (values > self.spec.factor * (self._lowest[slots] / 2)) & (self._count[slots] >= fewest)
         found = {}
         for at in np.flatnonzero(exceeds):
             window = self._values[slots[at]]
             median = float(np.nanmedian(window))
             self._lowest[slots[at]] = _lowest(window)
-            if median > 0 and values[at] > self.spec.factor * median:
-                found[int(at)] = median
+            bound = median * self.spec.factor ** (1 if self._count[slots[at]] >= self.spec.after else 2)
+            if median > 0 and values[at] > bound:
+                found[int(at)] = median, bound
         return found
 
     def add(self, slots: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
@@ -121,6 +124,7 @@ class GrowthRule(LocatedRule[GrowthT]):
 
     def __init__(self, spec: GrowthT) -> None:
         super().__init__(spec)
+        self._above = np.inf if spec.above is None else spec.above
         self._windows = Windows(spec)
         self._holds = np.zeros(0, np.bool_)
 
@@ -132,7 +136,7 @@ class GrowthRule(LocatedRule[GrowthT]):
         if self._holds.any():
             return None
         low, high = self._windows.bounds()
-        return Bounds(self.statistics[0], low, np.minimum(high, self.spec.above))
+        return Bounds(self.statistics[0], low, np.minimum(high, self._above))
 
     def advance(self, steps: QuietSteps) -> None:
         for layout, numbers in steps.tables:
@@ -142,18 +146,17 @@ class GrowthRule(LocatedRule[GrowthT]):
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         values, slots = chosen.values(rows.column(self.statistics[0]), self.merge), chosen.slots
-        medians = self._windows.medians(slots, values)
+        exceeded = self._windows.exceeded(slots, values)
         self._windows.add(slots, values)
-        too_large = values > self.spec.above
-        if not medians and not too_large.any() and not self._holds.any():
+        holds = values > self._above
+        if not exceeded and not holds.any() and not self._holds.any():
             return
-        holds = too_large.copy()
-        holds[list(medians)] = True
+        holds[list(exceeded)] = True
         fired = np.flatnonzero(holds & ~self._holds[slots])
         self._holds[slots] = holds
         for at in fired:
-            value, median = float(values[at]), medians.get(int(at))
-            bound = self.spec.above if median is None else self.spec.factor * median
+            value = float(values[at])
+            median, bound = exceeded.get(int(at), (None, self._above))
             compared = f"above {bound:.4g}" if median is None else f"{value / median:.0f} times its median {median:.4g}"
             text = f"{self.statistics[0]} {value:.4g}, {compared}"
             yield Firing(text, value, bound, chosen.locations[at])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from ..spec.rules import LossNotDecreasingRule
 from .rule import CatalogueRule, Firing
 from .step_rows import Bounds, QuietSteps, StepRows
 
+PLATEAU = 0.05  # the largest relative difference between quarters of a loss that stays the same
+QUARTERS = 4
 RISE = 2.0  # how many times the first loss the last one before a loss that is not finite has to be
 
 
@@ -24,7 +27,7 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
 
     def __init__(self, spec: LossNotDecreasingRule) -> None:
         super().__init__(spec)
-        self._sums = [0.0, 0.0]  # of the losses in both halves of the window
+        self._sums = [0.0] * QUARTERS  # of the losses in each quarter of the window
         self._count = 0
         self._first = self._last = math.nan
 
@@ -38,12 +41,19 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         self._add(loss)
         if self._count < self.spec.window or loss < 0:
             return
-        half = self.spec.window // 2
-        earlier, later = self._sums[0] / half, self._sums[1] / (self.spec.window - half)
-        bound = earlier - self.spec.by * abs(earlier)
-        if later >= bound:
+        means = [total / count for total, count in zip(self._sums, self._counts(), strict=True)]
+        half = sum(self._counts()[:2])
+        earlier, later = sum(self._sums[:2]) / half, sum(self._sums[2:]) / (self.spec.window - half)
+        bound = (1 - self.spec.by) * earlier
+        is_plateau, always_rises = max(means) - min(means) <= PLATEAU * earlier, means == sorted(means)
+        if later >= bound and (is_plateau or always_rises):
             text = f"mean {later:.4g} in the later half of {self.spec.window} steps, {earlier:.4g} in the earlier half"
             yield Firing(text, later, bound)
+
+    def _counts(self) -> list[int]:
+        """Return the number of steps in each quarter of the window."""
+        ends = [self.spec.window * quarter // QUARTERS for quarter in range(QUARTERS + 1)]
+        return [end - begin for begin, end in itertools.pairwise(ends)]
 
     def _add(self, loss: float) -> None:
         """Add a loss. A negative one ends the window: a relative decrease of losses with both signs means nothing."""
@@ -51,7 +61,8 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
             self._count = self.spec.window
             return
         self._first, self._last = loss if math.isnan(self._first) else self._first, loss
-        self._sums[self._count >= self.spec.window // 2] += loss
+        quarter = (QUARTERS * (self._count + 1) - 1) // self.spec.window
+        self._sums[quarter] += loss
         self._count += 1
 
     def _check_rise(self, loss: float) -> Iterator[Firing]:

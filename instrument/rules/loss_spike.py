@@ -13,12 +13,14 @@ from ..spec.rules import LossSpikeRule
 from .rule import CatalogueRule, Firing
 from .step_rows import Bounds, QuietSteps, StepRows
 
-SUDDEN = 1000.0  # how many times the first loss, before the median of enough losses exists
+SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
+FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, is no measure of the others
+LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
 class LossSpike(CatalogueRule[LossSpikeRule]):
-    """See `LossSpikeRule`: 5 times the median of the last 50 losses, and half of the first loss or more."""
+    """See `LossSpikeRule`: 5 times the median of the last 50 losses, twice their latest maximum, and half of the first loss or more."""
 
     what = "loss spike"
     advice = "Look at the batch of this step, lower the learning rate, or clip gradients."
@@ -28,6 +30,7 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
         super().__init__(spec)
         self._losses: deque[float] = deque(maxlen=spec.window)  # the last ones
         self._first: float | None = None
+        self._lowest = 0.0  # of all losses; losses that were never negative have a floor
         self._holds = False
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
@@ -35,40 +38,48 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
         if not rows.is_training or loss is None or not math.isfinite(loss):
             return
         self._first = loss if self._first is None else self._first
-        exceeded = self._exceeded(loss, self._first) if loss > 0.5 * self._first else None
+        exceeded = self._exceeded(loss) if loss > 0.5 * (self._first + self._lowest) else None
+        self._lowest = min(self._lowest, loss)
         self._losses.append(loss)
         held, self._holds = self._holds, exceeded is not None
         if exceeded is not None and not held:
             yield exceeded
 
-    def _exceeded(self, loss: float, first: float) -> Firing | None:
+    def _exceeded(self, loss: float) -> Firing | None:
         """Return what to report if a loss is far above the previous ones."""
         if len(self._losses) < self.spec.after:
-            bound = max(SUDDEN, self.spec.factor) * max(
-                first, 1.0
-            )  # a first loss near zero is no measure of the others
-            return Firing(f"{loss:.4g}, {first:.4g} at first", loss, bound) if loss > bound else None
+            bound = max(SUDDEN, self.spec.factor) * max(map(abs, self._losses), default=0.0)
+            if len(self._losses) < min(FEWEST, self.spec.after) or not 0 < bound < loss:
+                return None
+            return Firing(f"{loss:.4g}, {self._first:.4g} at first", loss, bound)
         if 0 < loss <= self.spec.factor * min(self._losses):
             return None
-        median = float(np.median(self._losses))
-        if median <= 0 or loss <= self.spec.factor * median:
+        median, low, high = float(np.median(self._losses)), min(self._losses), max(self._losses)
+        if self._lowest < 0:
+            bound = median + self.spec.factor * (high - low)
+            text = f"{loss:.4g}, far above its previous range {low:.4g} to {high:.4g}"
+            return Firing(text, loss, bound) if low < high and loss > bound else None
+        bound = max(self.spec.factor * median, LARGEST * max([*self._losses][-self.spec.after :]))
+        if median <= 0 or loss <= bound:
             return None
-        return Firing(f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, self.spec.factor * median)
+        return Firing(f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, bound)
 
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         if self._first is None or self._holds:
             return None
+        if self._lowest < 0:
+            lowest = self._lowest - (max(self._losses) - min(self._losses))
+            return Bounds("loss", lowest, 0.5 * (self._first + lowest))
         low = min(self._losses) / SLACK
-        if low <= 0:
-            return Bounds("loss", -math.inf, 0.5 * self._first)
         return Bounds("loss", low, max(0.5 * self._first, self.spec.factor * low))
 
     def advance(self, steps: QuietSteps) -> None:
         self._losses.extend(steps.losses)
+        self._lowest = min(self._lowest, *steps.losses) if steps.losses else self._lowest
 
     def state_dict(self) -> dict[str, Any]:
-        return {"losses": [*self._losses], "first": self._first, "holds": self._holds}
+        return {"losses": [*self._losses], "first": self._first, "lowest": self._lowest, "holds": self._holds}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses = deque(state["losses"], self.spec.window)
-        self._first, self._holds = state["first"], state["holds"]
+        self._first, self._lowest, self._holds = state["first"], state["lowest"], state["holds"]

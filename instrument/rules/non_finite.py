@@ -10,7 +10,7 @@ import numpy as np
 
 from ..spec.kinds import KINDS
 from ..spec.rules import NonFiniteRule
-from .rule import Firing, LocatedRule
+from .rule import WEIGHTED, Firing, LocatedRule
 from .step_rows import Bounds, Chosen, Location, QuietSteps, StepRows
 
 LOSS_NOT_FINITE = "loss not finite"
@@ -52,12 +52,15 @@ class NonFinite(LocatedRule[NonFiniteRule]):
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         if not rows.has_non_finite:
             return
-        counts = rows.non_finite()
+        counts, nans = rows.non_finite(), rows.counts("nan_count")
+        loss = rows.metric("loss")
         skipped = bool(rows.metric("skipped"))
         index = chosen.index if chosen.index is not None else np.arange(len(chosen.rows))
         for row, at in zip(chosen.rows, index, strict=True):
             location = chosen.locations[at]
             if not counts[row] or location in self._reported:
+                continue
+            if not nans[row] > 0 and _may_be_mask(location, loss):
                 continue
             text = _counted(rows, int(row))
             if skipped and KINDS[location.kind].gradient:
@@ -90,6 +93,24 @@ class NonFinite(LocatedRule[NonFiniteRule]):
         super().load_state_dict(state)
         self._reported = {Location(*location) for location in state["reported"]}
         self._phases, self._loss, self._noted = set(state["phases"]), state["loss"], state["noted"]
+
+
+def _may_be_mask(location: Location, loss: float | None) -> bool:
+    """Return whether infinities at a location can be a mask.
+
+    Infinities that are no mask reach the loss, which then is not finite. Without a loss, those of an argument are taken as a mask.
+
+    Args:
+        location: The location, which has no NaN.
+        loss: The loss of the step; None if it is unknown.
+    """
+    if KINDS[location.kind].family != "module" or location.is_gradient:
+        return False
+    is_argument = location.role == "input"
+    is_of_weights = location.kind != "function" and location.module_type in WEIGHTED
+    if is_of_weights and not (is_argument and location.module_type == "MultiheadAttention"):
+        return False
+    return is_argument if loss is None else math.isfinite(loss)
 
 
 def _counted(rows: StepRows, row: int) -> str:

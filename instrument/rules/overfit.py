@@ -37,7 +37,7 @@ class Overfit(CatalogueRule[OverfitRule]):
             training = self._sum / self._count
             self._sum, self._count = 0.0, 0
             self._lowest = min(self._lowest, loss)
-            ratio = (loss - training) / training if training > 0 else 0.0
+            ratio = (loss - training) / training if training > 0 and self._lowest >= 0 else 0.0
             learned = max(abs(self._lowest), (self._first or 0.0) - self._lowest)
             has_risen = loss - self._lowest > RISE * learned
             self._times = self._times + 1 if ratio > self.spec.above and has_risen else 0

@@ -195,8 +195,12 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         counts = np.where(holds, self._counts[chosen.slots] + 1, 0)
         self._counts[chosen.slots] = counts
         self._any = bool(self._counts.any())
-        for at in np.flatnonzero(counts == self.spec.for_):
+        for at in np.flatnonzero(counts == self.times_needed(chosen.slots)):
             yield self.firing(rows, chosen, int(at))
+
+    def times_needed(self, slots: IndexArray) -> int | IndexArray:  # noqa: ARG002
+        """Return how often in succession the condition has to hold: one number, or one for each location."""
+        return self.spec.for_
 
     def grow(self, count: int) -> None:
         self._counts = extended(self._counts, count)

@@ -9,13 +9,14 @@ import numpy as np
 
 from ..spec.rules import UnchangedParameterRule
 from .rule import Firing, PersistentLocatedRule, extended, pack, unpack
-from .step_rows import BoolArray, Bounds, Chosen, Location, QuietSteps, StepRows, quiet_values
+from .step_rows import BoolArray, Bounds, Chosen, IndexArray, Location, QuietSteps, StepRows, quiet_values
 
 
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     """See `UnchangedParameterRule`: for 3 recorded steps (SageMaker Debugger).
 
-    A parameter is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step.
+    A parameter is unchanged if its mean and its l2 are bit-identical to those of the previous recorded step. Three steps with equal
+    values are therefore two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count.
     """
 
     what = "unchanged parameter"
@@ -41,9 +42,12 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
         values = np.stack([chosen.values(rows.column(name), self.merge) for name in self.statistics], axis=1)
         same = (values == self._previous[chosen.slots]).all(axis=1)
         self._previous[chosen.slots] = values
-        rests = rows.metric("lr") == 0 or bool(rows.metric("skipped"))
+        rests = rows.metric("lr") == 0 or bool(rows.metric("skipped")) or rows.metric("loss") == 0
         unchanged: BoolArray = np.where(self._is_update[chosen.slots], values[:, 1] == 0, same) & (not rests)
         return unchanged
+
+    def times_needed(self, slots: IndexArray) -> IndexArray:
+        return np.where(self._is_update[slots], self.spec.for_, max(1, self.spec.for_ - 1))
 
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         if self._any or not self._is_update.all():

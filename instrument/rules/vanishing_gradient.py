@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from .step_rows import BoolArray, Bounds, Chosen, Location, StepRows
 
 
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
-    """See `VanishingGradientRule`: rms below 1e-7 (SageMaker Debugger) while the loss has not halved."""
+    """See `VanishingGradientRule`: rms below 1e-7 (SageMaker Debugger) times the first loss, while the loss has not halved."""
 
     what = "vanishing gradient"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
@@ -22,7 +23,6 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
 
     def __init__(self, spec: VanishingGradientRule) -> None:
         super().__init__(spec)
-        self.below = spec.below
         self._first_loss: float | None = None
 
     def selects(self, location: Location) -> bool:
@@ -30,10 +30,18 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
         loss = rows.metric("loss")
-        if self._first_loss is None:
-            self._first_loss = loss
+        if self._first_loss is None and loss is not None and math.isfinite(loss):
+            self._set_first_loss(loss)
         has_learned = loss is not None and self._first_loss is not None and loss < 0.5 * self._first_loss
-        return np.zeros(len(chosen.locations), np.bool_) if has_learned else super().holds(rows, chosen)
+        if has_learned:
+            return np.zeros(len(chosen.locations), np.bool_)
+        if self._first_loss is None:
+            values = self.values(rows, chosen)
+            self.below = self.spec.below * float(np.fmax.reduce(values, initial=0.0))
+        return super().holds(rows, chosen)
+
+    def _set_first_loss(self, loss: float) -> None:
+        self._first_loss, self.below = loss, self.spec.below * abs(loss)
 
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:
         return None if self._first_loss is None else super().quiet_bounds(rows)
@@ -43,4 +51,5 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._first_loss = state["first_loss"]
+        if state["first_loss"] is not None:
+            self._set_first_loss(state["first_loss"])

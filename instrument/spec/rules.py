@@ -17,7 +17,6 @@ from .field_types import Count, Index, Names, NonNegative, Number, Spec, Target
 from .messages import UnknownNameError
 from .statistics import STATISTICS, unreachable_bound
 
-FLOAT16_MAX = 65504.0
 SIMPLE_ACTIONS = ("warn", "stop", "prune", "checkpoint")
 METRIC_NAMES = ("loss", "accuracy", "lr", "grad_norm", "seconds")
 NONNEGATIVE_METRICS = ("accuracy", "lr", "grad_norm", "seconds")
@@ -112,7 +111,9 @@ class PersistentRule(RuleBase):
 class NonFiniteRule(RuleBase):
     """A recorded tensor contains NaN or infinity, or the loss is not finite.
 
-    Gradients of a step that a gradient scaler skipped are expected, and do not count.
+    Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
+    a softmax turns into zeros: those of an argument do not count unless the loss of the step is not finite, and those of an output
+    do not count if it is finite. The values of layers with weights are no masks.
     """
 
     rule: Literal["non_finite"]
@@ -120,14 +121,17 @@ class NonFiniteRule(RuleBase):
 
 class _GrowthRule(RuleBase):
     factor: Annotated[float, Field(gt=1)] = Field(
-        100.0, description="The value exceeds this many times the median of the previous values at the same location."
+        100.0,
+        description="The value exceeds this many times the median of the previous values at the same location; the square of this "
+        "number, until `after` previous values exist.",
     )
     window: Annotated[int, Field(ge=2, le=10_000)] = Field(
         50, description="The number of previous values in the median."
     )
     after: Count = Field(10, description="How many previous values have to exist.")
-    above: NonNegative = Field(
-        FLOAT16_MAX, description="The value exceeds this number, whatever the previous values are."
+    above: NonNegative | None = Field(
+        None,
+        description="The value exceeds this number, whatever the previous values are; null: any value may be usual.",
     )
 
     @model_validator(mode="after")
@@ -138,17 +142,17 @@ class _GrowthRule(RuleBase):
 
 
 class ExplodingGradientRule(_GrowthRule):
-    """The `l2` of a gradient is far above the median of its previous values, or above the range of float16.
+    """The `l2` of a gradient is far above the median of its previous values.
 
-    `above` is the largest float16, 65504: a gradient of this size overflows in mixed precision. A cliff of the loss increases
-    the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence `factor: 100`.
+    A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
+    `factor: 100`. The size itself is no fault: it is proportional to the scale of the loss, such as a sum over samples.
     """
 
     rule: Literal["exploding_gradient"]
 
 
 class ExplodingActivationRule(_GrowthRule):
-    """The `abs_max` of an output is far above the median of its previous values, or above the range of float16."""
+    """The `abs_max` of an output is far above the median of its previous values."""
 
     rule: Literal["exploding_activation"]
 
@@ -156,12 +160,15 @@ class ExplodingActivationRule(_GrowthRule):
 class VanishingGradientRule(PersistentRule):
     """The `rms` of the gradient of a weight is tiny, although the loss has not halved since the first step.
 
-    The threshold is that of SageMaker Debugger (VanishingGradient). A training that has converged has small gradients too, hence
-    the condition on the loss.
+    The threshold is that of SageMaker Debugger (VanishingGradient) for a loss of 1. A gradient is proportional to the scale of the
+    loss, hence the comparison with the first loss. Without a loss, it is compared with the largest gradient of the step. A training
+    that has converged has small gradients too, hence the condition on the loss.
     """
 
     rule: Literal["vanishing_gradient"]
-    below: NonNegative = Field(1e-7, gt=0, description="The rms is below this number.")
+    below: NonNegative = Field(
+        1e-7, gt=0, description="The rms is below this many times the absolute value of the first loss."
+    )
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
@@ -219,7 +226,7 @@ class AllZeroRule(PersistentRule):
 
 
 class UnchangedParameterRule(PersistentRule):
-    """A parameter has the same statistics as before, or its update is zero, while the learning rate is not.
+    """A parameter has the same statistics in several recorded steps, or its update is zero, while the learning rate is not.
 
     The number of steps is that of SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them
     makes their gradient zero. Frozen layers (`requires_grad` is False) do not count either.
@@ -227,6 +234,17 @@ class UnchangedParameterRule(PersistentRule):
 
     rule: Literal["unchanged_parameter"]
     for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
+
+
+class ZeroLearningRateRule(PersistentRule):
+    """The learning rate is exactly 0: no parameter of the first group changes.
+
+    A linear warm-up starts with 0 for one step, hence several steps in succession. The number is that of `unchanged_parameter`.
+    """
+
+    source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
+    rule: Literal["zero_learning_rate"]
+    for_: Count = Field(3, alias="for", description="In how many steps in succession.")
 
 
 class UpdateRatioRule(PersistentRule):
@@ -255,7 +273,9 @@ class LossNotDecreasingRule(RuleBase):
 
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small
     learning rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window.
-    A loss that becomes negative, such as that of a Wasserstein critic, is no measure of an error and does not count.
+    A loss that becomes negative, such as that of a Wasserstein critic, is no measure of an error and does not count. Neither does
+    one that rises and falls, such as that of a generator whose opponent learns too: the means of the quarters of the window have to
+    be equal to 5%, or to rise from each quarter to the next.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
@@ -267,12 +287,19 @@ class LossNotDecreasingRule(RuleBase):
 class LossSpikeRule(RuleBase):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
-    Before `after` losses exist, a loss above 1000 times the first one (at least 1) is reported at once.
+    It is also above twice the largest of the last `after` losses, since losses such as those of episodes vary a lot. A
+    ratio of losses with both signs means nothing. If a loss was negative, `factor` therefore refers to the difference from the
+    median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at
+    least two) is reported at once.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
     rule: Literal["loss_spike"]
-    factor: Annotated[float, Field(gt=1)] = Field(5.0, description="The loss exceeds this many times the median.")
+    factor: Annotated[float, Field(gt=1)] = Field(
+        5.0,
+        description="The loss exceeds this many times the median; if a loss was negative, it exceeds the median by this many times "
+        "the range of the previous losses.",
+    )
     window: Annotated[int, Field(ge=2, le=10_000)] = Field(
         50, description="The number of previous losses in the median."
     )
@@ -289,7 +316,8 @@ class OverfitRule(PersistentRule):
     """The evaluation loss is far above the training loss since the last evaluation, and above its own minimum.
 
     The rise above the minimum exceeds 10% of the minimum, and 10% of the decrease from the first training loss to the minimum: the
-    loss of a few wrong but confident predictions rises in healthy trainings too.
+    loss of a few wrong but confident predictions rises in healthy trainings too. Negative losses do not count: their ratio means
+    nothing.
     SageMaker Debugger (Overfit) has a ratio of 0.1, which most trainings on little data exceed.
     """
 
@@ -304,7 +332,8 @@ class OverfitRule(PersistentRule):
 class OvertrainingRule(PersistentRule):
     """The evaluation loss is worse than its minimum in many evaluations in succession.
 
-    Both numbers are those of SageMaker Debugger (Overtraining, `patience_validation` and `delta`).
+    Both numbers are those of SageMaker Debugger (Overtraining, `patience_validation` and `delta`). If a loss was negative, the
+    fraction is that of the decrease from the first evaluation to the minimum, instead of the minimum.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
@@ -441,6 +470,7 @@ CatalogueRule = (
     | PoorInitializationRule
     | AllZeroRule
     | UnchangedParameterRule
+    | ZeroLearningRateRule
     | UpdateRatioRule
     | LossNotDecreasingRule
     | LossSpikeRule

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fired, rule_set, values
@@ -56,7 +57,7 @@ def parameters(*numbers: float, **more: Any) -> list[Step]:
 CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
     "non_finite": (values(OUTPUT, "nan_count", [0, 0, 3]), values(OUTPUT, "nan_count", [0, 0, None]), 2, 3.0),
     "exploding_gradient": (values(GRADIENT, "l2", [*NOISE, 300.0]), values(GRADIENT, "l2", [*NOISE, 80.0]), 30, 300.0),
-    "exploding_activation": (values(OUTPUT, "abs_max", [1e5]), values(OUTPUT, "abs_max", [6e4] * 9), 0, 1e5),
+    "exploding_activation": (values(OUTPUT, "abs_max", [2.0, 1.0, 3e4]), values(OUTPUT, "abs_max", [1e5, 2e9]), 2, 3e4),
     "vanishing_gradient": (
         values(GRADIENT, "rms", [1e-9] * 4, loss=2.3),
         values(GRADIENT, "rms", [1e-3], loss=2.3) + values(GRADIENT, "rms", [1e-9] * 9, loss=0.1),
@@ -84,8 +85,14 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
     ),
     "unchanged_parameter": (
         parameters(0.5, 0.25, 0.25, 0.25, 0.25),
-        [*parameters(0.5, 0.25, 0.25, 0.25, 0.75), *parameters(*[0.75] * 9, lr=0.0)],
-        4,
+        [*parameters(0.5, 0.25, 0.25, 0.75), *parameters(*[0.75] * 9, lr=0.0), *parameters(*[0.5] * 9, loss=0.0)],
+        3,
+        0.0,
+    ),
+    "zero_learning_rate": (
+        [Step(lr=rate) for rate in (0.1, 0.0, 0.0, 0.0)],
+        [Step(lr=rate) for rate in (0.0, 0.0, 0.1, 0.0, None)] + [Step(phase="eval", lr=0.0)] * 9,
+        3,
         0.0,
     ),
     "update_ratio": (
@@ -295,9 +302,77 @@ def test_negative_loss_does_not_have_to_decrease() -> None:
     assert len(fired("loss_not_decreasing", losses(0.1, 0.0, *[0.2] * 300))) == 1
 
 
+def test_loss_that_rises_and_falls_has_no_plateau() -> None:
+    quarters = (0.60, 0.56, 0.61, 0.63)
+    assert fired("loss_not_decreasing", losses(*np.repeat(quarters, 50))) == []
+    assert len(fired("loss_not_decreasing", losses(*np.repeat(sorted(quarters), 50)))) == 1
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_scale_of_the_loss_does_not_matter(scale: float) -> None:
+    gradients = [
+        {**step, "loss": 2.0 * scale}
+        for step in values(GRADIENT, "l2", [scale * norm for norm in NOISE])
+        + values(GRADIENT, "rms", [scale * 1e-4] * 9)
+    ]
+    for rule in ("exploding_gradient", "vanishing_gradient"):
+        assert fired(rule, map(Step, gradients)) == []
+    vanished = values(GRADIENT, "rms", [scale * 1e-9] * 4, loss=2.3 * scale)
+    assert len(fired("vanishing_gradient", vanished)) == 1
+    (event,) = fired("loss_spike", losses(*(scale * loss for loss in [1.0, *[0.05, 0.06] * 15, 0.9])))
+    assert event.value == pytest.approx(0.9 * scale)
+
+
+def test_vanishing_gradient_without_a_loss_is_relative_to_other_layers() -> None:
+    rows = [{**GRADIENT, "layer": layer, "numel": 9} for layer in "ab"]
+    steps = [Step(rows=[{**rows[0], "rms": 1e-14}, {**rows[1], "rms": 1e-5}])] * 3
+    assert [event.layer for event in fired("vanishing_gradient", steps)] == ["a"]
+    assert fired("vanishing_gradient", [Step(rows=[{**rows[0], "rms": 1e-14}, {**rows[1], "rms": 1e-13}])] * 9) == []
+
+
+def test_gradient_explodes_within_the_first_steps() -> None:
+    assert fired("exploding_gradient", values(GRADIENT, "l2", [0.0, 1e-3, 1.0, 2.0])) == []
+    (event,) = fired("exploding_gradient", values(GRADIENT, "l2", [1.0, 2.0, 1e6]))
+    assert (event.step, event.threshold) == (2, 1.5e4)
+    above = {"rule": "exploding_gradient", "above": 100}
+    assert [event.threshold for event in fired(above, values(GRADIENT, "l2", [200.0]))] == [100.0]
+
+
+def test_spike_of_a_signed_loss_is_compared_with_its_range() -> None:
+    policy = [0.4, -0.3, 0.01, 1.1, -0.9, 0.2] * 8
+    assert fired("loss_spike", losses(*policy, 4.0, *policy)) == []
+    (event,) = fired("loss_spike", losses(*policy, 40.0, *policy))
+    assert event.step == len(policy)
+    likelihood = [3.0 - 0.1 * step for step in range(60)]
+    assert fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30)) == []
+    assert len(fired("loss_spike", losses(*likelihood, *[-2.9, -3.0] * 30, 5.0))) == 1
+
+
+def test_losses_of_episodes_vary_without_a_spike() -> None:
+    episodes = [10.0, 30.0, 12.0, 55.0, 20.0, 15.0] * 8
+    assert fired("loss_spike", losses(*episodes, 108.0)) == []  # above 5 times the median
+    assert len(fired("loss_spike", losses(*episodes, 112.0))) == 1
+
+
+def test_loss_of_a_policy_near_zero_at_first_has_no_spike() -> None:
+    assert fired("loss_spike", losses(1e-9, 5e3, 4e3, 6e3)) == []
+
+
+def test_evaluation_of_a_signed_loss() -> None:
+    assert fired("overfit", evaluated([0.1] * 9, [-0.5, *[0.9] * 8])) == []
+    assert fired("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.0] * 10])) == []
+    assert len(fired("overtraining", evaluated([-1.0] * 12, [2.0, -0.001, *[0.1] * 10]))) == 1
+
+
+def test_gradients_of_a_loss_of_zero_may_be_zero() -> None:
+    steps = values(GRADIENT, "zero_fraction", [1.0] * 9, loss=0.0)
+    assert fired("all_zero", steps) == []
+    assert len(fired("all_zero", values(OUTPUT, "zero_fraction", [1.0] * 9, loss=0.0))) == 1
+
+
 def test_loss_that_rises_by_orders_of_magnitude_is_a_spike_at_once() -> None:
     (event,) = fired("loss_spike", losses(2.3, 40.0, 4e14, 5e14))
-    assert (event.step, event.value, event.threshold) == (2, 4e14, 2300.0)
+    assert (event.step, event.value, event.threshold) == (2, 4e14, 40_000.0)
     assert event.message == "loss spike: at step 2: 4e+14, 2.3 at first"
     assert fired("loss_spike", losses(1e-6, 0.5, 200.0, 1.0)) == []
 

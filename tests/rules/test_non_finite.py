@@ -55,6 +55,37 @@ def test_missing_counts_raise_no_alert() -> None:
     assert event.message == "first recorded non-finite value: at step 12 in .[0] input (seen): 0 NaN, 7 infinite"
 
 
+MASK = {
+    "kind": "forward_pre",
+    "role": "input",
+    "path": "mask",
+    "module_type": "TransformerEncoderLayer",
+    "inf_count": 9,
+}
+
+
+@pytest.mark.parametrize(
+    ("about", "loss", "count"),
+    [
+        (MASK, 1.0, 0),
+        (MASK, None, 0),
+        (MASK, math.inf, 1),
+        ({**MASK, "nan_count": 1}, 1.0, 1),
+        ({**MASK, "module_type": "MultiheadAttention"}, 1.0, 0),
+        ({**MASK, "module_type": "Linear"}, 1.0, 1),
+        ({"module_type": "MaskedScores", "inf_count": 9}, 1.0, 0),
+        ({"module_type": "MaskedScores", "inf_count": 9}, None, 1),
+        ({"module_type": "MaskedScores", "inf_count": 9}, math.nan, 1),
+        ({"module_type": "Linear", "inf_count": 9}, 1.0, 1),
+        ({"module_type": "MultiheadAttention", "kind": "function", "inf_count": 9}, 1.0, 0),
+        ({**GRADIENT, "inf_count": 9}, 1.0, 1),
+    ],
+)
+def test_mask_is_no_fault_and_a_computed_infinity_is(about: dict[str, Any], loss: float | None, count: int) -> None:
+    events = fired("non_finite", [Step(loss=loss, rows=[row(**about)])] * 3)
+    assert len([event for event in events if event.location]) == count
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_non_finite_loss_is_reported_once(loss: float) -> None:
     steps = [Step(loss=value) for value in (1.0, None, loss, loss)]

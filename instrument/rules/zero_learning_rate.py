@@ -1,0 +1,42 @@
+"""Rule: the learning rate is zero."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..spec.rules import ZeroLearningRateRule
+from .rule import CatalogueRule, Firing
+from .step_rows import Bounds, StepRows
+
+
+class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
+    """See `ZeroLearningRateRule`: in 3 steps in succession."""
+
+    what = "zero learning rate"
+    advice = "Check the learning rate of the optimizer and the schedule; a schedule may count epochs instead of steps."
+    requires = "the learning rate: pass optimizer= to attach, or lr= to end_step"
+
+    def __init__(self, spec: ZeroLearningRateRule) -> None:
+        super().__init__(spec)
+        self._times = 0
+
+    def update(self, rows: StepRows) -> Iterator[Firing]:
+        rate = rows.metric("lr")
+        if not rows.is_training or rate is None:
+            return
+        self._times = self._times + 1 if rate == 0 else 0
+        if self._times == self.spec.for_:
+            yield Firing(f"in {self._times} steps in succession", rate)
+
+    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+        return None if self._times else Bounds("lr", float(np.nextafter(0.0, 1.0)), math.inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"times": self._times}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._times = state["times"]
