@@ -176,7 +176,12 @@ class TrainConfig(Spec):
 OUTPUT_UNIT = re.compile(r"(?P<path>[^\[\]]*)(?:\[(?P<slice>[^\[\]]*)\])?")
 
 
-def _output_unit_text(text: str) -> str:
+def output_unit_text(text: str) -> str:
+    """Return the text of a part of a model's output without spaces around it.
+
+    Raises:
+        ValueError: It is no path with an optional slice.
+    """
     match = OUTPUT_UNIT.fullmatch(text.strip())
     if not match or not text.strip():
         raise ValueError(
@@ -194,7 +199,7 @@ class ForwardConfig(Spec):
     grad: bool = Field(
         False, description="Compute gradients, with respect to the inputs too, without an optimizer step."
     )
-    of: Annotated[str, AfterValidator(_output_unit_text)] | None = Field(
+    of: Annotated[str, AfterValidator(output_unit_text)] | None = Field(
         None,
         description="Compute gradients of this part of the model's output, summed over its elements, instead of the loss: "
         "'logits[:, 3]', or '[:, 3]' if the output is a tensor.",

@@ -507,6 +507,7 @@ RESERVED = frozenset(
         "interrupted",
         "no_end_step",
         "optimizer",
+        "output",
         "ranks",
         "recording",
         "remote",

@@ -17,8 +17,9 @@ from .gan import WassersteinGAN
 from .generation import Generate
 from .keywords import HuggingFace, LossDict
 from .language import NextToken
+from .loss_output import main_output
 from .reconstruction import Reconstruction
-from .supervised import KLDivergence, Supervised, main_output, soft_targets
+from .supervised import KLDivergence, Supervised, soft_targets
 
 __all__ = [
     "CountsTerms",

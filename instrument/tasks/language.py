@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import IGNORED, Outcome, inputs_of, pair_of
-from .supervised import main_output
+from .loss_output import LossOutput
 
 
 class NextToken:
@@ -18,7 +18,17 @@ class NextToken:
     each position is the next token. Given targets are used as they are; targets [N] are those of the last position, such
     as the answers of prompts. Targets of -100 are ignored. All other targets have the same weight in the mean,
     regardless of their batch. The model returns logits [N, T, vocabulary].
+
+    Args:
+        output: The tensor of the model's output with the logits, if the model returns several; see `Supervised`. Default:
+            None, the entry `logits` or `out`, or else the first tensor.
+
+    Raises:
+        ValueError: `output` is invalid.
     """
+
+    def __init__(self, output: str | None = None) -> None:
+        self.output = LossOutput(output)
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the mean loss over all predicted tokens of a batch.
@@ -34,9 +44,10 @@ class NextToken:
         Raises:
             TypeError: The batch has another structure.
             ValueError: The shapes of logits and targets do not match.
+            ConfigError: The output has no tensor at the path `output`.
         """
         tokens, targets = _tokens_and_targets(batch)
-        logits = main_output(model(tokens))  # [N, T, vocabulary]
+        logits = self.output.of(model, model(tokens))  # [N, T, vocabulary]
         if targets is None:
             logits, targets = logits[:, :-1], tokens[:, 1:]  # The token after the last position is unknown.
         elif targets.dim() == 1 and logits.dim() == 3:

@@ -1,4 +1,4 @@
-"""A part of a model's output, such as `logits[:, 3]`, whose gradients are computed instead of those of the loss."""
+"""A part of a model's output, such as `logits[:, 3]`: for gradients of it, or for the loss of a task."""
 
 from __future__ import annotations
 
@@ -23,12 +23,29 @@ class OutputUnit:
 
     Attributes:
         text: The text of the configuration, such as `logits[:, 3]` or `[:, 3]`.
+        where: The key of the configuration, for messages.
     """
 
     text: str
+    where: str = WHERE
 
     def sum_in(self, output: Any) -> Tensor:
         """Return the sum of the part over all of its elements: a scalar.
+
+        Args:
+            output: The output of the model: a tensor, or nested tensors.
+
+        Raises:
+            ConfigError: The output has no tensor at this path, or the slice is outside of its shape or empty.
+        """
+        part = self.part_of(output)
+        if not part.requires_grad:
+            message = "this part of the output depends on no floating-point input and on no trainable parameter"
+            raise ConfigError(Problem(self.where, message, self.text))
+        return part.sum()
+
+    def part_of(self, output: Any) -> Tensor:
+        """Return the part as a tensor.
 
         Args:
             output: The output of the model: a tensor, or nested tensors.
@@ -42,20 +59,17 @@ class OutputUnit:
         if path not in tensors:
             names = [name or "(the output is a tensor: '[:, 3]')" for name in tensors]
             message = "the model's output has no such tensor"
-            raise ConfigError(Problem(WHERE, message, self.text, names or "none", similar_names(path, tensors)))
+            raise ConfigError(Problem(self.where, message, self.text, names or "none", similar_names(path, tensors)))
         tensor = tensors[path]
         try:
             part = tensor if match["slice"] is None else tensor[parse_slice(match["slice"])]
         except IndexError as error:
             message = f"the slice is outside of the tensor of shape {[*shape_of(tensor)]}: {error}"
-            raise ConfigError(Problem(WHERE, message, self.text)) from None
+            raise ConfigError(Problem(self.where, message, self.text)) from None
         if not part.numel():
             message = f"the slice selects no element of the tensor of shape {[*shape_of(tensor)]}"
-            raise ConfigError(Problem(WHERE, message, self.text))
-        if not part.requires_grad:
-            message = "this part of the output depends on no floating-point input and on no trainable parameter"
-            raise ConfigError(Problem(WHERE, message, self.text))
-        return part.sum()
+            raise ConfigError(Problem(self.where, message, self.text))
+        return part
 
 
 @contextmanager

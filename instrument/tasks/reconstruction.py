@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .base import Outcome, inputs_of
-from .supervised import main_output
+from .loss_output import LossOutput
 
 
 class Reconstruction:
@@ -17,12 +17,22 @@ class Reconstruction:
     A batch is a tensor, or a tuple or list whose first element is a tensor. Further elements, such as targets, are
     ignored.
 
+    The loss uses one tensor of the output. If a variational autoencoder returns (reconstruction, mean, log_var), it is
+    trained without the KL term. The run reports which outputs get no gradient. For the KL term, write a custom task:
+    see [Custom functions](../guides/custom.md#a-custom-task).
+
     Args:
         loss: Called as `loss(output, inputs)`. Returns the mean over the samples, a scalar.
+        output: The tensor of the model's output from which the loss is computed, if the model returns several; see
+            `Supervised`. Default: None, the entry `logits` or `out`, or else the first tensor.
+
+    Raises:
+        ValueError: `output` is invalid.
     """
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], output: str | None = None) -> None:
         self.loss = loss
+        self.output = LossOutput(output)
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
@@ -37,9 +47,10 @@ class Reconstruction:
         Raises:
             ValueError: The shapes of output and input differ.
             TypeError: The inputs or the output are not a tensor.
+            ConfigError: The output has no tensor at the path `output`.
         """
         inputs = inputs_of(batch)
-        output = main_output(model(inputs))
+        output = self.output.of(model, model(inputs))
         if output.shape != inputs.shape:
             raise ValueError(f"the output has shape {list(output.shape)}, but the input has shape {list(inputs.shape)}")
         return Outcome(self.loss(output, inputs), len(inputs))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import Outcome, pair_of
+from .loss_output import LossOutput
 
 
 class Supervised:
     """A loss of the model output and the targets. A batch is a pair (inputs, targets).
+
+    The loss uses one tensor of the output. If a model returns several, such as the logits and the auxiliary logits of
+    Inception, the run reports which one, and which others get no gradient. `output` selects another one. To train
+    with several, such as with the auxiliary logits, write a [custom task](../guides/custom.md#a-custom-task).
 
     Integer targets that the loss ignores (its `ignore_index`, such as -100 for the cross entropy) have no weight. All other
     targets have the same weight in the mean, regardless of their batch.
@@ -24,9 +29,12 @@ class Supervised:
             [N, classes].
         smoothing: Label smoothing of the distributions, from 0 to 1: the probability that is spread evenly over all
             classes. Default: 0.
+        output: The tensor of the model's output from which the loss is computed, if the model returns several: a path
+            such as `"0"` or `logits`, with an optional slice. If the model returns only one tensor in evaluation mode, it
+            is this tensor. Default: None, the entry `logits` or `out`, or else the first tensor.
 
     Raises:
-        ValueError: `targets` or `smoothing` has an invalid value.
+        ValueError: `targets`, `smoothing` or `output` has an invalid value.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class Supervised:
         loss: Callable[[Tensor, Tensor], Tensor],
         targets: Literal["as_is", "one_hot"] = "as_is",
         smoothing: float = 0.0,
+        output: str | None = None,
     ) -> None:
         if targets not in ("as_is", "one_hot"):
             raise ValueError(f"targets must be 'as_is' or 'one_hot', got {targets!r}")
@@ -42,6 +51,7 @@ class Supervised:
         self.loss = loss
         self.targets = targets
         self.smoothing = smoothing
+        self.output = LossOutput(output)
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
@@ -56,9 +66,10 @@ class Supervised:
 
         Raises:
             TypeError: The batch is not a pair, or the output contains no tensor.
+            ConfigError: The output has no tensor at the path `output`.
         """
         inputs, targets = pair_of(batch)
-        output = main_output(model(inputs))
+        output = self.output.of(model, model(inputs))
         is_class = not targets.is_floating_point() and targets.dim() == output.dim() - 1
         expected = targets
         if self.targets == "one_hot" and is_class:
@@ -117,29 +128,3 @@ def soft_targets(classes: Tensor, count: int, smoothing: float) -> Tensor:
         Default dtype, shape [N, count]: smoothing / count for each class, plus 1 - smoothing for the true class.
     """
     return F.one_hot(classes, count) * (1.0 - smoothing) + smoothing / count
-
-
-def main_output(output: Any) -> Tensor:
-    """Return the tensor from which the loss is computed.
-
-    Args:
-        output: The output of a model: a tensor, a mapping or object with `logits`, a mapping with `out` (the
-            segmentation models of torchvision), or a tuple or list whose first element is a tensor.
-
-    Raises:
-        TypeError: The output has none of these forms.
-    """
-    if isinstance(output, Tensor):
-        return output
-    for name in ("logits", "out") if isinstance(output, Mapping) else ():
-        if isinstance(output.get(name), Tensor):
-            return output[name]  # type: ignore[no-any-return]
-    logits = getattr(output, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
-        return output[0]
-    raise TypeError(
-        f"the model returned {type(output).__name__}, which has no main output: return a tensor, an object with `logits`, "
-        "or a tuple or list whose first element is a tensor"
-    )

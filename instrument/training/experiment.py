@@ -36,6 +36,7 @@ from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
+from ..tasks.loss_output import LossOutput, OutputNotice
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
 from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
@@ -79,6 +80,7 @@ class Experiment:
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
         generating_phases: The phases without gradients in which the task generates tokens.
+        output_notice: Which of several outputs of the model the loss uses; None if this is clear.
         lr_scale: The factor of the learning rates, which can change during the training.
     """
 
@@ -102,6 +104,7 @@ class Experiment:
     archive: RunArchive
     weights: LoadedWeights | None
     generating_phases: frozenset[str]
+    output_notice: OutputNotice | None
     lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
     def autocast(self) -> torch.autocast:
@@ -173,7 +176,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     find_unused = config.train.find_unused_parameters
     archive = RunArchive(shard.size, shard.indices_of)
     functions = FunctionCheck(plan, config.seed, archive)
-    inferred_by_phase, has_unused, generating_phases = _infer_shapes(
+    inferred_by_phase, has_unused, generating_phases, output_notice = _infer_shapes(
         config,
         task,
         model,
@@ -234,6 +237,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         archive=archive,
         weights=weights,
         generating_phases=generating_phases,
+        output_notice=output_notice,
     )
 
 
@@ -432,7 +436,7 @@ def _infer_shapes(
     functions: FunctionCheck,
     *,
     find_unused: bool,
-) -> tuple[dict[str, InferredCalls], bool, frozenset[str]]:
+) -> tuple[dict[str, InferredCalls], bool, frozenset[str], OutputNotice | None]:
     """Run shape inference for each phase.
 
     Args:
@@ -445,14 +449,15 @@ def _infer_shapes(
         find_unused: Whether to search for parameters without a gradient.
 
     Returns:
-        The result of shape inference for each phase, whether a parameter gets no gradient (False without a search), and
-        the phases in which the task generates tokens.
+        The result of shape inference for each phase, whether a parameter gets no gradient (False without a search), the
+        phases in which the task generates tokens, and which of several outputs the loss uses.
     """
     has_unused = False
+    notice: OutputNotice | None = None
     generating: set[str] = set()
 
     def forward_and_check(phase: str) -> None:
-        nonlocal has_unused
+        nonlocal has_unused, notice
         batch = trials[phase]
         needs_gradients = phase != "forward" or config.forward.grad
         if phase in ("forward", "probe") and needs_gradients:
@@ -460,12 +465,13 @@ def _infer_shapes(
         unit = _output_unit(config)
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss, generates = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+            loss, generates, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
         functions.check_outputs()
         _check_target_selection(task, batch)
         if generates and phase in ("forward", "eval"):
             generating.add(phase)
         if phase == config.mode:
+            notice = found
             if loss is not None:
                 has_unused = find_unused and has_unused_parameters(model, loss)
                 functions.check_loss(loss)
@@ -482,7 +488,7 @@ def _infer_shapes(
         )
         for phase in trials
     }
-    return inferred, has_unused, frozenset(generating)
+    return inferred, has_unused, frozenset(generating), notice
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -501,10 +507,11 @@ def _compiled(model: nn.Module) -> nn.Module:
 
 def _forward(
     task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
-) -> tuple[Tensor | None, bool]:
-    """Return the loss of a batch, or the sum of an output unit, and whether the task generates tokens.
+) -> tuple[Tensor | None, bool, OutputNotice | None]:
+    """Return the loss of a batch, or the sum of an output unit; whether the task generates tokens; and a notice.
 
-    The outcome of the task is checked.
+    The notice states which of several outputs the loss uses. It is None with an output unit, and if this is clear. The
+    outcome of the task is checked.
 
     Args:
         task: The task.
@@ -515,7 +522,12 @@ def _forward(
     """
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
-    return outcome.loss if unit is None else unit.sum_in(last_output(outputs)), bool(outcome.generated)
+    generates = bool(outcome.generated)
+    if unit is not None:
+        return unit.sum_in(last_output(outputs)), generates, None
+    choice = getattr(task, "output", None)
+    is_choice = isinstance(choice, LossOutput) and outputs and outcome.loss is not None
+    return outcome.loss, generates, choice.notice(outputs[-1], outcome.loss) if is_choice else None
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:

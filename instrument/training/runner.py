@@ -318,6 +318,8 @@ class _Training:
                 probe.event("fallback", experiment.data.fallback)
             if self.state is None and experiment.data.overlap:
                 probe.event("data", experiment.data.overlap)
+            if self.state is None and (notice := experiment.output_notice) is not None:
+                probe.event("output", notice.message, severity=notice.severity)
             if experiment.weights is not None and (changes := experiment.weights.changes):
                 probe.event("init_from", changes)
             loop = train if experiment.config.mode == "train" else run_forward

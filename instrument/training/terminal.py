@@ -32,7 +32,7 @@ from .progress import Show, metric_texts, progress_bar, progress_lines, warnings
 
 PIPE_WIDTH = 120
 # Rules of warnings that concern all jobs of a sweep alike; they are shown once per sweep.
-ONCE_PER_SWEEP = frozenset({"fallback", "coverage", "data"})
+ONCE_PER_SWEEP = frozenset({"fallback", "coverage", "data", "output"})
 LOG = logging.getLogger("instrument")
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 
@@ -85,6 +85,8 @@ class Terminal:
         self._show_fallback(experiment.data.fallback)
         for _, message in experiment.plan.layers.hidden_messages():
             self.warn(message)
+        if not self.brief:  # A job of a sweep shows it once, at its end.
+            self._show_output(experiment)
         if self.quiet or self.brief:
             return
         config, source = experiment.config, experiment.data.source
@@ -111,6 +113,14 @@ class Terminal:
             if self.brief:
                 self._warned.add(fallback)  # A brief summary follows closely, so it need not be repeated there.
 
+    def _show_output(self, experiment: Experiment) -> None:
+        notice = experiment.output_notice
+        if notice is not None and notice.severity == "warning":
+            self.warn(notice.message)
+            self._warned.add(notice.message)
+        elif notice is not None and not self.quiet:
+            self.console.print(escape(notice.message), soft_wrap=True)
+
     def warn(self, message: str) -> None:
         """Show a warning."""
         self.console.print(f"[yellow]warning[/] {escape(message)}", soft_wrap=True)
@@ -136,6 +146,7 @@ class Terminal:
         self._show_fallback(experiment.data.fallback)
         if experiment.data.overlap:
             self.warn(experiment.data.overlap)
+        self._show_output(experiment)
         self.console.print(plan_view(experiment.plan, experiment.inferred_by_phase, forecast, experiment.steps, folder))
         budget = experiment.config.budget
         if budget.time is not None or budget.bytes is not None:

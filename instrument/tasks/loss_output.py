@@ -1,0 +1,132 @@
+"""The tensor of a model's output from which a task computes its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ..nested import iter_tensors
+from ..spec.config import output_unit_text
+from .output_unit import OutputUnit
+
+MOST_PATHS = 8  # in a message
+
+
+class OutputNotice(NamedTuple):
+    """A notice about a model that returns several tensors.
+
+    Attributes:
+        message: The message.
+        severity: `warning` if some of them get no gradient, otherwise `info`.
+    """
+
+    message: str
+    severity: str
+
+
+class LossOutput:
+    """The choice of one tensor of the output of a model.
+
+    Args:
+        text: The path of the tensor, with an optional slice: `"0"`, `logits`, `logits[:, -1]`. None for `main_output`.
+
+    Raises:
+        ValueError: The text is no path.
+    """
+
+    def __init__(self, text: str | None) -> None:
+        self.unit = None if text is None else OutputUnit(output_unit_text(str(text)), "task.output")
+
+    def of(self, model: nn.Module, output: Any) -> Tensor:
+        """Return the tensor.
+
+        Args:
+            model: The model. In evaluation mode, it may return only one tensor, such as Inception: then this one.
+            output: Its output.
+
+        Raises:
+            ConfigError: The output has no tensor at the chosen path.
+            TypeError: No path is chosen, and the output has no main tensor.
+        """
+        if self.unit is None or (isinstance(output, Tensor) and not model.training):
+            return main_output(output)
+        return self.unit.part_of(output)
+
+    def notice(self, output: Any, loss: Tensor) -> OutputNotice | None:
+        """Return a notice about the outputs that the loss does not use.
+
+        Args:
+            output: The output of the model.
+            loss: The loss, with its graph if it has one.
+
+        Returns:
+            The notice; None if the output is a single tensor, or a path was chosen.
+        """
+        tensors = dict(iter_tensors(output))
+        if self.unit is not None or len(tensors) < 2:
+            return None
+        main = main_output(output)
+        used = next((path for path, tensor in tensors.items() if tensor is main), None)
+        if used is None:  # It is no entry, but computed by the output.
+            return None
+        edges = _edges(loss)
+        unused = [path for path, tensor in tensors.items() if tensor.requires_grad and _edge(tensor) not in edges]
+        message = f"the loss uses output {used!r} of the {len(tensors)} tensors that the model returns"
+        if loss.requires_grad and unused:
+            message += f"; {_joined(unused)} {'gets' if len(unused) == 1 else 'get'} no gradient from it"
+        message += f"; set task.output to {used!r} to confirm this, or to another one of {_joined([*tensors])}"
+        return OutputNotice(message, "warning" if loss.requires_grad and unused else "info")
+
+
+def _joined(paths: list[str]) -> str:
+    shown = ", ".join(map(repr, paths[:MOST_PATHS]))
+    return f"{shown} and {len(paths) - MOST_PATHS} more" if len(paths) > MOST_PATHS else shown
+
+
+def _edge(tensor: Tensor) -> tuple[Node, int]:
+    """Return the node of the graph that gets the gradient of a tensor, and the index of the gradient."""
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _edges(loss: Tensor) -> set[tuple[Node, int]]:
+    """Return the edges of the graph of a loss. Each of them carries a gradient in a backward pass."""
+    edges: set[tuple[Node, int]] = set()
+    waiting = [_edge(loss)] if loss.requires_grad else []
+    visited: set[Node] = set()
+    while waiting:
+        edge = waiting.pop()
+        edges.add(edge)
+        if edge[0] not in visited:
+            visited.add(edge[0])
+            waiting += [(node, number) for node, number in edge[0].next_functions if node is not None]
+    return edges
+
+
+def main_output(output: Any) -> Tensor:
+    """Return the tensor from which the loss is computed.
+
+    Args:
+        output: The output of a model: a tensor, a mapping or object with `logits`, a mapping with `out` (the
+            segmentation models of torchvision), or a tuple or list whose first element is a tensor.
+
+    Raises:
+        TypeError: The output has none of these forms.
+    """
+    if isinstance(output, Tensor):
+        return output
+    for name in ("logits", "out") if isinstance(output, Mapping) else ():
+        if isinstance(output.get(name), Tensor):
+            return output[name]  # type: ignore[no-any-return]
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(output, tuple | list) and output and isinstance(output[0], Tensor):
+        return output[0]
+    raise TypeError(
+        f"the model returned {type(output).__name__}, which has no main output: return a tensor, an object with `logits`, "
+        "or a tuple or list whose first element is a tensor"
+    )
