@@ -146,7 +146,11 @@ def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
         "parameter_gradients",
         "parameters",
         "updates",
+        "seen",  # of the run
     }
+    seen = [each.stats.query("hook == 'seen' and 9 <= step < 12 and phase == 'train'") for each in (original, run)]
+    assert set(seen[0]["step"]) == {9}
+    pd.testing.assert_frame_equal(*(each.drop(columns="position").reset_index(drop=True) for each in seen))
     assert list(run.metrics.query("phase == 'train'")["step"]) == [8, 9, 10, 11]
     effects = original.effects.query("8 <= step < 12").reset_index(drop=True)
     pd.testing.assert_frame_equal(effects, run.effects, check_exact=True)
@@ -164,6 +168,34 @@ def test_replay_of_a_window_records_other_hooks(place: Path) -> None:
     }
     assert "record hooks that are not scheduled" not in answer.out
     assert list(run.events["rule"]) == ["replay"]
+
+
+def test_hook_set_means_the_same_in_a_replay_and_a_run(place: Path, tmp_path: Path) -> None:
+    """A set is added to the other hooks. A hook of the same name is an error."""
+    (tmp_path / "conf" / "hooks").mkdir(parents=True)
+    (tmp_path / "conf" / "exp").mkdir()
+    own = "{layers: layers.*, kind: forward, action: record}"
+    (tmp_path / "conf" / "hooks" / "like.yaml").write_text(f"seen: {own}\n")
+    (tmp_path / "conf" / "hooks" / "more.yaml").write_text(f"more: {own}\n")
+    (tmp_path / "conf" / "exp" / "own.yaml").write_text(f"# @package _global_\nhooks: {{seen: {own}}}\n")
+    (tmp_path / "replayed_model.py").write_text(MODEL)
+    run = [*SMALL, "+exp=own", "train.steps=1"]
+    assert run_in(tmp_path, *run, "hooks=more", "hydra.run.dir=both").code == 0
+    assert run_in(tmp_path, *run, "hydra.run.dir=run").code == 0
+    assert replay_in(tmp_path, "run", "hooks=more", "hydra.run.dir=again").code == 0
+    tables = [instrument.load(tmp_path / name).stats.query("phase == 'train'") for name in ("both", "again")]
+    assert set(tables[0]["hook"]) == {"seen", "more"}
+    first, second = (table.sort_values(["hook", "layer", "path"], ignore_index=True) for table in tables)
+    pd.testing.assert_frame_equal(first.drop(columns="position"), second.drop(columns="position"))
+    for answer in (
+        run_in(tmp_path, *run, "hooks=like", "hydra.run.dir=no"),
+        replay_in(tmp_path, "run", "hooks=like", "hydra.run.dir=no"),
+    ):
+        assert answer.code == 2
+        assert "hooks.seen: two files define this name" in answer.err
+        assert "hooks/like.yaml" in answer.err
+    assert not (tmp_path / "no").exists()
+    sys.modules.pop("replayed_model", None)
 
 
 @pytest.mark.slow

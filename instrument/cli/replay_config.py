@@ -1,4 +1,4 @@
-"""The configuration of a replay: that of the recorded run, with other record hooks."""
+"""The configuration of a replay: that of the recorded run, with further record hooks."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     """Store the root configuration of a replay, to which Hydra applies the overrides.
 
     It is the configuration of the run without its outputs: remote storage, trackers, custom sinks, checkpoints, budget.
-    If the overrides choose a hook set, it replaces the record hooks of the run.
+    A hook set that the overrides choose is added to the hooks of the run, as in a run.
 
     Args:
         run: The run.
@@ -200,16 +200,14 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     Raises:
         ConfigError: An override changes the training.
     """
-    replaces = _check_overrides(overrides)
+    _check_overrides(overrides)
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(dict(run.record["config"])))  # type: ignore[assignment]
     raw = config.get("hooks") or {}
     entries = [each for each in (raw.values() if isinstance(raw, Mapping) else raw) if each is not None]
-    specs = run.hooks
-    hooks = dict(zip(specs, entries, strict=True))
-    kept = [name for name in specs if not replaces or name in run.required_hooks]
+    hooks = dict(zip(run.hooks, entries, strict=True))
     sink = {key: value for key, value in (config.get("sink") or {}).items() if key in _PARQUET_FIELDS}
     config |= {"plan": False, "resume": None, "report": False, "quiet": False, "objective": "loss", "sink": sink}
-    config |= {"budget": {"time": None, "bytes": None}, "hooks": {name: hooks[name] for name in kept} or None}
+    config |= {"budget": {"time": None, "bytes": None}, "hooks": hooks or None}
     config["train"] |= {"checkpoint": {"every": 0}, "save": False}
     packaged: Any = OmegaConf.load(conf_folder() / "config.yaml")
     packaged.hydra.run.dir = f"runs/replays/{_label(run.folder)}/${{now:%Y-%m-%d_%H-%M-%S-%f}}"
@@ -220,13 +218,12 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
 _PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custom", *TRACKERS}
 
 
-def _check_overrides(overrides: Sequence[str]) -> bool:
-    """Check that the overrides do not change the training. Return whether they choose a hook set.
+def _check_overrides(overrides: Sequence[str]) -> None:
+    """Check that the overrides do not change the training.
 
     Raises:
         ConfigError: An override changes the training, or cannot be parsed.
     """
-    replaces = False
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -237,8 +234,6 @@ def _check_overrides(overrides: Sequence[str]) -> bool:
             message = "a replay repeats the training of the run, so this key cannot be overridden"
             fix = "to train with another configuration, use python -m instrument"
             raise ConfigError(Problem(key, message, given=override.input_line, allowed=", ".join(ALLOWED), fix=fix))
-        replaces |= key == "hooks" and isinstance(override.value(), str | list)
-    return replaces
 
 
 def _label(folder: Path) -> str:

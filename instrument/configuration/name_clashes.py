@@ -26,6 +26,9 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
         ConfigError: Two files define the same name. The error names both.
     """
     lists = {str(default.config_path): [*_listed(result)] for default, result in zip(defaults, results, strict=True)}
+    labels = {
+        str(default.config_path): _label(default, result) for default, result in zip(defaults, results, strict=True)
+    }
     root = [entry for default in defaults if default.primary for entry in lists[str(default.config_path)]]
     owners: dict[tuple[str, str], list[str]] = {}
     problems: list[Problem] = []
@@ -34,10 +37,18 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
         for section, name in _names(default, result):
             others = owners.setdefault((section, name), [])
             allowed = {*root, *_reachable(file, lists), file}
-            problems += [_problem(section, name, other, file) for other in others if other not in allowed]
+            problems += [
+                _problem(section, name, labels[other], labels[file]) for other in others if other not in allowed
+            ]
             others.append(file)
     if problems:
         raise ConfigError(*problems)
+
+
+def _label(default: ResultDefault, result: ConfigResult) -> str:
+    """Return the name of a configuration for messages: a file, or a configuration that code has stored."""
+    is_stored = result.path.startswith("structured:")
+    return f"the configuration {default.config_path!r}" if is_stored else f"{default.config_path}.yaml"
 
 
 def _names(default: ResultDefault, result: ConfigResult) -> Iterator[tuple[str, str]]:
@@ -82,6 +93,6 @@ def _reachable(file: str, lists: Mapping[str, Sequence[str]]) -> set[str]:
 
 
 def _problem(section: str, name: str, first: str, second: str) -> Problem:
-    message = f"two files define this name: {first}.yaml and {second}.yaml; their fields would be merged"
+    message = f"two configurations define this name: {first} and {second}; their fields would be merged"
     fix = f"rename one of them, or change single fields on the command line: {section}.{name}.FIELD=VALUE"
     return Problem(f"{section}.{name}", message, fix=fix)

@@ -116,7 +116,7 @@ def test_every_option_composes_with_every_experiment(group: str, experiment: str
         try:
             config = config_of(f"+exp={experiment}", f"{group}={option}", *more)
         except ConfigError as error:  # an experiment may have a hook with the name of one in a set
-            if not all("two files define this name" in problem.message for problem in error.problems):
+            if not all("two configurations define this name" in problem.message for problem in error.problems):
                 raise
         else:
             assert config.name == experiment
