@@ -192,7 +192,7 @@ def test_hook_set_means_the_same_in_a_replay_and_a_run(place: Path, tmp_path: Pa
         replay_in(tmp_path, "run", "hooks=like", "hydra.run.dir=no"),
     ):
         assert answer.code == 2
-        assert "hooks.seen: two files define this name" in answer.err
+        assert "hooks.seen: two configurations define this name" in answer.err
         assert "hooks/like.yaml" in answer.err
     assert not (tmp_path / "no").exists()
     sys.modules.pop("replayed_model", None)
