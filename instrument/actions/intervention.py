@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import HookError, HookResultError
 from ..spec.kinds import KINDS
+from ..sparse import coalesce, is_sparse, replace_values
 from ..stats.device_numbers import DeviceNumbers, joined
 from ..stats.device_operations import count_changed
 from ..stats.measure import measure
@@ -47,7 +48,7 @@ class Intervention:
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Pass the tensors to the change. Of sparse tensors, pass the entries."""
-        self.change.prepare([tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors])
+        self.change.prepare([coalesce(tensor).values() if is_sparse(tensor) else tensor for tensor in tensors])
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor:
         """Return the changed tensor. Of a sparse tensor (an embedding gradient), the entries are changed.
@@ -56,15 +57,12 @@ class Intervention:
             HookError: The tensor is sparse, and the change requires a dense one.
             HookResultError: The result is invalid, or the change modified its input in place.
         """
-        if not tensor.is_sparse:
+        if not is_sparse(tensor):
             return self._change(tensor, context, tensor.numel())
         if not self.change.entrywise:
             raise sparse_error(context)
-        entries = tensor.coalesce()
-        changed = self._change(entries.values(), context, tensor.numel())
-        return torch.sparse_coo_tensor(
-            entries.indices(), changed, tensor.shape, is_coalesced=True, check_invariants=False
-        )
+        entries = coalesce(tensor)
+        return replace_values(entries, self._change(entries.values(), context, tensor.numel()))
 
     def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
         if context.holds is False:

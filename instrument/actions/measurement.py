@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError
+from ..formatting import human_bytes
 from ..spec.kinds import KINDS
 from ..spec.record import StatisticsSpec
 from ..spec.statistics import VALUE_STATISTICS
 from ..stats.device_numbers import DeviceNumbers, joined
-from ..stats.measure import Values, measure
-from ..stats.merge import MEASURED, PartialStatistics, partial_statistics
+from ..sparse import is_sparse
+from ..stats.measure import Values, measure, part_statistics
+from ..stats.merge import PartialStatistics, partial_statistics
 from ..stats.unit_statistics import (
     dead_fraction,
     dead_units,
@@ -29,6 +31,8 @@ from ..stats.unit_statistics import (
 from .base import Context
 from .custom_functions import custom_function, observe
 from .intervention import describe
+
+MOST_BYTES = 1 << 30  # of a sparse tensor that becomes dense
 
 Number = float | DeviceNumbers | None
 """A number, or one number on another device; None if the statistic is not defined for the tensor."""
@@ -97,13 +101,12 @@ class Measurement:
         if "update_ratio" in requested and context.value is not None:
             norm = measure(context.value, ("l2",))
             weight = norm if isinstance(norm, DeviceNumbers) else norm[0]
-        names = (*MEASURED, "l1") if "l1" in requested else MEASURED
         along = _resolve_unit_dim(tensor, context, self.unit_dim) if "dead_fraction" in requested else None
-        dead = None if along is None else dead_units(to_dense(tensor.detach()), along)
+        dead = None if along is None else dead_units(_strided_or_sparse(tensor), along)
         # `fully_shard` shards along dimension 0: each process then has different units.
         distinct_dead = dead if context.scope == "shard" and along == 0 else None
         return partial_statistics(
-            measure(tensor, names), saturated, weight, distinct_dead
+            measure(tensor, part_statistics(requested)), saturated, weight, distinct_dead
         ), None if distinct_dead is not None else dead
 
 
@@ -113,7 +116,7 @@ def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor,
     Raises:
         HookError: The function failed, modified its tensor, or did not return a number.
     """
-    found = observe(function, to_dense(tensor.detach()), context)
+    found = observe(function, to_dense(tensor, describe(context)), context)
     if isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex():
         return float(found) if found.is_cpu else DeviceNumbers((found.detach(),), list)
     if found is None or isinstance(found, Real):
@@ -139,22 +142,42 @@ def _combined(values: Values, others: list[Number]) -> Values:
     return joined([part for part in parts if isinstance(part, DeviceNumbers)], convert)
 
 
-def to_dense(tensor: Tensor) -> Tensor:
-    """Return a strided tensor. Sparse tensors become dense; nested tensors are padded with NaN (integers with 0)."""
+def to_dense(tensor: Tensor, reader: str) -> Tensor:
+    """Return a strided tensor without graph. Sparse tensors become dense; nested ones are padded with NaN (integers with 0).
+
+    Args:
+        tensor: Any layout.
+        reader: What requires the dense tensor, for messages.
+
+    Raises:
+        HookError: The tensor is sparse, and would be larger than `MOST_BYTES`.
+    """
+    if is_sparse(tensor) and tensor.numel() * tensor.element_size() > MOST_BYTES:
+        raise HookError(
+            f"{reader} requires a dense tensor, but this one is sparse with shape {list(tensor.shape)}: it would have "
+            f"{human_bytes(tensor.numel() * tensor.element_size())} (at most {human_bytes(MOST_BYTES)}). Record "
+            "built-in statistics, quantiles or a histogram of the complete tensor, which read only the stored values"
+        )
+    readable = _strided_or_sparse(tensor)
+    return readable.to_dense() if is_sparse(readable) else readable
+
+
+def _strided_or_sparse(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
     if tensor.is_nested:
         padded: Tensor = torch.nested.to_padded_tensor(tensor, math.nan if tensor.is_floating_point() else 0)
         return padded
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return tensor if tensor.layout == torch.strided or is_sparse(tensor) else tensor.to_dense()
 
 
 def _dead_fraction(tensor: Tensor, context: Context, dim: int | None) -> Number:
     along = _resolve_unit_dim(tensor, context, dim)
-    return None if along is None else dead_fraction(to_dense(tensor.detach()), along)
+    return None if along is None else dead_fraction(_strided_or_sparse(tensor), along)
 
 
 def _saturated_fraction(tensor: Tensor, context: Context, dim: int | None) -> Number:  # noqa: ARG001
     ends = saturation_limits(context.module)
-    return None if ends is None or not tensor.is_floating_point() else saturated_fraction(to_dense(tensor), ends)
+    return None if ends is None or not tensor.is_floating_point() else saturated_fraction(_strided_or_sparse(tensor), ends)
 
 
 def _update_ratio(tensor: Tensor, context: Context, dim: int | None) -> Number:  # noqa: ARG001

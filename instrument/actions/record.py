@@ -15,6 +15,7 @@ from ..stats.distribution import distribution
 from ..stats.merge import sketch
 from ..stats.single_pass import NATIVE, wanted
 from .base import Context, Rows
+from .intervention import describe
 from .measurement import Measurement, to_dense
 
 
@@ -101,7 +102,7 @@ class Record:
             values = distribution(tensor, self.levels, self.bins)
             self.rows.add_distribution(context, self.levels, self.bins, values)
         if self.keeps_tensors:
-            plain = to_dense(tensor.detach())
+            plain = to_dense(tensor, describe(context))
             source_shape = plain.shape if context.selection is None else context.selection.shape
             kept = select_part(plain, self.spec)
             # Converting a complex tensor to another dtype would keep only the real part.

@@ -43,7 +43,7 @@ class Selector:
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the selected parts of tensors. All processes must call it if the tensors are sharded."""
-        complete = [to_dense(full_tensor(tensor)) for tensor in tensors]
+        complete = [to_dense(full_tensor(tensor), f"hook {self.spec.name!r}") for tensor in tensors]
         return [self._find(tensor.shape).of(tensor) for tensor in complete]
 
     def apply(
@@ -106,7 +106,7 @@ class Selector:
                 f"{describe(context)} selects elements of a shard, whose indices differ from those of the full tensor; "
                 "record the complete tensor"
             )
-        complete = tensor if is_dense else to_dense(tensor)
+        complete = tensor if is_dense else to_dense(tensor, describe(context))
         try:
             selection = self._find(complete.shape)
             part = selection.of(complete)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import HookResultError
 from ..spec.kinds import KINDS
 from ..spec.modify import FunctionSpec
+from ..sparse import is_sparse
 from . import builtin_functions
 from .base import Context, Effects
 from .custom_functions import custom_function
@@ -53,7 +54,7 @@ class Together:
                 tensor in place.
         """
         call = replace(context, path=path_of_call(context.kind, context.path))
-        if any(tensor.is_sparse for tensor in tensors.values()):
+        if any(is_sparse(tensor) for tensor in tensors.values()):
             raise sparse_error(call)
         given = {path: versioned_copy(tensor) if tensor.is_inference() else tensor for path, tensor in tensors.items()}
         versions = {path: tensor._version for path, tensor in given.items()}

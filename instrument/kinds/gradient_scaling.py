@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..actions.builtin_functions import straight_through
+from ..sparse import is_sparse
 
 
 def unscaled(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def rescaled(new: Tensor, given: Tensor, gradient: Tensor, scale: Tensor) -> Ten
     if new is given:
         return gradient
     scaled = (new * scale.to(gradient.device)).to(gradient.dtype)
-    if gradient.is_sparse:
+    if is_sparse(gradient):
         return scaled
     is_unchanged = (new == given) | (new.isnan() & given.isnan())
     return straight_through(scaled, torch.where(is_unchanged, gradient, scaled))

@@ -20,7 +20,7 @@ from torch import Tensor
 from .device_choice import histogram_on_device
 from .device_numbers import DeviceNumbers, constants, joined, widest
 from .device_operations import as_comparable_floats
-from .flatten import as_vector
+from .flatten import stored_elements
 from .measure import measure_on_host
 from .single_pass import add_to_bins
 
@@ -53,14 +53,14 @@ def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Distri
         The number of elements used for the quantiles, the quantiles, the minimum, the maximum and the counts, as
         requested. For a CPU tensor: numbers and None, otherwise numbers on the device of the tensor.
     """
-    vector = as_vector(tensor)
+    vector, zeros = stored_elements(tensor)
     if not vector.is_cpu:
-        return distribution_on_device(vector, levels, bins)
+        return distribution_on_device(vector, levels, bins, zeros)
     found: list[float | None] = []
     if levels:
-        found += _quantiles(vector, levels)
+        found += _quantiles(vector, levels, zeros)
     if bins:
-        found += _histogram(vector, bins)
+        found += _histogram(vector, bins, zeros)
     return found
 
 
@@ -78,30 +78,51 @@ def distribution_columns(levels: tuple[float, ...], bins: int, values: Sequence[
     return sampled, list(levels) or None, quantiles, low, high, counts
 
 
-def _quantiles(vector: Tensor, levels: tuple[float, ...]) -> list[float | None]:
-    sample = vector if len(vector) <= 2 * SAMPLE else vector[_sample_indices(len(vector), vector.device)]
+def _sample(vector: Tensor, zeros: int) -> tuple[Tensor, int]:
+    """Return the elements for the quantiles, and how many more zeros they have; see `stored_elements`."""
+    if len(vector) <= 2 * SAMPLE:
+        return vector, zeros
+    sample = vector[_sample_indices(len(vector), vector.device)]
+    # The last element is one of the zeros.
+    return (torch.cat([sample, vector[-1:]]), round(zeros * SAMPLE / len(vector))) if zeros else (sample, 0)
+
+
+def _quantiles(vector: Tensor, levels: tuple[float, ...], zeros: int) -> list[float | None]:
+    sample, zeros = _sample(vector, zeros)
     narrow = sample.dtype in (torch.float16, torch.bfloat16, torch.float32)
     x = sample.to(torch.float32 if narrow else torch.float64).numpy()
     x = np.sort(x[np.isfinite(x)])
     if not len(x):
         return [0, *[None] * len(levels)]
-    at = np.asarray(levels) * (len(x) - 1)
+    n, first_zero = len(x) + zeros, np.searchsorted(x, 0.0)
+    at = np.asarray(levels) * (n - 1)
     below = np.floor(at).astype(np.int64)
-    low, high = (x[np.minimum(index, len(x) - 1)].astype(np.float64) for index in (below, below + 1))
+    ranks = (np.minimum(rank, n - 1) for rank in (below, below + 1))
+    # The first zero stands for all further ones.
+    indices = (np.where(rank < first_zero, rank, np.maximum(rank - zeros, first_zero)) for rank in ranks)
+    low, high = (x[index].astype(np.float64) for index in indices)
     fraction = at - below
-    return [len(x), *np.clip(low * (1.0 - fraction) + high * fraction, low, high).tolist()]
+    return [n, *np.clip(low * (1.0 - fraction) + high * fraction, low, high).tolist()]
 
 
-def _histogram(vector: Tensor, bins: int) -> list[float | None]:
+def _histogram(vector: Tensor, bins: int, zeros: int) -> list[float | None]:
     low, high = measure_on_host(vector, ("min", "max"))
     counts = np.zeros(bins, np.int64)
     if low is not None and high is not None:
-        float_low, float_high = float(low), float(high)
-        wide = vector.to(torch.float32) if vector.dtype == torch.float16 else vector
-        if not add_to_bins(wide, float_low, float_high, counts):
-            for block in vector.split(BLOCK):
-                _add_block(block.to(torch.float64).numpy(), float_low, float_high, counts)
+        _count(vector, float(low), float(high), counts)
+        if zeros:
+            bin_of_zero = np.zeros(bins, np.int64)
+            _count(vector[-1:], float(low), float(high), bin_of_zero)
+            counts += zeros * bin_of_zero
     return [None if low is None else float(low), None if high is None else float(high), *counts.tolist()]
+
+
+def _count(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+    """Add the elements of a vector to the counts."""
+    wide = vector.to(torch.float32) if vector.dtype == torch.float16 else vector
+    if not add_to_bins(wide, low, high, counts):
+        for block in vector.split(BLOCK):
+            _add_block(block.to(torch.float64).numpy(), low, high, counts)
 
 
 def _add_block(x: np.ndarray[Any, np.dtype[np.float64]], low: float, high: float, counts: np.ndarray[Any, Any]) -> None:
@@ -114,29 +135,41 @@ def _add_block(x: np.ndarray[Any, np.dtype[np.float64]], low: float, high: float
     counts += np.bincount(np.minimum(at, len(counts) - 1), minlength=len(counts))
 
 
-def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int) -> DeviceNumbers:
-    """Compute quantiles and a histogram without branches on values, so that the host never waits for the device."""
+def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int, zeros: int = 0) -> DeviceNumbers:
+    """Compute quantiles and a histogram without branches on values, so that the host never waits for the device.
+
+    Args:
+        vector: The elements; see `stored_elements`.
+        levels: The levels of the quantiles.
+        bins: The number of bins.
+        zeros: The number of further zeros, one of which is the last element.
+    """
     parts: list[DeviceNumbers] = []
     if levels:
-        parts.append(_quantiles_on_device(vector, levels))
+        parts.append(_quantiles_on_device(vector, levels, zeros))
     if bins:
-        by_operations = partial(_histogram_by_operations, vector, bins)
-        parts.append(histogram_on_device(vector, bins, by_operations))
+        by_operations = partial(_histogram_by_operations, vector, bins, zeros)
+        parts.append(by_operations() if zeros else histogram_on_device(vector, bins, by_operations))
     return joined(parts, lambda *values: [*chain(*values)])
 
 
-def _quantiles_on_device(vector: Tensor, levels: tuple[float, ...]) -> DeviceNumbers:
-    """Compute quantiles in at most 15 launches. The host interpolates between the two adjacent elements."""
+def _quantiles_on_device(vector: Tensor, levels: tuple[float, ...], zeros: int) -> DeviceNumbers:
+    """Compute quantiles in at most 15 launches, or 21 with further zeros. The host interpolates between the two adjacent elements."""
     if not len(vector):
         return DeviceNumbers((), lambda numbers: [0, *[None] * len(levels)])
-    sample = vector if len(vector) <= 2 * SAMPLE else vector[_sample_indices(len(vector), vector.device)]
+    sample, zeros = _sample(vector, zeros)
     wide = as_comparable_floats(sample)
     ordered = torch.nan_to_num(wide, nan=math.inf, posinf=math.inf, neginf=math.inf).sort().values
     n = (ordered < math.inf).sum()
+    n = n + zeros if zeros else n
     last = (n - 1).clamp(min=0)
     positions = constants(levels, widest(vector.device), vector.device)
     below = (positions * last).long()
-    low, high = ordered[below], ordered[torch.minimum(below + 1, last)]
+    ranks = [below, torch.minimum(below + 1, last)]
+    if zeros:  # The first zero stands for all further ones.
+        first_zero = (ordered < 0).sum()
+        ranks = [torch.where(rank < first_zero, rank, (rank - zeros).maximum(first_zero)) for rank in ranks]
+    low, high = (ordered[rank] for rank in ranks)
     return DeviceNumbers((n, below, low, high), partial(_interpolate, levels))
 
 
@@ -156,7 +189,7 @@ def _interpolate(levels: tuple[float, ...], numbers: Sequence[Any]) -> list[Any]
     return [n, *found]
 
 
-def _histogram_by_operations(vector: Tensor, bins: int) -> DeviceNumbers:
+def _histogram_by_operations(vector: Tensor, bins: int, zeros: int) -> DeviceNumbers:
     x = vector.to(widest(vector.device))
     if not len(x):
         return DeviceNumbers((), lambda numbers: [None, None, *[0] * bins])
@@ -170,7 +203,10 @@ def _histogram_by_operations(vector: Tensor, bins: int) -> DeviceNumbers:
     unit = torch.where(width.isfinite(), torch.where((width > 0) & (width < NARROW), WIDER * one, one), 0.5 * one)
     scale = torch.where(high > low, bins / (high * unit - low * unit), 0.0)
     at = (torch.where(finite, x * unit - low * unit, 0.0) * scale).long().clamp(0, bins - 1)
-    counts.scatter_add_(0, torch.where(finite, at, bins), torch.ones_like(x))
+    weights = torch.ones_like(x)
+    if zeros:
+        weights[-1] += zeros
+    counts.scatter_add_(0, torch.where(finite, at, bins), weights)
     ends = torch.where(any_finite, torch.stack([low, high]), math.nan)
     return DeviceNumbers((ends, counts[:bins]), list)
 

@@ -9,13 +9,33 @@ from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
 from ..dtensor import local_shard
+from ..sparse import coalesce, is_sparse
+
+
+def stored_elements(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return the elements of any tensor as one real vector, and how many more zeros the tensor has.
+
+    A sparse tensor does not become dense. If it has zeros that it does not store, one of them is the last element of the
+    vector. The vector then has at least one finite element, and the extremes of the tensor.
+
+    Args:
+        tensor: See `as_vector`.
+
+    Returns:
+        Shape [elements], see `as_vector`, and the number of further zeros; 0 for a tensor that is not sparse.
+    """
+    if not is_sparse(tensor):
+        return as_vector(tensor), 0
+    stored = as_vector(coalesce(tensor.detach()).values())
+    zeros = tensor.numel() - len(stored)
+    return (torch.cat([stored, stored.new_zeros(1)]), zeros - 1) if zeros else (stored, 0)
 
 
 def as_vector(tensor: Tensor) -> Tensor:
     """Return the elements of any tensor as one real vector, in unspecified order.
 
     Args:
-        tensor: Any shape, layout, dtype and device. Complex values are replaced by their magnitude, in float64.
+        tensor: Any shape, dtype and device, not sparse. Complex values are replaced by their magnitude, in float64.
 
     Returns:
         Shape [elements], contiguous, detached; a view if the layout allows it.
@@ -26,7 +46,7 @@ def as_vector(tensor: Tensor) -> Tensor:
         return as_vector(tensor.values())
     if tensor.is_nested:
         return torch.cat([as_vector(part) for part in tensor.unbind()])
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided:  # MKL-DNN
         tensor = tensor.to_dense()
     if tensor.is_complex():
         # In double precision, since a magnitude may overflow the dtype of its parts.
@@ -81,7 +101,7 @@ def _is_numeric(dtype: torch.dtype) -> bool:
 def _has_memory(tensor: Tensor) -> bool:
     """Return whether a tensor subclass converts to a vector with a memory address. A fake tensor does not."""
     try:
-        vector = as_vector(tensor)
+        vector, _ = stored_elements(tensor)
         return not vector.numel() or vector.data_ptr() != 0
     except Exception:  # code of the subclass, which can raise anything
         return False

@@ -7,8 +7,10 @@ operations (`instrument.stats.device_operations`) compute sums that stay on the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +19,13 @@ from torch.nn.parameter import Parameter
 from ..spec.statistics import ALL
 from .blocks import measure_blocks
 from .device_choice import measure_on_device
-from .device_numbers import DeviceNumbers
-from .flatten import as_vector
+from .device_numbers import DeviceNumbers, joined
+from .flatten import stored_elements
+from .formulas import Sums, apply_formulas, maximum
 from .single_pass import measure_in_one_pass
+
+MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
+"""The statistics that are measured of a part of a tensor, from which all others follow; `l1` in addition if requested."""
 
 Values = Sequence[float | None] | DeviceNumbers
 """The result of `measure`: numbers and None, or numbers that are still on a device."""
@@ -36,11 +42,51 @@ def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
         The values in the order of `names`. For a CPU tensor: numbers and None. Otherwise: numbers on the device of the
         tensor.
     """
-    if not _is_plain(tensor):
-        tensor = as_vector(tensor)
-        if not tensor.is_cpu:
-            return measure_on_device(tensor, names)
-    return measure_on_host(tensor, names)
+    if _is_plain(tensor):
+        return measure_on_host(tensor, names)
+    vector, zeros = stored_elements(tensor)
+    measured = part_statistics(names) if zeros else names
+    values = measure_on_host(vector, measured) if vector.is_cpu else measure_on_device(vector, measured)
+    if not zeros:
+        return values
+    with_zeros = partial(_with_zeros, names, zeros)
+    return joined([values], with_zeros) if isinstance(values, DeviceNumbers) else with_zeros(values)
+
+
+def part_statistics(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the statistics to measure of a part of a tensor, for the statistics `names` of the complete tensor."""
+    return (*MEASURED, "l1") if "l1" in names else MEASURED
+
+
+def _with_zeros(names: tuple[str, ...], zeros: int, values: Sequence[Any]) -> list[Any]:
+    """Return the statistics of a tensor with further zeros.
+
+    Args:
+        names: The statistics.
+        zeros: The number of further zeros.
+        values: The `part_statistics` of the other elements, of which at least one is finite, and one is zero.
+    """
+    part = dict(zip(part_statistics(names), values, strict=True))
+    others = part["numel"] - part["nan_count"] - part["inf_count"]
+    n = others + zeros
+    largest = maximum(abs(part["min"]), abs(part["max"]))
+    unit = largest + (largest == 0)
+    mean, std, share = part["mean"] / unit, part["std"] / unit, others / n
+    sums = Sums(
+        numel=part["numel"] + zeros,
+        n=n,
+        nan_count=part["nan_count"],
+        inf_count=part["inf_count"],
+        zeros=(others * part["zero_fraction"] + 0.5) // 1 + zeros,
+        low=part["min"],
+        high=part["max"],
+        mean=mean * share,
+        variance=share * (std * std + mean * mean * (zeros / n)),
+        squares=(part["l2"] / unit) * (part["l2"] / unit),
+        magnitudes=part["l1"] / unit if "l1" in part else math.nan,
+        unit=unit,
+    )
+    return apply_formulas(names, sums)
 
 
 def measure_on_host(tensor: Tensor, names: tuple[str, ...]) -> list[float | None]:

@@ -24,10 +24,8 @@ from torch import Tensor
 from .device_numbers import DeviceNumbers
 from .distribution import distribution
 from .formulas import FORMULAS, Sums
-from .measure import Values, measure
+from .measure import MEASURED, Values, measure
 
-MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
-"""The statistics that are measured of each part; `l1` in addition if requested."""
 PARTIAL_STATISTICS = (*MEASURED, "l1", "saturated", "weight", "dead", "units")
 """The numbers of one part.
 

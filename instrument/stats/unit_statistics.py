@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from ..sparse import as_coo, is_sparse
 from .device_numbers import DeviceNumbers, joined
 from .device_operations import count_masks
 from .directed_rounding import round_down, round_up
+from .flatten import stored_elements
 from .measure import measure
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
@@ -47,7 +50,7 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | DeviceNumbers | None:
     """Return the fraction of units whose elements are all zero. NaN is not zero.
 
     Args:
-        tensor: Any dtype with at least one dimension, strided. On the CPU, no more of it is read than required.
+        tensor: See `dead_units`.
         dim: The dimension of the units.
 
     Returns:
@@ -67,14 +70,15 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | DeviceNumbers | None:
 def dead_fraction_on_device(tensor: Tensor, dim: int) -> DeviceNumbers:
     """Compute the same without branches on values, in 4 launches."""
     units = tensor.shape[dim]
-    return DeviceNumbers((_all_zero(tensor, _other_dims(tensor, dim)).sum(),), lambda numbers: [numbers[0] / units])
+    return DeviceNumbers((dead_units(tensor, dim).sum(),), lambda numbers: [numbers[0] / units])
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
     """Return which units are zero everywhere. All units of an empty tensor are.
 
     Args:
-        tensor: Any dtype with at least one dimension, strided. On the CPU, no more of it is read than required.
+        tensor: Any dtype with at least one dimension, strided or sparse. On the CPU, no more of a strided one is read than
+            required.
         dim: The dimension of the units.
 
     Returns:
@@ -87,7 +91,19 @@ def dead_units(tensor: Tensor, dim: int) -> Tensor:
     others = _other_dims(x, dim)
     if not x.numel():
         return torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
+    if is_sparse(x):
+        return _dead_units_of_sparse(as_coo(x), range(x.dim())[dim])
     return _dead(x, others) if x.is_cpu and others else _all_zero(x, others)
+
+
+def _dead_units_of_sparse(tensor: Tensor, dim: int) -> Tensor:
+    """Return which units of a coalesced COO tensor have no stored value that differs from zero, shape [units]."""
+    alive = _comparable(tensor.values()) != 0  # [stored, dense dimensions]
+    at = dim - tensor.sparse_dim()
+    if at >= 0:
+        return ~alive.movedim(at + 1, -1).reshape(-1, tensor.shape[dim]).any(0)
+    counts = torch.zeros(tensor.shape[dim], dtype=torch.int32, device=tensor.device)
+    return counts.index_add_(0, tensor.indices()[dim], alive.reshape(len(alive), -1).any(1).int()) == 0
 
 
 def _other_dims(tensor: Tensor, dim: int) -> list[int]:
@@ -142,26 +158,33 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
     Returns:
         On the CPU: a number from 0 to 1, or None if nothing is finite. Otherwise: a number on the device.
     """
-    x = _comparable(tensor.detach())
+    x, zeros = stored_elements(tensor) if is_sparse(tensor) else (tensor.detach(), 0)
+    x = _comparable(x)
     if not x.is_cpu:
-        return saturated_fraction_on_device(x, ends)
+        return saturated_fraction_on_device(x, ends, zeros)
     counts = measure(x, ("nan_count", "inf_count"))
     assert not isinstance(counts, DeviceNumbers), "the tensor is on the CPU"
     nans, infinities = (int(count) for count in counts if count is not None)
-    finite = x.numel() - nans - infinities
     near = _near(x, ends)
-    return int((near & x.isfinite() if infinities else near).count_nonzero()) / finite if finite else None
+    saturated = int((near & x.isfinite() if infinities else near).count_nonzero())
+    fraction: float | None = _fraction(zeros, ends, [saturated, x.numel() - nans - infinities])[0]
+    return fraction
 
 
-def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float]) -> DeviceNumbers:
-    """Compute the same without branches on values, in at most 11 launches."""
+def saturated_fraction_on_device(
+    tensor: Tensor, ends: tuple[float | None, float], zeros: int = 0
+) -> DeviceNumbers:
+    """Compute the same without branches on values, in at most 11 launches, for a tensor with further zeros."""
     tensor = _comparable(tensor)
     finite = tensor.abs() < math.inf
-    return count_masks([_near(tensor, ends).logical_and_(finite), finite], _fraction)
+    return count_masks([_near(tensor, ends).logical_and_(finite), finite], partial(_fraction, zeros, ends))
 
 
-def _fraction(numbers: Sequence[Any]) -> list[Any]:
+def _fraction(zeros: int, ends: tuple[float | None, float], numbers: Sequence[Any]) -> list[Any]:
     part, whole = numbers
+    if zeros:
+        whole = whole + zeros
+        part = part + zeros * bool(_near(torch.zeros((), device="cpu"), ends))
     if isinstance(whole, Tensor):
         return [part / whole]  # NaN if both are 0
     return [part / whole if whole else None]

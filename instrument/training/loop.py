@@ -15,6 +15,7 @@ from ..distributed.batch_sharding import StepBatches
 from ..dtensor import full_tensor
 from ..errors import InstrumentError
 from ..nested import to_device
+from ..sparse import coalesce, is_sparse
 from ..spec.schedule import Evaluations
 from ..tasks import CountsTerms, Outcome, call_task
 from ..tasks.base import weighted
@@ -274,4 +275,4 @@ def gradient_norm(model: torch.nn.Module) -> Tensor | None:
 
 def _entries(gradient: Tensor) -> Tensor:
     """Return the values of a sparse gradient, with duplicate indices summed; any other gradient unchanged."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    return coalesce(gradient).values() if is_sparse(gradient) else gradient

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..capture.probe import Probe
 from ..nested import iter_tensors
 from ..sinks.memory import MemorySink
+from ..sparse import as_coo, is_sparse
 from ..spec.config import RunConfig
 from ..spec.hooks import HookSpec
 from ..training.device_and_seed import process_state
@@ -197,7 +198,7 @@ def _random_state() -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal.
+    """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal; of a sparse tensor, 32 bytes.
 
     Equal bytes give equal digests. Different bytes give different digests, except with negligible probability.
 
@@ -205,6 +206,9 @@ def digest(tensor: Tensor) -> str:
         tensor: A tensor of any dtype, layout and device.
     """
     plain = tensor.detach()
+    if is_sparse(plain):
+        plain = as_coo(plain)
+        return digest(plain.indices()) + digest(plain.values())
     flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
     return _hash(flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
 

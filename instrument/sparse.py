@@ -1,0 +1,46 @@
+"""Sparse tensors: their stored values, and the tensors with other values in the same places."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BY_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_LAYOUTS = (torch.sparse_coo, *_BY_ROWS, torch.sparse_csc, torch.sparse_bsc)
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Return whether a tensor has one of PyTorch's sparse layouts: COO, CSR, CSC, BSR or BSC."""
+    return tensor.layout in _LAYOUTS
+
+
+def coalesce(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor that stores each element at most once. Only COO stores several terms of an element."""
+    return tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
+
+
+def as_coo(tensor: Tensor) -> Tensor:
+    """Return a sparse tensor in the layout COO, coalesced. It stores what the tensor stores."""
+    return tensor.to_sparse(layout=torch.sparse_coo).coalesce()
+
+
+def replace_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return a sparse tensor with other stored values.
+
+    Args:
+        tensor: A result of `coalesce`.
+        values: The values, with the shape of `tensor.values()`.
+    """
+    if tensor.layout == torch.sparse_coo:
+        return torch.sparse_coo_tensor(
+            tensor.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False
+        )
+    by_rows = tensor.layout in _BY_ROWS
+    return torch.sparse_compressed_tensor(
+        tensor.crow_indices() if by_rows else tensor.ccol_indices(),
+        tensor.col_indices() if by_rows else tensor.row_indices(),
+        values,
+        tensor.shape,
+        layout=tensor.layout,
+        check_invariants=False,
+    )
