@@ -44,3 +44,8 @@ def replace_values(tensor: Tensor, values: Tensor) -> Tensor:
         layout=tensor.layout,
         check_invariants=False,
     )
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same values, as a node of its own in the graph: a view; of a sparse tensor, a copy."""
+    return tensor.clone() if is_sparse(tensor) else tensor.view_as(tensor)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError, HookResultError
-from ..spec.kinds import KINDS
 from ..sparse import coalesce, is_sparse, replace_values
+from ..spec.kinds import KINDS
 from ..stats.device_numbers import DeviceNumbers, joined
 from ..stats.device_operations import count_changed
 from ..stats.measure import measure

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..errors import HookError
 from ..formatting import human_bytes
+from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.record import StatisticsSpec
 from ..spec.statistics import VALUE_STATISTICS
 from ..stats.device_numbers import DeviceNumbers, joined
-from ..sparse import is_sparse
 from ..stats.measure import Values, measure, part_statistics
 from ..stats.merge import PartialStatistics, partial_statistics
 from ..stats.unit_statistics import (
@@ -177,7 +177,9 @@ def _dead_fraction(tensor: Tensor, context: Context, dim: int | None) -> Number:
 
 def _saturated_fraction(tensor: Tensor, context: Context, dim: int | None) -> Number:  # noqa: ARG001
     ends = saturation_limits(context.module)
-    return None if ends is None or not tensor.is_floating_point() else saturated_fraction(_strided_or_sparse(tensor), ends)
+    return (
+        None if ends is None or not tensor.is_floating_point() else saturated_fraction(_strided_or_sparse(tensor), ends)
+    )
 
 
 def _update_ratio(tensor: Tensor, context: Context, dim: int | None) -> Number:  # noqa: ARG001

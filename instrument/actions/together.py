@@ -8,9 +8,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..errors import HookResultError
+from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.modify import FunctionSpec
-from ..sparse import is_sparse
 from . import builtin_functions
 from .base import Context, Effects
 from .custom_functions import custom_function

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..nested import iter_tensors, map_tensors
+from ..sparse import alias_of
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
 from .clock import Clock
@@ -171,7 +172,7 @@ class CallGradients:
 
     def alias(self, path: str, tensor: Tensor) -> Tensor:
         """Return the alias of a tensor in this call."""
-        return self.aliases.setdefault(self._key(path, tensor), tensor.view_as(tensor))
+        return self.aliases.setdefault(self._key(path, tensor), alias_of(tensor))
 
     def with_aliases(self, value: Any) -> Any:
         """Replace tensors by their aliases. A tensor at several paths is replaced by the same alias, unless it is in `separate`."""

@@ -19,6 +19,7 @@ from ..actions.clip import Clip
 from ..actions.intervention import Intervention, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
+from ..sparse import alias_of
 from ..spec.record import RecordSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, call_action, check_not_captured, fire_all
@@ -285,7 +286,7 @@ class PlainModuleHooks:
         if not self._needs_alias:
             output.register_hook(self._gradient_hook(call))
             return output
-        alias = output.view_as(output)
+        alias = alias_of(output)
         TensorGradientHook(alias, self._gradient_hook(call)).finish_registration()
         return alias
 

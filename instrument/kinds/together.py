@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..nested import iter_tensors, map_tensors
 from ..plan.hook_plan import Site
+from ..sparse import alias_of
 from ..spec.modify import FunctionSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
@@ -96,10 +97,10 @@ class JoinedGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hook: GradientsHook, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return views of the tensors."""
+        """Return aliases of the tensors."""
         ctx.hook = hook
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(alias_of(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -171,9 +171,7 @@ def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> floa
     return fraction
 
 
-def saturated_fraction_on_device(
-    tensor: Tensor, ends: tuple[float | None, float], zeros: int = 0
-) -> DeviceNumbers:
+def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float], zeros: int = 0) -> DeviceNumbers:
     """Compute the same without branches on values, in at most 11 launches, for a tensor with further zeros."""
     tensor = _comparable(tensor)
     finite = tensor.abs() < math.inf

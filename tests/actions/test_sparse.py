@@ -1,12 +1,13 @@
-"""Sparse gradients, as from `nn.Embedding(sparse=True)`: entries are changed, or the hook reports why not."""
+"""Sparse tensors: gradients of `nn.Embedding(sparse=True)`, and inputs of any sparse layout, such as an adjacency matrix."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import instrument
 from instrument.errors import HookError
@@ -74,3 +75,104 @@ def test_total_norm_includes_sparse_gradients() -> None:
 def test_function_that_needs_a_dense_tensor_is_reported(spec: dict[str, Any]) -> None:
     with pytest.raises(HookError, match=r"'h' \(parameter_grad\) on layer '0'.*requires a dense tensor.*sparse=False"):
         weight_after({**spec, "types": "Embedding"}, sparse=True, kind="parameter_grad")
+
+
+class Propagate(nn.Module):
+    """A layer of a graph network: the weighted adjacency matrix times the features."""
+
+    def __init__(self, to_layout: Callable[[Tensor], Tensor], weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+        self.adjacency = Converted(to_layout)
+        self.product = Product()
+
+    def forward(self, features: Tensor) -> Tensor:
+        return self.product(self.adjacency(self.weight), features)
+
+
+class Converted(nn.Module):
+    """Converts its input to a layout."""
+
+    def __init__(self, to_layout: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.to_layout = to_layout
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.to_layout(weight)
+
+
+class Product(nn.Module):
+    """The product of a matrix and features."""
+
+    def forward(self, matrix: Tensor, features: Tensor) -> Tensor:
+        return (matrix if matrix.layout == torch.strided else matrix.to_dense()) @ features
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((2, 2)),
+    "bsc": lambda x: x.to_sparse_bsc((2, 2)),
+}
+ADJACENCY = torch.tensor([[0.0, 2.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 3.0], [0.0, 0.0, 0.5, 0.0]])
+
+
+def result_with(spec: dict[str, Any], to_layout: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Any]:
+    """Return the output and the gradient of a layer with a hook on its matrix, and the effects."""
+    model = Propagate(to_layout, ADJACENCY)
+    with instrument.attach(model, {"h": {"layers": "adjacency", **spec}}, rules=None) as probe:
+        output = model(torch.linspace(-1.0, 1.0, 12).reshape(4, 3))
+        output.square().sum().backward()
+        probe.end_step()
+    assert model.weight.grad is not None
+    return output.detach(), model.weight.grad[ADJACENCY != 0], probe.sink.records("effects")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+@pytest.mark.parametrize("kind", ["forward", "tensor", "full_backward_pre"])
+@pytest.mark.parametrize(
+    "spec",
+    [{"action": "clip", "value": 0.7}, {"action": "scale", "factor": 0.5}, {"action": "modify", "fn": "sign"}],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensor_of_every_layout_changes_like_a_dense_one(layout: str, spec: dict[str, Any], kind: str) -> None:
+    output, gradient, effects = result_with({"kind": kind, **spec}, LAYOUTS[layout])
+    wanted, wanted_gradient, dense_effects = result_with({"kind": kind, **spec}, Tensor.clone)
+    assert torch.allclose(output, wanted, rtol=1e-6, atol=0)
+    assert torch.allclose(gradient, wanted_gradient, rtol=1e-6, atol=0)
+    assert [row["numel"] for row in effects] == [row["numel"] for row in dense_effects] == [16]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_change_that_fills_a_sparse_tensor_is_refused(layout: str) -> None:
+    for change in ({"action": "modify", "fn": "noise", "std": 0.1}, {"action": "clip", "norm": 1.0, "scope": "sample"}):
+        with pytest.raises(HookError, match=r"'h' \(forward\) on layer 'adjacency'.*requires a dense tensor"):
+            result_with({"kind": "forward", **change}, LAYOUTS[layout])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+@pytest.mark.parametrize("to_layout", [Tensor.coalesce, Tensor.to_sparse_csr], ids=["coo", "csr"])
+def test_huge_sparse_input_is_recorded_and_never_dense(to_layout: Callable[[Tensor], Tensor]) -> None:
+    size = 1_000_000  # 4 TB as a dense tensor
+    places = torch.arange(10).expand(2, 10)
+    matrix = to_layout(torch.sparse_coo_tensor(places, torch.ones(10), (size, size), check_invariants=True))
+    hook = {"layers": ".", "kind": "forward_pre", "action": "record"}
+    model = nn.Identity()
+    with instrument.attach(model, {"h": {**hook, "stats": "all", "histogram": 2}}, rules=None) as probe:
+        model(matrix)
+        probe.end_step()
+    (row,), (distribution,) = probe.sink.records("stats"), probe.sink.records("distributions")
+    assert (row["numel"], row["max"], row["l1"]) == (size**2, 1.0, 10.0)
+    assert row["l2"] == pytest.approx(10**0.5)
+    assert row["dead_fraction"] == (size - 10) / size
+    assert distribution["counts"] == [size**2 - 10, 10]
+    message = r"'h' \(forward_pre\).*sparse with shape \[1000000, 1000000\].* 4 TB .*statistics"
+    for fields in ({"tensors": True}, {"samples": [0]}):
+        with (
+            pytest.raises(HookError, match=message),
+            instrument.attach(model, {"h": {**hook, **fields}}, rules=None),
+        ):
+            model(matrix)

@@ -213,8 +213,6 @@ def rows_of(model: nn.Module, specs: dict[str, Any]) -> Rows:
 def test_both_paths_write_the_same_rows(name: str, specs: dict[str, Any]) -> None:
     if not isinstance(MODELS[name](), Network):
         specs = {key: spec for key, spec in specs.items() if spec["layers"] != "last"}
-    if name == "sparse":  # PyTorch has no views of sparse tensors, which `full_backward_pre` requires
-        specs = {key: spec for key, spec in specs.items() if spec["kind"] != "full_backward_pre"}
     torch.manual_seed(0)
     fast = rows_of(MODELS[name](), specs)
     torch.manual_seed(0)

@@ -21,6 +21,7 @@ from instrument.stats.distribution import (
     distribution_columns,
     distribution_on_device,
 )
+from instrument.stats.flatten import stored_elements
 
 LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 IMPLEMENTATIONS = ("compiled", "portable", "on a device")
@@ -168,6 +169,33 @@ def test_distribution_is_independent_of_layout_and_type() -> None:
         nn.Parameter(plain),
     ):
         assert compute(same) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_distribution_of_a_sparse_tensor_is_that_of_the_dense_one() -> None:
+    dense = torch.arange(-11.0, 13.0).reshape(4, 6)
+    dense[dense.abs() < 5] = 0.0
+    dense[0, 1], dense[3, 2] = math.nan, math.inf
+    wanted = compute(dense)
+    for sparse in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csr(), dense.to_sparse_bsc((2, 3))):
+        assert compute(sparse) == wanted
+        vector, zeros = stored_elements(sparse)
+        on_device = distribution_on_device(vector, LEVELS, 5, zeros).read()
+        assert on_device == distribution_on_device(dense.reshape(-1), LEVELS, 5).read()
+        assert on_device == pytest.approx(distribution(sparse, LEVELS, 5))
+
+
+def test_distribution_of_a_huge_sparse_tensor_counts_its_zeros() -> None:
+    size, stored = 1_000_000, 4 * SAMPLE
+    places = torch.arange(stored).expand(2, stored)
+    values = torch.cat([torch.full((stored // 2,), -1.0), torch.full((stored // 2,), 3.0)])
+    tensor = torch.sparse_coo_tensor(places, values, (size, size), check_invariants=True)
+    vector, zeros = stored_elements(tensor)
+    for found in (
+        distribution(tensor, (0.0, 0.5, 1.0), 4),
+        distribution_on_device(vector, (0.0, 0.5, 1.0), 4, zeros).read(),
+    ):
+        assert found[1:] == [-1.0, 0.0, 3.0, -1.0, 3.0, stored // 2, size * size - stored, 0, stored // 2]
 
 
 def test_cells_contain_only_what_was_requested() -> None:

@@ -7,7 +7,6 @@ kernel. All implementations are compared with it: one pass, blocks, operations o
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from instrument.spec.statistics import DEFAULT, STATISTICS, VALUE_STATISTICS
 from instrument.stats import device_kernel, single_pass
 from instrument.stats.blocks import BLOCK
+from instrument.stats.device_numbers import DeviceNumbers
 from instrument.stats.device_operations import measure_by_operations
 from instrument.stats.flatten import as_vector
 from instrument.stats.measure import measure
@@ -332,12 +332,58 @@ def test_magnitude_beyond_the_dtype_of_the_parts_is_finite() -> None:
     assert got["max"] == pytest.approx(3e38 * math.sqrt(2), rel=1e-6)
 
 
-@pytest.mark.parametrize("to_sparse", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
-def test_sparse_tensors_are_measured_with_their_zeros(to_sparse: Callable[[Tensor], Tensor]) -> None:
+TO_SPARSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": Tensor.to_sparse,
+    "coo with dense rows": lambda x: x.to_sparse(1),
+    "csr": Tensor.to_sparse_csr,
+    "csc": Tensor.to_sparse_csc,
+    "bsr": lambda x: x.to_sparse_bsr((2, 1)),
+    "bsc": lambda x: x.to_sparse_bsc((3, 7)),
+}
+
+
+def measure_as_on_device(tensor: Tensor) -> Numbers:
+    """Measure with the numbers of the operations used on a GPU."""
+    with mock.patch("instrument.stats.measure.measure_on_host", measure_by_operations):
+        found = measure(tensor, VALUE_STATISTICS)
+    assert isinstance(found, DeviceNumbers)
+    values = found.read()
+    assert found.on_device().tolist() == pytest.approx(values, rel=1e-12)
+    return dict(zip(VALUE_STATISTICS, values, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+@pytest.mark.parametrize("measuring", [measure_in_one_pass, measure_in_blocks, measure_as_on_device])
+@pytest.mark.parametrize("layout", TO_SPARSE)
+def test_sparse_tensors_are_measured_with_their_zeros(layout: str, measuring: Implementation) -> None:
     dense = drawn(6, 7).relu()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's note that CSR is in beta
-        assert_law_5(measure_in_one_pass(to_sparse(dense)), reference(dense.numpy()))
+    dense[2:4] = 0.0
+    for changed in (dense, -dense, dense * 1e38, torch.zeros(6, 7), torch.ones(6, 7)):
+        assert_law_5(measuring(TO_SPARSE[layout](changed)), reference(changed.numpy()))
+    dense[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
+    assert_law_5(measuring(TO_SPARSE[layout](dense)), reference(dense.numpy()))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+def test_sparse_tensors_of_every_type_are_measured(dtype: torch.dtype) -> None:
+    dense = torch.tensor([[0, 1, 0, 0], [1, 0, 0, 0]]).to(dtype)
+    assert_law_5(measure_in_one_pass(dense.to_sparse()), reference(numpy_of(dense)))
+
+
+def test_huge_sparse_tensor_is_measured_without_becoming_dense() -> None:
+    size, values = 3_000_000, torch.tensor([1.0, 2.0, -4.0, 2.0])
+    places = torch.arange(4).expand(2, 4)
+    n = size * size
+    mean, squares = 1.0 / n, 25.0
+    wanted = {
+        **{"numel": n, "min": -4.0, "max": 2.0, "abs_max": 4.0, "zero_fraction": (n - 4) / n},
+        **{"mean": mean, "std": math.sqrt(squares / n - mean * mean), "rms": 5.0 / size, "l1": 9.0, "l2": 5.0},
+        **{"nan_count": 0, "inf_count": 0},
+    }
+    tensor = torch.sparse_coo_tensor(places, values, (size, size), check_invariants=True)
+    assert_law_5(measure_in_one_pass(tensor), wanted)
+    nothing = torch.sparse_coo_tensor(size=(size, size), check_invariants=True)
+    assert_law_5(measure_in_one_pass(nothing), reference([0.0]) | {"numel": n})
 
 
 def test_uncoalesced_sparse_tensor_is_measured_by_its_sums() -> None:

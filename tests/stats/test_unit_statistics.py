@@ -19,6 +19,7 @@ from instrument.errors import ConfigError
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, DEFAULT, VALUE_STATISTICS
 from instrument.stats.device_numbers import DeviceNumbers
+from instrument.stats.flatten import stored_elements
 from instrument.stats.unit_statistics import (
     dead_fraction,
     dead_fraction_on_device,
@@ -111,6 +112,19 @@ def test_dead_fraction_of_every_dtype(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
     assert dead_fraction(tensor, 1) == pytest.approx(1 / 3)
     assert dead_fraction_on_device(tensor, 1).read()[0] == pytest.approx(1 / 3)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_units_of_a_sparse_tensor_are_those_of_the_dense_one() -> None:
+    dense = torch.zeros(4, 6)
+    dense[0, 0], dense[1, 4], dense[1, 5], dense[3, 4] = 0.99, -2.0, math.nan, -0.99
+    for sparse in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csc(), dense.to_sparse_bsr((2, 3))):
+        assert [dead_fraction(sparse, dim) for dim in (0, 1, -1)] == [1 / 4, 3 / 6, 3 / 6]
+        assert dead_fraction_on_device(sparse, 0).read() == [1 / 4]
+        for ends, near in (((-1.0, 1.0), 3), ((None, 1.0), 1), ((0.0, 1.0), 23)):
+            assert saturated_fraction(sparse, ends) == saturated_fraction(dense, ends) == near / 23
+            vector, zeros = stored_elements(sparse)
+            assert saturated_fraction_on_device(vector, ends, zeros).read() == [near / 23]
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
