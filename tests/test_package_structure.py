@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "pip_extras", "spec", "containers", "nested", "formatting", "lazy_compiler"),
+    ("errors", "pip_extras", "spec", "containers", "nested", "formatting", "lazy_compiler", "sparse"),
     ("dtensor",),
     ("targets", "stats"),
     ("plan",),

@@ -70,7 +70,8 @@ def dead_fraction(tensor: Tensor, dim: int) -> float | DeviceNumbers | None:
 def dead_fraction_on_device(tensor: Tensor, dim: int) -> DeviceNumbers:
     """Compute the same without branches on values, in 4 launches."""
     units = tensor.shape[dim]
-    return DeviceNumbers((dead_units(tensor, dim).sum(),), lambda numbers: [numbers[0] / units])
+    dead = _dead_units_of_sparse(tensor, dim) if is_sparse(tensor) else _all_zero(tensor, _other_dims(tensor, dim))
+    return DeviceNumbers((dead.sum(),), lambda numbers: [numbers[0] / units])
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
@@ -92,12 +93,13 @@ def dead_units(tensor: Tensor, dim: int) -> Tensor:
     if not x.numel():
         return torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
     if is_sparse(x):
-        return _dead_units_of_sparse(as_coo(x), range(x.dim())[dim])
+        return _dead_units_of_sparse(x, dim)
     return _dead(x, others) if x.is_cpu and others else _all_zero(x, others)
 
 
 def _dead_units_of_sparse(tensor: Tensor, dim: int) -> Tensor:
-    """Return which units of a coalesced COO tensor have no stored value that differs from zero, shape [units]."""
+    """Return which units of a sparse tensor have no stored value that differs from zero, shape [units]."""
+    tensor, dim = as_coo(tensor), range(tensor.dim())[dim]
     alive = _comparable(tensor.values()) != 0  # [stored, dense dimensions]
     at = dim - tensor.sparse_dim()
     if at >= 0:
