@@ -14,6 +14,7 @@ from ..spec.field_types import Selection
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from ..spec.modify import PenaltySpec
+from .attention_heads import check_heads
 from .layer_selection import select_layers, shorten
 from .modules import Layer, Layers
 
@@ -95,7 +96,7 @@ def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
         The plan.
 
     Raises:
-        ConfigError: With every spec that matches no module or no parameter.
+        ConfigError: With every spec that matches no module or no parameter, or selects heads where there are none.
     """
     layers = Layers.of(model)
     sites: list[Site] = []
@@ -116,6 +117,7 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
         called = [layer for layer in selected if not layer.is_container]
         if not called:
             raise ConfigError(_containers_problem(spec, selected, where))
+        check_heads(spec, called, layers, where)
         return [Site(spec, layer) for layer in called]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]

@@ -106,7 +106,8 @@ class HookBase(Selection):
     )
     heads: Heads | None = Field(
         None,
-        description="Act only on these attention heads: {of: 12, take: [5]} divides the last dimension into 12 heads.",
+        description="Act only on these attention heads: {of: 12, take: [5]} divides the last dimension into 12 heads, as in the input of "
+        "the output projection.",
     )
     positions: Indices | None = Field(
         None, description="Act only on these positions of a sequence: dimension 1 of batch-first tensors [N, T, ...]."
@@ -168,6 +169,10 @@ class HookBase(Selection):
             for name in ("samples", "positions"):
                 if name in self.selection:
                     raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
+            if self.heads is not None:
+                raise ValueError(
+                    "'heads' requires the tensors of a module: select rows with 'units', and columns with 'slice'"
+                )
         is_of_units = self.condition is not None and self.condition.stat == "dead_fraction"
         if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
             raise ValueError("'unit_dim' requires 'units', dead_fraction in 'stats', or a function of units")

@@ -36,6 +36,7 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
         SelectionError: The tensor does not have these elements.
     """
     count = len(shape)
+    default_dim = unit_dim
     if spec.unit_dim is not None:
         if not -count <= spec.unit_dim < count:
             raise SelectionError("unit_dim", f"dim {spec.unit_dim} is out of range for", f"{-count} to {count - 1}")
@@ -49,10 +50,8 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
             raise SelectionError(field, message, f"one of {fields[dim]!r} and {field!r}")
         fields[dim] = field
         value = getattr(spec, field)
-        if isinstance(value, Heads) and count >= 4 and shape[1] == value.of:
-            message = f"'heads' divides the last dimension, but dimension 1 contains the {value.of} heads of"
-            allowed = "'units: [...]' for these heads, or 'slice' for features of the last dimension"
-            raise SelectionError(field, message, allowed)
+        if isinstance(value, Heads):
+            _check_heads(value, shape, features_last=dim in (default_dim, unit_dim))
         found[dim] = (
             _indices_of_heads(value, dim, shape[dim])
             if isinstance(value, Heads)
@@ -118,6 +117,31 @@ def _checked(field: str, indices: Sequence[int], size: int, of: str) -> tuple[in
     if len({*positive}) < len(positive):
         raise SelectionError(field, f"two indices are the same along {of}", "each index once")
     return positive
+
+
+def _check_heads(heads: Heads, shape: Sequence[int], *, features_last: bool) -> None:
+    """Refuse `heads` if they are a dimension of their own, such as in [N, heads, T, D] and [N, T, heads, D].
+
+    Args:
+        heads: The selected heads.
+        shape: The shape of the tensor.
+        features_last: Whether its units are in the last dimension.
+
+    Raises:
+        SelectionError: The last dimension does not contain all heads side by side.
+    """
+    dims = [dim for dim in range(1, len(shape) - 1) if shape[dim] == heads.of] if len(shape) >= 4 else []
+    if dims:
+        names = " or ".join(map(str, dims))
+        message = f"'heads' divides the last dimension, but dimension {names} contains the {heads.of} heads of"
+        allowed = (
+            f"'units: [...]' with 'unit_dim: {names}' for these heads, or 'slice' for features of the last dimension"
+        )
+        raise SelectionError("heads", message, allowed)
+    if not features_last:
+        message = "'heads' divides the last dimension, but the heads are not side by side there in"
+        allowed = "'units: [...]', with 'unit_dim' if the heads are not dimension 1, or 'slice' for any dimension"
+        raise SelectionError("heads", message, allowed)
 
 
 def _indices_of_heads(heads: Heads, dim: int, size: int) -> tuple[int, ...]:

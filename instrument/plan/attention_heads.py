@@ -1,0 +1,93 @@
+"""Where attention heads lie in a model. `heads` is refused at modules whose tensors are not divided into heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ..errors import ConfigError, Problem
+from ..spec.hooks import HookSpec
+from .layer_selection import shorten
+from .modules import Layer, Layers
+
+# Names of output projections in attention modules of transformers, timm, torchvision and common custom code.
+_OUTPUT_PROJECTION = re.compile(
+    r"((att|attn|c|o|out|output|post)_)?proj|(out_|output_)?projection|proj_out|projection_layer|"
+    r"((attention|attn|fc|linear|to)_)?out|out_lin|out_linear|output|dense|merge|(linear_|w_?)?o",
+    re.IGNORECASE,
+)
+_ATTENTION = re.compile("att(entio)?n|mha", re.IGNORECASE)
+_PROJECTION_TYPES = ("*Linear*", "Conv1D", "Conv[12]d")
+
+
+def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: str) -> None:
+    """Refuse `heads` at tensors before or after the attention, in which features belong to no head.
+
+    Args:
+        spec: The spec, of a kind that sees the tensors of modules.
+        hooked: The modules that it matches.
+        layers: The modules of the model.
+        where: The config key of the spec, for messages.
+
+    Raises:
+        ConfigError: With the modules at which the heads are.
+    """
+    if spec.heads is None:
+        return
+    projections = [*_output_projections(layers)]
+    found = [
+        (layer, projection, attention)
+        for layer in hooked
+        for projection, attention in projections
+        if _contains(layer, projection) and not _has_heads(spec, layer, projection, attention)
+    ]
+    if not found:
+        return
+    layer, _, attention = found[0]
+    if isinstance(attention.module, nn.MultiheadAttention):
+        function = nn.functional.multi_head_attention_forward.__name__
+        places = shorten([*dict.fromkeys(attention.label for _, _, attention in found)], 4)
+        fix = f"layers: {places}, kind: function, functions: {function}, role: input, path: {function}.0.11"
+        reason = "nn.MultiheadAttention does not call its output projection, but passes the weight to a function"
+    else:
+        places = shorten([*dict.fromkeys(projection.label for _, projection, _ in found)], 4)
+        fix = f"layers: {places}, kind: {'full_backward' if spec.definition.gradient else 'forward_pre'}"
+        reason = "heads are side by side in the input of the output projection"
+    message = f"features in the {spec.tensor_role} of {layer.label!r} belong to no head; {reason}"
+    allowed = "'units: [...]' for attention weights [N, heads, T, T]"
+    raise ConfigError(Problem(f"{where}.heads", message, given=spec.heads.model_dump(), allowed=allowed, fix=fix))
+
+
+def _has_heads(spec: HookSpec, layer: Layer, projection: Layer, attention: Layer) -> bool:
+    """Return whether the tensors of a module can have heads.
+
+    Args:
+        spec: The spec.
+        layer: The module: the projection, or a module that contains it.
+        projection: The output projection of an attention module.
+        attention: The attention module.
+    """
+    is_called = not isinstance(attention.module, nn.MultiheadAttention)
+    if spec.definition.of_functions:
+        return spec.tensor_role == "input" or layer is not (projection if is_called else attention)
+    return spec.tensor_role in ("input", "grad_input") and is_called and not _contains(layer, attention)
+
+
+def _contains(layer: Layer, other: Layer) -> bool:
+    return any(module is other.module for module in layer.module.modules())
+
+
+def _output_projections(layers: Layers) -> Iterator[tuple[Layer, Layer]]:
+    """Yield the output projections of attention modules, each with the attention module."""
+    by_name = {name: layer for layer in layers for name in layer.names}
+    for layer in layers:
+        segments = re.sub(r"(\.\d+)+$", "", layer.name).split(".")  # `to_out.0` is a part of `to_out`
+        if not _OUTPUT_PROJECTION.fullmatch(segments[-1]) or not any(map(layer.is_a, _PROJECTION_TYPES)):
+            continue
+        for end in (-1, -2):  # BertAttention contains `output.dense`
+            parent = by_name[".".join(segments[:end])]
+            if _ATTENTION.search(f"{parent.name.rpartition('.')[2]} {parent.type}"):
+                yield layer, parent
+                break
