@@ -259,6 +259,7 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"unit_dim": 1}, "", "'unit_dim' requires 'units', dead_fraction in 'stats', or"),
     (RECORD, {"kind": "parameter_grad", "samples": [0]}, "", "'samples' requires a batch"),
     (RECORD, {"kind": "step_post", "positions": [0]}, "", "'positions' requires a batch"),
+    (RECORD, {"kind": "parameter_grad", "heads": {"of": 2, "take": 0}}, "", "'heads' requires the tensors of a module"),
     (RECORD, {"kind": "loss", "units": [0]}, "", "'units' selects elements, but the loss is one number"),
     (SWAP, {"kind": "parameter_grad"}, "", "swap requires a batch"),
     (SWAP, {"slice": "0:2"}, "", "swap cannot be combined with 'slice'"),
