@@ -50,6 +50,9 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
         function = nn.functional.multi_head_attention_forward.__name__
         places = shorten([*dict.fromkeys(attention.label for _, _, attention in found)], 4)
         fix = f"layers: {places}, kind: function, functions: {function}, role: input, path: {function}.0.11"
+        fix += (
+            "; in evaluations without gradients, turn off the fast path: torch.backends.mha.set_fastpath_enabled(False)"
+        )
         reason = "nn.MultiheadAttention does not call its output projection, but passes the weight to a function"
     else:
         places = shorten([*dict.fromkeys(projection.label for _, projection, _ in found)], 4)
