@@ -57,7 +57,7 @@ def follow(
         wants_mnist = "+exp=mnist" in command and "data=" not in command
         offline = ["data.dataset.download=false"] if wants_mnist and mnist_root is None else []
         if command.startswith("python -m instrument.verify "):
-            monkeypatch.setattr("instrument.__main__.command", lambda job: verify.main())
+            monkeypatch.setattr("instrument.cli.command.command", lambda job: verify.main())
             command = command.replace("instrument.verify", "instrument", 1)
         return cli(*shlex.split(command.removeprefix("python -m instrument")), *offline)
 

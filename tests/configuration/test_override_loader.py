@@ -198,7 +198,7 @@ def test_sweep_and_search_space_take_known_fields(cli: Cli) -> None:
 
 
 def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.__main__.command", lambda job: verify.main())
+    monkeypatch.setattr("instrument.cli.command.command", lambda job: verify.main())
     answer = cli(*TINY, MINE, "hooks.mine.every=2", "data.slice.per_class=9")
     assert answer.code == 0, answer.err
     assert "EQUAL" in answer.out

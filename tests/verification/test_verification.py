@@ -299,10 +299,9 @@ def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_schedu
 
 
 def verify_command(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Answer:
-    import instrument.__main__
     from instrument import verify as command
 
-    monkeypatch.setattr(instrument.__main__, "command", lambda job: command.main())
+    monkeypatch.setattr("instrument.cli.command.command", lambda job: command.main())
     return cli(*overrides, "hydra.run.dir=out")
 
 
