@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from held_out_programs import HELD_OUT
 from public_programs import DEVELOPMENT, warnings_of
 
 import instrument
@@ -18,6 +19,18 @@ def test_development_program_has_no_warning(name: str) -> None:
     with torch.random.fork_rng():
         found = warnings_of(*DEVELOPMENT[name])
     assert [message.partition(":")[0] for message in found] == EXPECTED.get(name, [])
+
+
+@pytest.mark.slow
+def test_at_most_one_of_sixteen_held_out_programs_has_a_warning() -> None:
+    """The small language model has one: in 200 steps its loss falls by less than 1%, from 3.69, with 1.39 as the entropy of its text."""
+    found = {}
+    for name, program in HELD_OUT.items():
+        with torch.random.fork_rng():
+            found[name] = warnings_of(program, 200)
+    assert len(found) == 16
+    warned = {name: messages for name, messages in found.items() if messages}
+    assert len(warned) <= 1, warned
 
 
 @pytest.mark.parametrize(("name", "steps"), [("vae", 40), ("word_language_model", 12)])
