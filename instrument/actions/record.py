@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from ..nested import shape_of
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS
 from ..stats.distribution import distribution
+from ..stats.exact_integers import remainders
 from ..stats.merge import sketch
 from ..stats.single_pass import NATIVE, wanted
 from .base import Context, Rows
@@ -95,7 +97,10 @@ class Record:
         if names and merges:
             self.rows.add_part(context, names, *self.measurement.part(tensor, context))
         elif names:
-            self.rows.add_stats(context, shape_of(tensor), names, self.measurement(tensor, context))
+            values = self.measurement(tensor, context)
+            if rest := remainders(tensor, names, values):
+                names, values = (*names, *rest), [*cast(list[float | None], values), *rest.values()]
+            self.rows.add_stats(context, shape_of(tensor), names, values)
         if (self.levels or self.bins) and merges:
             self.rows.add_sketch(context, self.levels, self.bins, sketch(tensor, bool(self.levels), self.bins))
         elif self.levels or self.bins:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..capture.tables import CUSTOM
 from ..spec.record import names_of_custom_statistics
+from ..spec.statistics import REMAINDERS
 
 
 def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -38,3 +40,21 @@ def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
     for i, name in enumerate(names):
         rows = rows.add_column(index + i, name, pc.map_lookup(cells, pa.scalar(name), "first"))
     return rows
+
+
+def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
+    """Replace the extremes that float64 rounds by exact integers, in place. Such a column becomes one of objects.
+
+    Args:
+        frame: Rows of `stats`.
+        rows: The same rows as they are stored, with the remainders among the custom statistics.
+    """
+    index = rows.schema.get_field_index(CUSTOM.name)
+    if index < 0 or rows.column(index).null_count == len(rows):
+        return
+    for name, remainder in REMAINDERS.items():
+        rests = pc.map_lookup(rows.column(index), pa.scalar(remainder), "first").to_pylist()
+        if any(rests):
+            values = zip(frame[name].tolist(), rests, strict=True)
+            exact = [value if rest is None else int(value) + int(rest) for value, rest in values]
+            frame[name] = pd.Series(exact, index=frame.index, dtype=object)

@@ -15,7 +15,7 @@ import pyarrow.dataset as ds
 from ..capture.tables import CUSTOM, SHAPE, TABLES
 from ..sinks.remote_folder import is_address
 from .config_columns import typed_frame
-from .custom_columns import custom_statistics_of, with_custom_columns
+from .custom_columns import custom_statistics_of, set_exact_integers, with_custom_columns
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
 
@@ -254,9 +254,11 @@ class RunTables:
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []
         for index, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
-            rows = with_custom_columns(files.read(table, condition=condition), self.custom_statistics)
+            stored = files.read(table, condition=condition)
+            rows = with_custom_columns(stored, self.custom_statistics)
             frame: pd.DataFrame = plain_labels(rows).to_pandas()
             if table == "stats":
+                set_exact_integers(frame, stored)
                 shapes = [None if shape is None else tuple(shape.tolist()) for shape in frame[SHAPE.name]]
                 frame[SHAPE.name] = pd.Series(shapes, dtype=object)
             if table == "tensors":

@@ -22,7 +22,7 @@ from ..errors import ConfigError, Problem
 from ..kinds.clock import take
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.statistics import ALL, STATISTICS
+from ..spec.statistics import ALL, REMAINDERS, STATISTICS
 from ..stats.device_numbers import DeviceNumbers
 from ..stats.measure import Values, positions
 from ..stats.single_pass import NATIVE
@@ -50,7 +50,7 @@ def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
     Raises:
         ConfigError: A custom statistic has the name of a column that tables of runs have.
     """
-    reserved = {"run", "seed", *(column.name for column in _TABLE.stored)}
+    reserved = {"run", "seed", *(column.name for column in _TABLE.stored), *REMAINDERS.values()}
     problems = [
         Problem(
             f"hooks.{name}.stats",

@@ -119,3 +119,9 @@ USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
 
 CS231n, https://cs231n.github.io/neural-networks-3/#ratio
 """
+
+REMAINDERS = {name: f"{name}_remainder" for name in ("min", "max", "abs_max")}
+"""For each statistic of 64-bit integers that float64 rounds beyond 2^53, the name of its remainder among the custom statistics.
+
+The exact integer is the sum of both.
+"""

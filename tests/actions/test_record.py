@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +223,34 @@ def test_nested_tensor_is_kept_padded(layout: torch.layout) -> None:
     assert torch.equal(row["values"].nan_to_num(-1.0), wanted.nan_to_num(-1.0))
     assert row["shape"] == row["source_shape"] == [2, 3, 2]
     assert probe.sink.records("stats")[0]["numel"] == 10
+
+
+def test_extremes_of_64_bit_integers_are_exact(tmp_path: Path) -> None:
+    given = [
+        torch.tensor([2**53 + 1, 3]),
+        torch.tensor([-(2**63), 2**63 - 1]),
+        torch.tensor([2**64 - 1, 7], dtype=torch.uint64),
+        torch.tensor([2**60, 2**53]),  # float64 represents both
+        torch.tensor([0.5, 2.0**70]),
+    ]
+    model = nn.Identity()
+    hook = {"layers": ".", "kind": "forward", "action": "record"}
+    with instrument.attach(model, {"ids": hook}, out=tmp_path / "run", rules=None) as probe:
+        for tensor in given:
+            model(tensor)
+        probe.end_step()
+    stats = instrument.load(tmp_path / "run").stats
+    for tensor, (_, row) in zip(given, stats.iterrows(), strict=True):
+        numbers = tensor.tolist()
+        assert (int(row["min"]), int(row["max"])) == (int(min(numbers)), int(max(numbers)))
+        assert int(row["abs_max"]) == int(max(map(abs, numbers)))
+        assert row["l2"] == pytest.approx(math.hypot(*map(float, numbers)))
+
+
+def test_extremes_of_small_integers_are_a_float_column() -> None:
+    model = nn.Identity()
+    with instrument.attach(model, {"ids": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
+        model(torch.tensor([2**53, -(2**53)]))
+        probe.end_step()
+    assert probe.stats["max"].dtype == "float64"
+    assert probe.stats["max"].tolist() == [2**53]

@@ -1,0 +1,42 @@
+"""Extremes of 64-bit integers, which the float64 columns round beyond 2^53."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..spec.statistics import REMAINDERS
+from .device_numbers import DeviceNumbers
+from .flatten import stored_elements
+from .measure import Values
+
+EXACT_UP_TO = 2**53
+_DTYPES = (torch.int64, torch.uint64)
+
+
+def remainders(tensor: Tensor, names: Sequence[str], values: Values) -> dict[str, float]:
+    """Return what the statistics of a tensor lack to the exact integers.
+
+    Args:
+        tensor: Any tensor.
+        names: The names of its statistics.
+        values: Their values.
+
+    Returns:
+        The remainders that are not zero, at most 1024 in magnitude, by their names. Empty for tensors on a device.
+    """
+    if tensor.dtype not in _DTYPES or isinstance(values, DeviceNumbers):
+        return {}
+    rounded = {
+        name: int(value)
+        for name, value in zip(names, values, strict=True)
+        if name in REMAINDERS and value is not None and abs(value) >= EXACT_UP_TO
+    }
+    if not rounded:
+        return {}
+    numbers = stored_elements(tensor)[0].numpy()
+    low, high = int(numbers.min()), int(numbers.max())
+    exact = {"min": low, "max": high, "abs_max": max(abs(low), abs(high))}
+    return {REMAINDERS[name]: float(exact[name] - value) for name, value in rounded.items() if exact[name] != value}
