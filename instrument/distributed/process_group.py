@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..errors import InstrumentError, RankError
 from ..sinks.lock import is_locked
 
+Number = TypeVar("Number", int, float)
 FAILURE = "instrument/failure"  # key in the store that torchrun provides
 _CONNECTION_ERRORS = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # errors that collectives raise
 LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the locks of a killed process
@@ -139,8 +140,8 @@ class Processes:
             dist.broadcast_object_list(received, src=0, group=self.control)
         return received
 
-    def sum(self, number: int) -> int:
-        """Return the sum of an integer over all processes."""
+    def sum(self, number: Number) -> Number:
+        """Return the sum of a number over all processes."""
         return sum(self.exchange(number))
 
     def wait(self) -> None:

@@ -20,13 +20,14 @@ from ..capture.collectives import Ranks
 from ..errors import ConfigError, InstrumentError, Problem
 from ..kinds.distributed_scope import Parallel
 from ..spec.config import RunConfig
+from ..tasks.base import WeightedMean
 from ..tasks.forward_and_loss import Forward
 from .batch_sharding import FULL_BATCH, BatchShard
 from .torchrun import check_processes
 from .unsupported import reduce_problems, shard_problems
 
 if TYPE_CHECKING:
-    from .process_group import Processes
+    from .process_group import Number, Processes
 
 
 class Strategy:
@@ -106,21 +107,20 @@ class Strategy:
         """
         yield
 
-    def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:  # noqa: ARG002
+    def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
         """Combine the means of this process into means over all processes.
 
         Args:
-            values: Means over the samples or terms of this process; None for a value that is missing.
-            weight: Number of samples or terms of this process.
+            means: Means of this process.
 
         Returns:
-            Means over all processes, in the same order; None for a value that is missing.
+            Means over all processes, in the same order, with the sums of the weights.
         """
-        return list(values)
+        return list(means)
 
-    def total(self, samples: int) -> int:
-        """Return the number of samples summed over all processes."""
-        return samples
+    def total(self, number: Number) -> Number:
+        """Return a number, such as that of samples, summed over all processes."""
+        return number
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Copy the buffers of rank 0, such as the running mean of BatchNorm, to all processes."""
@@ -198,28 +198,28 @@ class DataParallel(Strategy):
         if not self.processes.is_rank_zero:
             torch.manual_seed(seed + self.processes.rank)
 
-    def mean(self, values: Sequence[Tensor | None], weight: int) -> list[Tensor | None]:
-        """Compute means over all processes, weighted by `weight`.
+    def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
+        """Compute means over all processes.
 
         Args:
-            values: Means of this process; None for a value that is missing.
-            weight: Number of samples or terms of this process.
+            means: Means of this process. A mean without a value has none in any process.
 
         Returns:
-            float64 tensors on the device of the values, in the same order; None for a value that is missing.
+            float64 tensors on the device of the values, in the same order. A mean without a value is unchanged.
         """
-        present = [value for value in values if value is not None]
+        present = [(mean.value.detach().double(), mean.weight) for mean in means if mean.value is not None]
         if not present:
-            return list(values)
-        numbers = [value.detach().to(torch.float64) * weight for value in present]
-        sums = torch.stack([*numbers, torch.full_like(numbers[0], weight)])
+            return list(means)
+        weights = [torch.as_tensor(weight, dtype=value.dtype, device=value.device) for value, weight in present]
+        sums = torch.stack([*(value * weight for (value, _), weight in zip(present, weights, strict=True)), *weights])
         dist.all_reduce(sums)
-        means = iter(sums[:-1] / sums[-1].clamp(min=1))
-        return [None if value is None else next(means) for value in values]
+        totals = sums[len(present) :]
+        reduced = iter(zip(sums[: len(present)] / totals.where(totals != 0, 1), totals, strict=True))
+        return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
 
-    def total(self, samples: int) -> int:
-        """Return the number of samples summed over all processes. Blocks until all processes have called it."""
-        return self.processes.sum(samples)
+    def total(self, number: Number) -> Number:
+        """Return a number summed over all processes. Blocks until all processes have called it."""
+        return self.processes.sum(number)
 
     def broadcast_buffers(self, model: nn.Module) -> None:
         """Broadcast all buffers from rank 0."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,16 +43,35 @@ class Outcome:
         samples: The number of samples.
         correct: The number of correctly classified samples, a scalar tensor. None if the task is not a classification.
         generated: For each sample, what the model generated; empty for other tasks.
+        classified: The number of targets from which `correct` was computed, such as the tokens that are not padding. It
+            is the weight of the batch in the accuracy over several batches. Default: None, the number of samples.
     """
 
     loss: Tensor | None
     samples: int
     correct: Tensor | None = None
     generated: Sequence[Generated] = ()
+    classified: Tensor | int | None = None
+
+
+class WeightedMean(NamedTuple):
+    """A mean over some batches, and its weight in the mean over more batches.
+
+    Attributes:
+        value: A scalar without gradient; None if a batch has no value.
+        weight: The sum of the weights of the batches.
+    """
+
+    value: Tensor | None
+    weight: Tensor | float
 
 
 class Task(Protocol):
-    """A callable that runs a model on a batch and computes its loss."""
+    """A callable that runs a model on a batch and computes its loss.
+
+    If its attribute `reduction` is `sum`, as in the losses of PyTorch, the loss is a sum: the losses of micro-batches and
+    processes are added without weights. Otherwise, the loss is a mean over the samples, or see `CountsTerms`.
+    """
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
@@ -68,13 +87,13 @@ class Task(Protocol):
 
 @runtime_checkable
 class CountsTerms(Protocol):
-    """A task whose loss is a mean over terms other than samples, such as tokens.
+    """A task whose loss is a mean over terms other than samples, such as tokens, or a weighted mean.
 
     Micro-batches, processes and evaluation batches are then weighted by their number of terms instead of samples.
     """
 
-    def number_of_terms(self, batch: Any) -> int:
-        """Return the number of terms in the mean of a batch.
+    def number_of_terms(self, batch: Any) -> float:
+        """Return the number by which the loss of a batch was divided: its number of terms, or the sum of their weights.
 
         It may be 0. The loss of such a batch has no weight, also if it is NaN, such as a mean of no terms.
 
@@ -190,35 +209,65 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
         raise ValueError("the loss does not depend on any trainable parameter")
 
 
-def weighted(loss: Tensor, weight: float) -> Tensor:
-    """Return the product of a loss and its weight. With the weight 0, it is 0 also for a mean of no terms, which is NaN."""
-    return loss * weight if weight else loss.nan_to_num() * 0.0
+def is_sum(task: Task) -> bool:
+    """Return whether the loss of a task is a sum, not a mean."""
+    return getattr(task, "reduction", "mean") == "sum"
+
+
+def batch_weight(task: Task, batch: Any, samples: int) -> float:
+    """Return the weight of the loss of a batch: its number of terms or samples, or 1 if losses are added.
+
+    Args:
+        task: The task.
+        batch: The batch.
+        samples: Its number of samples.
+    """
+    if is_sum(task):
+        return 1
+    return task.number_of_terms(batch) if isinstance(task, CountsTerms) else samples
+
+
+def weighted(loss: Tensor, weight: float, total: float) -> Tensor:
+    """Return the part of a loss in a weighted mean.
+
+    With the weight 0, it is 0 also for a mean of no terms, which is NaN.
+
+    Args:
+        loss: The loss of a batch.
+        weight: Its weight.
+        total: The sum of the weights of all batches; 0 if all of them have no terms.
+    """
+    return loss * (weight / total) if weight else loss.nan_to_num() * 0.0
+
+
+def number_classified(outcomes: Sequence[Outcome]) -> Tensor | int:
+    """Return the weight of an accuracy over several batches: the number of its targets."""
+    return sum(outcome.samples if outcome.classified is None else outcome.classified for outcome in outcomes)
 
 
 @torch.no_grad()
-def accuracy(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
-    """Return the fraction of correctly classified samples over several batches.
+def accuracy(outcomes: Sequence[Outcome]) -> Tensor | None:
+    """Return the fraction of correctly classified targets over several batches.
 
     Args:
         outcomes: The outcome of each batch.
-        weights: The weight of each batch. Default: its number of samples.
 
     Returns:
         A scalar from 0 to 1; None if an outcome has no `correct`.
     """
-    counts = [outcome.correct for outcome in outcomes if outcome.correct is not None]
-    if len(counts) < len(outcomes) or not counts:
-        return None
-    if weights is None:
-        weights = [outcome.samples for outcome in outcomes]
     parts = [
-        count * (weight / outcome.samples) for count, weight, outcome in zip(counts, weights, outcomes, strict=True)
+        outcome.correct * (number_classified([outcome]) / outcome.samples)
+        for outcome in outcomes
+        if outcome.correct is not None
     ]
-    return torch.stack(parts).sum() / max(1, sum(weights))
+    if len(parts) < len(outcomes) or not parts:
+        return None
+    total = number_classified(outcomes)
+    return torch.stack(parts).sum() / (total.clamp(min=1) if isinstance(total, Tensor) else max(1, total))
 
 
 @torch.no_grad()
-def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None) -> Tensor | None:
+def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = None) -> Tensor | None:
     """Return the mean loss over several batches.
 
     Args:
@@ -233,5 +282,5 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[int] | None = None)
         return None
     if weights is None:
         weights = [outcome.samples for outcome in outcomes]
-    parts = [weighted(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
-    return torch.stack(parts).sum() / max(1, sum(weights))
+    total = sum(weights)
+    return torch.stack([weighted(loss, weight, total) for loss, weight in zip(losses, weights, strict=True)]).sum()

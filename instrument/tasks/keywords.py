@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,19 +11,23 @@ from torch.nn import functional as F
 
 from ..nested import iter_tensors, number_of_samples, structure
 from .base import IGNORED, Outcome, pair_of
+from .loss_terms import HasLoss, Loss, number_of_terms
+
+_DEFAULT_LOSS = nn.CrossEntropyLoss()
 
 
-class HuggingFace:
+class HuggingFace(HasLoss):
     """A task for the models of Transformers, and others with the same interface.
 
     A batch is a mapping. Its entries are passed to the model as keyword arguments. The loss is the `loss` of the
     output. If the model returns none, or with `loss`, it is computed from the `logits` of the output and the labels.
-    Labels of -100 are ignored. All other labels have the same weight in the mean, regardless of their batch. A batch
-    whose labels are not integers is weighted by its samples.
+    Labels of -100 are ignored. All other labels have the same weight in the mean, or the class weight of `loss`,
+    regardless of their batch. A batch whose labels are not integers is weighted by its samples.
 
     Args:
-        loss: Called as `loss(logits, labels)`; returns the mean over the labels that are not -100, a scalar. The
-            labels are then not passed to the model. Default: None, the loss of the model, or else the cross entropy.
+        loss: Called as `loss(logits, labels)`; returns the mean over the labels that are not -100, a scalar; or the
+            sum, if its `reduction` is `sum`. The labels are then not passed to the model. Default: None, the loss of
+            the model, or else the cross entropy.
         labels: The entry of the batch with the labels. Default: `labels`.
         shift: Whether the target at each position is the label at the next position. Default: None, true for classes
             whose name ends with `ForCausalLM` or `LMHeadModel`, such as those of Llama and GPT-2.
@@ -31,7 +35,7 @@ class HuggingFace:
 
     def __init__(
         self,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: Loss | None = None,
         labels: str = "labels",
         shift: bool | None = None,
     ) -> None:
@@ -65,7 +69,7 @@ class HuggingFace:
             self.shift = any(each.__name__.endswith(("ForCausalLM", "LMHeadModel")) for each in classes)
         output = model(**arguments)
         loss, logits = _field(output, "loss"), _field(output, "logits")
-        correct = None
+        correct = classified = None
         samples = _samples(labels, batch)
         if isinstance(labels, Tensor) and isinstance(logits, Tensor):
             if self.shift and labels.dim() == 2 and logits.dim() == 3:
@@ -73,14 +77,15 @@ class HuggingFace:
             if not labels.is_floating_point() and labels.shape == logits.shape[:-1]:
                 counted = labels != IGNORED
                 hits = (logits.detach().argmax(-1) == labels) & counted
-                correct = hits.sum() / counted.sum().clamp(min=1) * samples
+                classified = counted.sum()
+                correct = hits.sum() / classified.clamp(min=1) * samples
         is_unlabeled = labels is None and loss is None and not model.training
         if not is_unlabeled and (self.loss is not None or loss is None):
             loss = self._computed_loss(logits, labels, output, batch)
         if isinstance(loss, Tensor) and isinstance(labels, Tensor) and not labels.is_floating_point():
             # Without any counted label, the mean is 0/0. It has the weight 0, which NaN would survive.
             loss = torch.where((labels != IGNORED).any(), loss, loss.nan_to_num() * 0.0)
-        return Outcome(loss, samples, correct)
+        return Outcome(loss, samples, correct, classified=classified)
 
     def _computed_loss(self, logits: Any, labels: Any, output: Any, batch: Any) -> Tensor:
         """Return the loss of logits and labels."""
@@ -104,8 +109,10 @@ class HuggingFace:
         total = F.cross_entropy(logits.reshape(-1, classes), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         return total / count
 
-    def number_of_terms(self, batch: Any) -> int:
-        """Return the number of labels that are not ignored, or the number of samples without integer labels.
+    def number_of_terms(self, batch: Any) -> float:
+        """Return the number of labels that are not ignored, or the sum of their class weights.
+
+        Without integer labels, return the number of samples.
 
         Args:
             batch: The batch.
@@ -113,7 +120,8 @@ class HuggingFace:
         labels = _entries(batch).get(self.labels)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             return _samples(labels, batch)
-        return int(((labels[:, 1:] if self.shift and labels.dim() == 2 else labels) != IGNORED).sum())
+        labels = labels[:, 1:] if self.shift and labels.dim() == 2 else labels
+        return number_of_terms(_DEFAULT_LOSS if self.loss is None else self.loss, labels[labels != IGNORED])
 
     def sample_targets(self, batch: Any) -> Tensor | None:
         """Return the labels of a batch; None if it has none.

@@ -57,7 +57,7 @@ class NextToken:
         counted = targets != IGNORED
         hits = (logits.detach().argmax(-1) == targets) & counted
         count = counted.sum().clamp(min=1)  # If all targets are ignored, the loss is 0.
-        return Outcome(total / count, len(targets), hits.sum() / count * len(targets))
+        return Outcome(total / count, len(targets), hits.sum() / count * len(targets), classified=counted.sum())
 
     def number_of_terms(self, batch: Any) -> int:
         """Return the number of targets that are not ignored.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .base import Outcome, inputs_of
 from .loss_output import LossOutput
+from .loss_terms import HasLoss, Loss, number_of_terms
 
 
-class Reconstruction:
+class Reconstruction(HasLoss):
     """A loss of the model output and the input.
 
     A batch is a tensor, or a tuple or list whose first element is a tensor. Further elements, such as targets, are
@@ -22,7 +22,8 @@ class Reconstruction:
     see [Custom functions](../guides/custom.md#a-custom-task).
 
     Args:
-        loss: Called as `loss(output, inputs)`. Returns the mean over the samples, a scalar.
+        loss: Called as `loss(output, inputs)`. Returns the mean over the samples or elements, a scalar; or the sum, if
+            its `reduction` is `sum`.
         output: The tensor of the model's output from which the loss is computed, if the model returns several; see
             `Supervised`. Default: None, the entry `logits` or `out`, or else the first tensor.
 
@@ -30,7 +31,7 @@ class Reconstruction:
         ValueError: `output` is invalid.
     """
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor], output: str | None = None) -> None:
+    def __init__(self, loss: Loss, output: str | None = None) -> None:
         self.loss = loss
         self.output = LossOutput(output)
 
@@ -54,3 +55,11 @@ class Reconstruction:
         if output.shape != inputs.shape:
             raise ValueError(f"the output has shape {list(output.shape)}, but the input has shape {list(inputs.shape)}")
         return Outcome(self.loss(output, inputs), len(inputs))
+
+    def number_of_terms(self, batch: Any) -> float:
+        """Return the number of elements of the inputs; with the reduction `batchmean`, the number of samples.
+
+        Args:
+            batch: Inputs [N, ...], or a tuple or list (inputs, ...).
+        """
+        return number_of_terms(self.loss, inputs_of(batch))

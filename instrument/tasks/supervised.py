@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -10,9 +9,10 @@ from torch.nn import functional as F
 
 from .base import Outcome, pair_of
 from .loss_output import LossOutput
+from .loss_terms import HasLoss, Loss, counted_targets, number_of_terms
 
 
-class Supervised:
+class Supervised(HasLoss):
     """A loss of the model output and the targets. A batch is a pair (inputs, targets).
 
     The loss uses one tensor of the output. If a model returns several, such as the logits and the auxiliary logits of
@@ -20,11 +20,11 @@ class Supervised:
     with several, such as with the auxiliary logits, write a [custom task](../guides/custom.md#a-custom-task).
 
     Integer targets that the loss ignores (its `ignore_index`, such as -100 for the cross entropy) have no weight. All other
-    targets have the same weight in the mean, regardless of their batch.
+    targets have the same weight in the mean, or their class weight, regardless of their batch.
 
     Args:
         loss: Called as `loss(output, targets)`. Returns the mean over the samples, or over the targets that it does not
-            ignore, a scalar.
+            ignore, a scalar; or the sum, if its `reduction` is `sum`.
         targets: `as_is` (default) passes the targets unchanged. `one_hot` converts integer classes [N] to distributions
             [N, classes].
         smoothing: Label smoothing of the distributions, from 0 to 1: the probability that is spread evenly over all
@@ -39,7 +39,7 @@ class Supervised:
 
     def __init__(
         self,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        loss: Loss,
         targets: Literal["as_is", "one_hot"] = "as_is",
         smoothing: float = 0.0,
         output: str | None = None,
@@ -74,34 +74,30 @@ class Supervised:
         expected = targets
         if self.targets == "one_hot" and is_class:
             expected = soft_targets(targets, output.shape[-1], self.smoothing).to(output.dtype)
-        correct = None
+        correct = classified = None
         if is_class and targets.dim() == 1:
-            hits, counted = output.detach().argmax(-1) == targets, self._counted(targets)
-            correct = (
-                hits.sum() if counted is None else (hits & counted).sum() * (len(targets) / counted.sum().clamp(1))
-            )
-        return Outcome(self.loss(output, expected), len(targets), correct)
+            hits = output.detach().argmax(-1) == targets
+            counted = None if self.targets == "one_hot" else counted_targets(self.loss, targets)
+            correct = hits.sum()
+            if counted is not None:
+                classified = counted.sum()
+                correct = (hits & counted).sum() * (len(targets) / classified.clamp(1))
+        return Outcome(self.loss(output, expected), len(targets), correct, classified=classified)
 
-    def number_of_terms(self, batch: Any) -> int:
-        """Return the number of targets that the loss does not ignore, or the number of samples if it ignores none.
+    def number_of_terms(self, batch: Any) -> float:
+        """Return the number of targets that the loss does not ignore, or the sum of their class weights.
 
         Args:
             batch: A pair (inputs, targets).
         """
         _, targets = pair_of(batch)
-        counted = self._counted(targets)
-        return len(targets) if counted is None else int(counted.sum())
-
-    def _counted(self, targets: Any) -> Tensor | None:
-        """Return which integer targets the loss does not ignore; None if it ignores none."""
-        ignored: int | None = getattr(self.loss, "ignore_index", None)
-        if ignored is None or not isinstance(targets, Tensor) or targets.is_floating_point():
-            return None
-        return targets != ignored
+        return number_of_terms(self.loss, targets, as_distributions=self.targets == "one_hot")
 
 
 class KLDivergence(nn.Module):
     """The Kullback-Leibler divergence KL(targets || softmax(logits)), as the mean over the samples."""
+
+    reduction = "batchmean"
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Compute the divergence.
@@ -113,7 +109,7 @@ class KLDivergence(nn.Module):
         Returns:
             A scalar.
         """
-        return F.kl_div(F.log_softmax(logits, dim=-1), targets, reduction="batchmean")
+        return F.kl_div(F.log_softmax(logits, dim=-1), targets, reduction=self.reduction)
 
 
 def soft_targets(classes: Tensor, count: int, smoothing: float) -> Tensor:

@@ -3,40 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..distributed.batch_sharding import StepBatches
 from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
+from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified
 from .experiment import Experiment
 
 
-def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[list[int], int]:
-    """Return the weight of each micro-batch in the mean of a step, and the sum of weights over all processes.
+@dataclass(frozen=True)
+class BatchMeans:
+    """The means over some batches of all processes.
+
+    Attributes:
+        loss: A scalar; None if the task computes none. If the losses of the task are sums, it is their sum.
+        accuracy: A scalar; None if the task computes none.
+        classified: The number of targets in the accuracy.
+    """
+
+    loss: Tensor | None
+    accuracy: Tensor | None
+    classified: Tensor | float
+
+
+def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[list[float], float]:
+    """Return the weight of each micro-batch in the loss of a step, and the number by which they are divided.
+
+    The number is the sum of the weights over all processes, or 1 if losses are added. It may be 0.
 
     Args:
         experiment: The experiment.
         micro_batches: The micro-batches of the step.
     """
-    if not isinstance(experiment.task, CountsTerms):
-        return micro_batches.sizes, micro_batches.samples
-    weights = [experiment.task.number_of_terms(batch) for batch in micro_batches]
+    task = experiment.task
+    weights = [batch_weight(task, *each) for each in zip(micro_batches, micro_batches.sizes, strict=True)]
+    if is_sum(task):
+        return weights, 1
+    if not isinstance(task, CountsTerms):
+        return weights, micro_batches.samples
     return weights, experiment.strategy.total(sum(weights))
 
 
-def means_over_processes(
-    experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the weighted mean loss and accuracy over the batches of all processes.
+def means_over_processes(experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[float]) -> BatchMeans:
+    """Return the loss and accuracy over the batches of all processes.
 
     Args:
         experiment: The experiment.
-        outcomes: The outcome of each batch of this process.
-        weights: The weight of each batch.
-
-    Returns:
-        Two scalars; None for an accuracy that the task does not compute.
+        outcomes: The outcome of each batch of this process. All processes have the same number of batches.
+        weights: The weight of each batch, see `batch_weight`.
     """
-    local_means = [mean_loss(outcomes, weights), accuracy(outcomes, weights)]
-    loss, mean_accuracy = experiment.strategy.mean(local_means, sum(weights))
-    return loss, mean_accuracy
+    loss = WeightedMean(mean_loss(outcomes, weights), sum(weights))
+    hits = WeightedMean(accuracy(outcomes), number_classified(outcomes))
+    loss, hits = experiment.strategy.means([loss, hits])
+    value = loss.value
+    if value is not None and is_sum(experiment.task):
+        value = value * (len(outcomes) * experiment.strategy.batch_shard.size)
+    return BatchMeans(value, hits.value, hits.weight)

@@ -46,7 +46,8 @@ from .hook_batch_checks import PhaseBatches, check_batch_shapes
 from .initial_weights import InitialWeights, LoadedWeights
 from .input_gradients import with_input_gradients
 from .learning_rate_scale import LearningRateScale
-from .loader import LoadedBatch, Loader
+from .loader import LoadedBatch, Loader, LoaderOptions
+from .loss_checks import check_loss_of_parts
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
 
@@ -200,6 +201,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     )
     _check_conditions(plan, length)
     _check_rules(config, plan, length)
+    if trains or (config.forward.grad and config.forward.of is None):
+        check_loss_of_parts(config, task, model, data.train, shard, loaders.options)
     strategy.check_model_call(calls_model=id(model) in inferred_by_phase[config.mode])
     if strategy.shard(model):
         plan = make_plan(config.hooks, model)  # A new plan releases the unsharded parameters.
@@ -309,12 +312,14 @@ class _Loaders:
         eval_loader: See `Experiment`.
         probe_batch: See `Experiment`.
         first_batches: The batch for shape inference in each phase. The phase of steps is the first one.
+        options: How batches are loaded.
     """
 
     batches: Batches
     eval_loader: Loader | None
     probe_batch: StepBatches | None
     first_batches: dict[str, LoadedBatch]
+    options: LoaderOptions
 
     @classmethod
     def of(cls, config: RunConfig, data: Data, shard: BatchShard, *, pins_memory: bool) -> _Loaders:
@@ -336,7 +341,7 @@ class _Loaders:
             first["probe"] = first_batch(data.probe, samples, shard, options)
             probe_batch = StepBatches()
             probe_batch.add(*first["probe"])
-        return cls(batches, eval_loader, probe_batch, first)
+        return cls(batches, eval_loader, probe_batch, first, options)
 
 
 def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None:

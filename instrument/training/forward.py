@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple
 
 import torch
+from torch import Tensor
 
 from ..capture.probe import Probe
 from ..distributed.batch_sharding import StepBatches
 from ..nested import to_device
 from ..plan.shape_inference import without_side_effects
+from ..tasks.base import is_sum, weighted
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .input_gradients import with_input_gradients
@@ -38,14 +40,14 @@ def run_forward(
         The metrics of the run: the mean `loss` and `accuracy` over all samples or terms, the `seconds` of all batches,
         and `samples_per_second`.
     """
-    sums = _Sums(last or {})
+    sums = _Sums(last or {}, adds_losses=is_sum(experiment.task))
     earlier_warnings = len(probe.warnings)
     probe.phase = "forward"
     with without_side_effects(experiment.model, training=False):
         for epoch, batches in experiment.batches:
             probe.epoch = epoch
-            row, weight = forward_step(experiment, probe, batches)
-            sums.add(row, weight, batches.samples)
+            row, weight, classified = forward_step(experiment, probe, batches)
+            sums.add(row, weight, classified, batches.samples)
             if probe.step == experiment.steps:
                 probe.flush()  # to report the warnings of the last steps
             rows, warnings = probe.recorder.rows_written, probe.written_warnings[earlier_warnings:]
@@ -61,7 +63,7 @@ def run_forward(
 
 def forward_step(
     experiment: Experiment, observer: StepObserver, batches: StepBatches
-) -> tuple[Mapping[str, float | None], int]:
+) -> tuple[Mapping[str, float | None], float, Tensor | float]:
     """Run the model on one batch, with `forward.grad` also its backward pass.
 
     Args:
@@ -70,8 +72,8 @@ def forward_step(
         batches: The only batch of the step.
 
     Returns:
-        The metrics of the step, as the observer returned them, and the weight of its means: the number of samples or
-        terms, over all processes.
+        The metrics of the step, as the observer returned them; the weight of its loss: the number of samples or terms,
+        over all processes, or 1 if losses are added; and the number of targets in its accuracy.
     """
     config = experiment.config.forward
     weights, total = batch_weights(experiment, batches)
@@ -84,12 +86,16 @@ def forward_step(
         if config.grad:
             assert objective is not None, "shape inference checked that there is a loss"
             # With this weight, the gradients are those of the mean over the samples, or terms, of all processes.
-            (objective if config.of else objective * (weights[0] / max(1, total))).backward()
+            (objective if config.of else weighted(objective, weights[0], total)).backward()
             experiment.model.zero_grad()
     observer.write_generated([astuple(generated) for generated in outcome.generated])
     observer.end_micro_step()
-    loss, accuracy = means_over_processes(experiment, [outcome], weights)
-    return observer.end_step(loss=loss, accuracy=accuracy, samples=batches.samples), total
+    means = means_over_processes(experiment, [outcome], weights)
+    row = observer.end_step(loss=means.loss, accuracy=means.accuracy, samples=batches.samples)
+    return row, total, means.classified
+
+
+_SUMS = ("loss", "accuracy", "weight", "classified", "seconds", "samples")
 
 
 class _Sums(Mapping[str, "float | None"]):
@@ -99,32 +105,35 @@ class _Sums(Mapping[str, "float | None"]):
 
     Args:
         sums: The sums to continue from; empty for none.
+        adds_losses: Whether the loss of the run is the sum of the losses, not their mean.
     """
 
-    def __init__(self, sums: Mapping[str, float | None]) -> None:
-        names = ("loss", "accuracy", "weight", "seconds", "samples")
-        self._sums: dict[str, float | None] = {**dict.fromkeys(names, 0.0), **sums}
-        self._pending: tuple[Mapping[str, float | None], int, int] | None = None
+    def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:
+        self._sums: dict[str, float | None] = {**dict.fromkeys(_SUMS, 0.0), **sums}
+        self._adds_losses = adds_losses
+        self._pending: tuple[Mapping[str, float | None], float, Tensor | float, int] | None = None
 
-    def add(self, row: Mapping[str, float | None], weight: int, samples: int) -> None:
+    def add(self, row: Mapping[str, float | None], weight: float, classified: Tensor | float, samples: int) -> None:
         """Add a batch.
 
         Args:
             row: Its row of the `metrics` table.
-            weight: The weight of its loss and accuracy.
+            weight: The weight of its loss.
+            classified: The number of targets in its accuracy.
             samples: Its number of samples.
         """
         self._read_pending()
-        self._pending = (row, weight, samples)
+        self._pending = (row, weight, classified, samples)
 
     def _read_pending(self) -> None:
         if self._pending is None:
             return
-        (row, weight, samples), self._pending = self._pending, None
-        loss, accuracy, seconds = row["loss"], row["accuracy"], row["seconds"]
+        (row, weight, targets, samples), self._pending = self._pending, None
+        loss, accuracy, seconds, classified = row["loss"], row["accuracy"], row["seconds"], float(targets)
         self._add("loss", None if loss is None else loss * weight)
-        self._add("accuracy", None if accuracy is None else accuracy * weight)
+        self._add("accuracy", None if accuracy is None else accuracy * classified)
         self._add("weight", weight)
+        self._add("classified", classified)
         self._add("seconds", seconds)
         self._add("samples", samples)
 
@@ -135,10 +144,10 @@ class _Sums(Mapping[str, "float | None"]):
 
     def means(self) -> dict[str, float | None]:
         """Return the metrics of all batches."""
-        weight, seconds, samples = (self[name] or 0.0 for name in ("weight", "seconds", "samples"))
-        loss, accuracy = (
-            None if (total := self[name]) is None else total / max(1.0, weight) for name in ("loss", "accuracy")
-        )
+        loss, accuracy, weight, classified, seconds, samples = (self[name] for name in _SUMS)
+        loss = None if loss is None else loss / (1.0 if self._adds_losses else weight or 1.0)
+        accuracy = None if accuracy is None else accuracy / (classified or 1.0)
+        seconds, samples = seconds or 0.0, samples or 0.0
         return {"loss": loss, "accuracy": accuracy, "seconds": seconds, "samples_per_second": samples / seconds}
 
     def __getitem__(self, name: str) -> float | None:

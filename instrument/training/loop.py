@@ -17,8 +17,8 @@ from ..errors import InstrumentError
 from ..nested import to_device
 from ..sparse import coalesce, is_sparse
 from ..spec.schedule import Evaluations
-from ..tasks import CountsTerms, Outcome, call_task
-from ..tasks.base import weighted
+from ..tasks import Outcome, call_task
+from ..tasks.base import batch_weight, weighted
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .probe_batch import has_probe_pass, run_probe_batch
@@ -168,28 +168,29 @@ def train_step(
         scaler.update()
     if scheduler is not None:
         scheduler.step()
-    mean, mean_accuracy = means_over_processes(experiment, outcomes, weights)
-    return observer.end_step(loss=mean, accuracy=mean_accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples)
+    means = means_over_processes(experiment, outcomes, weights)
+    metrics = {"loss": means.loss, "accuracy": means.accuracy, "lr": lr, "grad_norm": norm}
+    return observer.end_step(**metrics, samples=micro_batches.samples)
 
 
 def _compute_gradients(
     experiment: Experiment,
     observer: StepObserver,
     micro_batches: StepBatches,
-    weights: Sequence[int],
-    total: int,
+    weights: Sequence[float],
+    total: float,
 ) -> tuple[list[Outcome], list[Tensor]]:
-    """Compute the gradients of the mean loss over all samples, or all terms, of a step.
+    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum.
 
     Args:
         experiment: The experiment.
         observer: The observer.
         micro_batches: The micro-batches of the step.
-        weights: The weight of each micro-batch in the mean.
-        total: The sum of the weights over all processes.
+        weights: The weight of each micro-batch.
+        total: The number by which the weighted sum is divided.
 
     Returns:
-        The outcome of each micro-batch, and its part of the mean loss: a scalar without a graph.
+        The outcome of each micro-batch, and its part of the loss: a scalar without a graph.
     """
     strategy, train_module = experiment.strategy, experiment.train_module
     outcomes: list[Outcome] = []
@@ -205,7 +206,7 @@ def _compute_gradients(
                 raise InstrumentError(
                     f"task {type(experiment.task).__qualname__} returned no loss for a training batch"
                 )
-            part = weighted(loss, weight / max(1, total))
+            part = weighted(loss, weight, total)
             experiment.scaler.scale(part).backward()
         outcomes.append(outcome)
         losses.append(part.detach())
@@ -233,7 +234,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
     try:
         with probe.evaluating():
             outcomes: list[Outcome] = []
-            weights: list[int] = []
+            weights: list[float] = []
             samples = 0
             task = experiment.task
             for batch, indices, _ in experiment.eval_loader:
@@ -241,13 +242,13 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
                 with experiment.autocast():
                     outcomes.append(call_task(task, experiment.called_model, to_device(batch, experiment.device)))
                 probe.write_generated([astuple(generated) for generated in outcomes[-1].generated])
-                weights.append(task.number_of_terms(batch) if isinstance(task, CountsTerms) else len(indices))
+                weights.append(batch_weight(task, batch, len(indices)))
                 samples += len(indices)
                 probe.end_micro_step()
-            loss, mean_accuracy = means_over_processes(experiment, outcomes, weights)
+            means = means_over_processes(experiment, outcomes, weights)
             return probe.write_metrics(
-                loss=loss,
-                accuracy=mean_accuracy,
+                loss=means.loss,
+                accuracy=means.accuracy,
                 seconds=time.perf_counter() - started_at,
                 samples=experiment.strategy.total(samples),
             )

@@ -57,11 +57,11 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
             outcome = call_task(experiment.task, experiment.model, batch)
         assert outcome.loss is not None, "shape inference checked that there is a loss"
         loss = probe.loss(outcome.loss)
-        experiment.scaler.scale(weighted(loss, weights[0] / max(1, total))).backward()
+        experiment.scaler.scale(weighted(loss, weights[0], total)).backward()
         probe.end_micro_step()
-        mean, mean_accuracy = means_over_processes(experiment, [outcome], weights)
+        means = means_over_processes(experiment, [outcome], weights)
         seconds = time.perf_counter() - started_at
-        return probe.write_metrics(loss=mean, accuracy=mean_accuracy, seconds=seconds, samples=batches.samples)
+        return probe.write_metrics(loss=means.loss, accuracy=means.accuracy, seconds=seconds, samples=batches.samples)
 
 
 def _seed(experiment: Experiment) -> None:

@@ -13,7 +13,7 @@ from training_runs import train_here
 import instrument
 from instrument import ConfigError
 from instrument.plan.shape_inference import infer_shapes
-from instrument.tasks import NextToken, Reconstruction, Supervised, Task, WassersteinGAN
+from instrument.tasks import NextToken, Reconstruction, Supervised, Task, WassersteinGAN, mean_loss
 from instrument.tasks.gan import frozen_parameters, gradient_penalty
 from instrument.training.datasets import english
 from instrument.training.models import DenseGAN, TinyGPT
@@ -60,6 +60,14 @@ def test_next_token_uses_the_targets_of_a_pair() -> None:
     outcome = NextToken()(table, (tokens, targets))
     assert outcome.correct is not None
     assert outcome.correct.item() / outcome.samples == pytest.approx(2 / 4)  # of four targets that are not ignored
+
+
+def test_reconstruction_weights_elements_of_sequences_equally() -> None:
+    batches = [torch.randn(2, 5), torch.randn(4, 3)]
+    model, task = nn.Tanh(), Reconstruction(nn.MSELoss())
+    loss = mean_loss([task(model, batch) for batch in batches], [task.number_of_terms(batch) for batch in batches])
+    errors = torch.cat([(batch.tanh() - batch).square().flatten() for batch in batches])
+    torch.testing.assert_close(loss, errors.mean())
 
 
 def test_next_token_with_one_target_per_prompt_uses_the_last_position() -> None:

@@ -42,7 +42,7 @@ def test_ignored_classes_have_no_weight() -> None:
     result = outcome(task, classes)
     assert torch.equal(result.loss, F.cross_entropy(LOGITS, classes))
     assert (result.samples, task.number_of_terms((LOGITS, classes))) == (4, 3)
-    assert accuracy([result], [3]) == pytest.approx(2 / 3)
+    assert accuracy([result]) == pytest.approx(2 / 3)
     assert Supervised(nn.CrossEntropyLoss(ignore_index=0)).number_of_terms((LOGITS, classes)) == 2
     assert Supervised(KLDivergence()).number_of_terms((LOGITS, classes)) == 4
 

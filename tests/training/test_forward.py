@@ -193,6 +193,18 @@ def test_batch_without_terms_has_no_weight_in_the_mean() -> None:
     assert metrics["loss"] == 2.0
 
 
+def test_class_weights_do_not_weight_the_accuracy() -> None:
+    weight = {"_target_": "torch.tensor", "data": [0.1, 3.0, 20.0, 1.0, 1.0, 1.0, 2.0, 9.0, 0.5, 1.0]}
+    for reduction in ("mean", "sum"):
+        loss = {"_target_": "torch.nn.CrossEntropyLoss", "weight": weight, "reduction": reduction}
+        experiment = prepare_forward(task={"_target_": "instrument.tasks.Supervised", "loss": loss}, hooks={})
+        inputs, classes = (torch.cat([batch[i] for batch in batches_of(experiment)]) for i in (0, 1))
+        logits = copy.deepcopy(experiment.model).eval()(inputs)
+        _, metrics = executed(experiment)
+        assert metrics["loss"] == pytest.approx(experiment.task.loss(logits, classes).item(), rel=1e-5)  # type: ignore[attr-defined]
+        assert metrics["accuracy"] == pytest.approx((logits.argmax(1) == classes).float().mean().item())
+
+
 def test_forward_rows_equal_those_of_a_hand_written_hook() -> None:
     experiment = prepare_forward(hooks={"outputs": OUTPUTS}, forward={"passes": 2})
     plain = copy.deepcopy(experiment.model).eval()

@@ -199,6 +199,50 @@ def test_accumulation_weights_counted_targets_equally(config: dict[str, Any], ba
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
+def several_parts(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss of two parts, a mean over the samples."""
+    return nn.functional.cross_entropy(output, targets) + 0.1 * output.square().mean()
+
+
+TORCH, CLASS_WEIGHTS = "torch.nn", [0.1, 3.0, 20.0, 1.0, 1.0, 1.0, 2.0, 9.0, 0.5, 1.0]
+VECTOR = {"_target_": "torch.tensor", "data": CLASS_WEIGHTS}
+ONE_HOT = {"targets": "one_hot", "smoothing": 0.1}
+LOSSES: dict[str, dict[str, Any]] = {
+    "weight": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR},
+    "smoothing": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR, "label_smoothing": 0.2},
+    "ignored": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR, "ignore_index": 4},
+    "nll": {"_target_": f"{TORCH}.NLLLoss", "weight": VECTOR},
+    "sum": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR, "reduction": "sum"},
+    "function": {"_target_": f"{TORCH}.functional.cross_entropy", "_partial_": True, "weight": VECTOR},
+    "parts": {"_target_": f"{__name__}.several_parts", "_partial_": True},
+    "distributions": {"_target_": f"{TORCH}.CrossEntropyLoss", "weight": VECTOR},
+    "bce": {"_target_": f"{TORCH}.BCEWithLogitsLoss", "weight": VECTOR, "pos_weight": VECTOR},
+    "bce_sum": {"_target_": f"{TORCH}.BCEWithLogitsLoss", "pos_weight": VECTOR, "reduction": "sum"},
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_accumulation_of_weighted_losses_gives_the_gradient_of_one_batch(name: str) -> None:
+    task = {**CONFIG["task"], "loss": LOSSES[name], **(ONE_HOT if name in ("distributions", "bce", "bce_sum") else {})}
+    config = {"task": task, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}}
+    experiment = prepare_experiment(**config, train={"steps": 1, "batch_size": 20, "accumulate": 3, "eval_batch_size": 7})
+    rows = trained(experiment)[0].frame("metrics").set_index("phase")
+    loss: Any = experiment.task.loss  # type: ignore[attr-defined]
+    for phase, dataset in (("eval", experiment.data.test), ("train", experiment.data.train)):
+        images, classes = (torch.stack([torch.as_tensor(item[i]) for item in dataset]) for i in (0, 1))  # type: ignore[attr-defined, union-attr]
+        logits = experiment.model(images)
+        targets = classes
+        if "targets" in task:
+            targets = nn.functional.one_hot(classes, 10) * 0.9 + 0.01
+        expected = loss(logits, targets)
+        assert rows.loss[phase] == pytest.approx(expected.item(), rel=1e-5)
+        counted = classes != (4 if name == "ignored" else -100)
+        assert rows.accuracy[phase] == pytest.approx((logits.argmax(1) == classes)[counted].float().mean().item())
+    parameters = [*experiment.model.parameters()]
+    for parameter, gradient in zip(parameters, torch.autograd.grad(expected, parameters), strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("config", [LANGUAGE, CLASSES], ids=["tokens", "classes"])
 def test_step_with_only_ignored_targets_changes_nothing(config: dict[str, Any]) -> None:
     experiment = prepare_experiment(**config, train={"steps": 1, "batch_size": 1})
