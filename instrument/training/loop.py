@@ -169,8 +169,9 @@ def train_step(
     if scheduler is not None:
         scheduler.step()
     means = means_over_processes(experiment, outcomes, weights)
-    metrics = {"loss": means.loss, "accuracy": means.accuracy, "lr": lr, "grad_norm": norm}
-    return observer.end_step(**metrics, samples=micro_batches.samples)
+    return observer.end_step(
+        loss=means.loss, accuracy=means.accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples
+    )
 
 
 def _compute_gradients(

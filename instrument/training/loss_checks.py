@@ -76,15 +76,16 @@ def check_loss_of_parts(
             torch.enable_grad(),
             torch.backends.cudnn.flags(enabled=False),
         ):
-            results = [_loss_and_gradient(task, model, to_device(part.batch, device)) for part in parts]
+            measured = [_loss_and_gradient(task, model, to_device(part.batch, device)) for part in parts]
     except Exception:  # custom code that requires complete batches
         return
-    if not all(results) or not _are_close(results[0], results[1], results):
+    results = [each for each in measured if each is not None]
+    if len(results) < len(parts) or not _are_close(results[0], results[1], results):
         return
     weights = [batch_weight(task, *part) for part in parts[2:]]
     total = 1 if is_sum(task) else sum(weights)
     pairs = zip(*results[2:], strict=True)
-    combined = [sum(weighted(v, w, total) for v, w in zip(values, weights, strict=True)) for values in pairs]
+    combined: list[Any] = [sum(weighted(v, w, total) for v, w in zip(values, weights, strict=True)) for values in pairs]
     if not _are_close(results[0], combined, results):
         how = "sum" if is_sum(task) else f"mean over {'terms' if isinstance(task, CountsTerms) else 'samples'}"
         message = (

@@ -225,7 +225,9 @@ LOSSES: dict[str, dict[str, Any]] = {
 def test_accumulation_of_weighted_losses_gives_the_gradient_of_one_batch(name: str) -> None:
     task = {**CONFIG["task"], "loss": LOSSES[name], **(ONE_HOT if name in ("distributions", "bce", "bce_sum") else {})}
     config = {"task": task, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}}
-    experiment = prepare_experiment(**config, train={"steps": 1, "batch_size": 20, "accumulate": 3, "eval_batch_size": 7})
+    experiment = prepare_experiment(
+        **config, train={"steps": 1, "batch_size": 20, "accumulate": 3, "eval_batch_size": 7}
+    )
     rows = trained(experiment)[0].frame("metrics").set_index("phase")
     loss: Any = experiment.task.loss  # type: ignore[attr-defined]
     for phase, dataset in (("eval", experiment.data.test), ("train", experiment.data.train)):
