@@ -80,7 +80,7 @@ def mean(tensor: Tensor, dim: tuple[int, ...] | int | None) -> Tensor:
 
 def resample(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Replace each sample (dimension 0) by one drawn from the batch with replacement."""
-    if tensor.dim() == 0:
+    if tensor.dim() == 0 or not len(tensor):
         return tensor.clone()
     chosen = torch.randint(len(tensor), (len(tensor),), generator=generator, device=tensor.device)
     return tensor.index_select(0, chosen)
@@ -122,8 +122,8 @@ def quantize(tensor: Tensor, to: str) -> Tensor:
 
 
 def sign(tensor: Tensor) -> Tensor:
-    """Return -1, 0 or 1 per element. NaN stays NaN."""
-    return torch.where(tensor.isnan(), tensor, tensor.sign())
+    """Return -1, 0 or 1 per element; of a complex element, its value divided by its magnitude. NaN stays NaN."""
+    return torch.where(tensor.isnan(), tensor, tensor.sgn())
 
 
 def insert_value(tensor: Tensor, value: float, count: int, generator: torch.Generator) -> Tensor:
@@ -136,7 +136,7 @@ def insert_value(tensor: Tensor, value: float, count: int, generator: torch.Gene
 
 def l1(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:
     """Return the gradient of loss + coefficient * sum(|value|)."""
-    return gradient.add(value.sign().to(gradient.dtype), alpha=coefficient)
+    return gradient.add(value.sgn().to(gradient.dtype), alpha=coefficient)
 
 
 def l2(gradient: Tensor, value: Tensor, coefficient: float) -> Tensor:

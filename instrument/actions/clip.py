@@ -97,6 +97,9 @@ def clip_norm(tensor: Tensor, bound: float, *, ord: float = 2.0, per_sample: boo
         The clipped tensor, same shape and dtype, and the factor: a scalar, or shape [samples].
     """
     wide = torch.promote_types(tensor.dtype, torch.float32)
+    if not tensor.numel():  # Some norms of no elements are undefined.
+        shape = tensor.shape[:1] if per_sample else ()
+        return tensor.clone(), torch.ones(shape, dtype=wide.to_real(), device=tensor.device)
     if per_sample and tensor.dim():
         samples = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)  # [samples, elements]
         norm = torch.linalg.vector_norm(samples, ord, dim=1, dtype=wide)
@@ -113,7 +116,8 @@ def total_norm_factor(tensors: Sequence[Tensor], bound: float, *, ord: float = 2
     Bit-identical to the factor of `torch.nn.utils.clip_grad_norm_`. For sharded tensors, the norm is that of all
     shards; all processes must call this function.
     """
-    return clip_coefficient(full_tensor(get_total_norm(tensors, ord)), bound)
+    nonempty = [tensor for tensor in tensors if tensor.numel()]  # Some norms of no elements are undefined.
+    return clip_coefficient(full_tensor(get_total_norm(nonempty, ord)), bound)
 
 
 def clip_quantile(tensor: Tensor, quantile: float) -> Tensor:

@@ -20,6 +20,7 @@ from ..actions.selection import Selector
 from ..actions.together import Together, path_of_call
 from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
 from ..errors import HookError, InstrumentError, user_code_location
+from ..nested import iter_tensors, structure
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
 from ..spec.base import ObservationSpec
@@ -33,7 +34,7 @@ from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .module_calls import is_first_reentrant_pass, recomputed_segment
-from .reasons import INFERENCE, NO_GRAD, NO_GRAPH
+from .reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -121,6 +122,11 @@ class AttachedHook(HookCoverage):
         Record hooks accept any dtype, interventions floating-point ones.
         """
         return self.matches_path(path) and (self.is_record_hook or tensor.is_floating_point())
+
+    def no_tensor_reason(self, value: Any, root: str = "") -> str:
+        """Return why the hook accepts no tensor of a value, whose path is `root`."""
+        dtypes = {tensor.dtype: None for path, tensor in iter_tensors(value, root) if self.matches_path(path)}
+        return NO_TENSOR if self.is_record_hook or not dtypes else not_floating_point(dtypes)
 
     @property
     def has_statistics(self) -> bool:
@@ -270,7 +276,12 @@ class AttachedHook(HookCoverage):
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
         """Pass all tensors of the spec, or their selected parts, to the action before it is called for each of them."""
-        self.action.prepare(tensors if self.selector is None else self.selector.parts(tensors))
+        try:
+            self.action.prepare(tensors if self.selector is None else self.selector.parts(tensors))
+        except InstrumentError:
+            raise
+        except Exception as error:
+            raise _failed(error, list(tensors), self.context("", FIRST_CALL)) from error
 
     def run(self, tensor: Tensor, context: Context) -> Tensor:
         """Run the action on a tensor that is no shard and has no factor of a gradient scaler; see `fire`."""
@@ -328,8 +339,13 @@ def call_action(action: Callable[[Given, Context], Result], given: Given, contex
     except (InstrumentError, _StopRecomputationError):
         raise
     except Exception as error:
-        message = f"{describe(context)} failed: {type(error).__name__}: {error}{user_code_location(error)}"
-        raise HookError(message) from error
+        raise _failed(error, given, context) from error
+
+
+def _failed(error: Exception, given: Any, context: Context) -> HookError:
+    """Return the error of an action that failed on a tensor, or on several."""
+    cause = f"{type(error).__name__}: {error}{user_code_location(error)}"
+    return HookError(f"{describe(context)} failed: {cause}; the tensor is {structure(given)}")
 
 
 def _replaced(tensor: Tensor, part: Tensor, new: Tensor) -> Tensor:

@@ -29,7 +29,10 @@ SCRIPT = (
 )
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
-NO_GRAPH = "the tensor requires no gradient: it is data, is detached, or depends on frozen parameters only"
+NO_GRAPH = (
+    "the tensor requires no gradient: it is data, is detached, has integer or bool values, or depends on frozen parameters "
+    "only"
+)
 NO_GRAD = "the module was called under torch.no_grad()"
 INFERENCE = "the module was called under torch.inference_mode()"
 NO_INPUT_GRAPH = "its input requires no gradient: it is data, or the output of frozen layers"
@@ -61,6 +64,7 @@ NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "
     "(it is unused, or used only under torch.no_grad or detach)"
 )
+NO_GRADIENT_AT_STEP = f"{NO_PARAMETER_GRADIENT}, or the gradient was cleared before the step (zero_grad, or an optimizer step inside of backward)"
 FROZEN = "the parameter is frozen (requires_grad is False)"
 NO_STEP = "the optimizer made no step, or an optimizer that was not passed to the probe made it"
 OTHER_STEP = "the optimizer that holds the parameter made no step, but another one did"
@@ -79,6 +83,18 @@ _HAPPENED = {  # what happened in another phase instead
     NO_LOSS: "the loss was passed to the probe",
 }
 _PHASES = {"sanity": "the sanity check before training"}
+
+
+CLEARED = (
+    "the parameter had no gradient when the hook ran: another post-accumulate hook, which ran first, cleared it (as an optimizer "
+    "step inside of backward does); attach before that hook is registered, or use kind parameter_grad_micro"
+)
+
+
+def not_floating_point(dtypes: Iterable[Any]) -> str:
+    """Return the reason for an intervention on tensors of other dtypes."""
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"an intervention changes floating-point tensors only, and the value has {names}"
 
 
 def default_reason(kind: Kind) -> str:

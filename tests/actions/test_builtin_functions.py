@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import instrument
+from instrument import HookError
 from instrument.actions import builtin_functions
 from instrument.actions.clip import clip_quantile, clip_ratio
 from instrument.actions.scale import scheduled
@@ -145,3 +147,107 @@ def test_patch_replaces_a_slice_and_checks_its_shape() -> None:
     assert torch.equal(builtin_functions.patch(part.of(ROW), torch.full((2, 1), 9.0), part), new)
     with pytest.raises(ValueError, match=r"shape \[5\], the tensor to replace \[2, 3\]"):
         builtin_functions.patch(ROW, torch.zeros(5), None)
+
+
+def same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# The value of each action on a tensor without elements, of dimension 0, and with one sample.
+NOTHING_TO_DRAW: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
+    "zero": ({"action": "modify", "fn": "zero"}, torch.zeros_like),
+    "mean": ({"action": "modify", "fn": "mean"}, lambda tensor: torch.full_like(tensor, tensor.double().mean())),
+    "shuffle": ({"action": "modify", "fn": "shuffle"}, same),
+    "resample": ({"action": "modify", "fn": "resample"}, same),
+    "swap": ({"action": "modify", "fn": "swap"}, same),
+    "sign": ({"action": "modify", "fn": "sign"}, torch.sign),
+    "add": ({"action": "modify", "fn": "add", "value": 1.5}, lambda tensor: tensor + 1.5),
+    "nan": ({"action": "modify", "fn": "nan", "count": 9}, lambda tensor: torch.full_like(tensor, torch.nan)),
+    "dropout": ({"action": "modify", "fn": "dropout", "p": 0.0}, same),
+    "noise": ({"action": "modify", "fn": "noise", "std": 0.0, "mean": 1.0}, lambda tensor: tensor + 1),
+    "quantize": ({"action": "modify", "fn": "quantize", "to": "int8"}, same),
+    "straight_through": ({"action": "modify", "fn": "sign", "straight_through": True}, torch.sign),
+    "clip_value": ({"action": "clip", "value": 0.5}, lambda tensor: tensor.clamp(-0.5, 0.5)),
+    "clip_quantile": ({"action": "clip", "quantile": 1.0}, same),
+    "clip_norm": ({"action": "clip", "norm": 100.0}, same),
+    "clip_inf": ({"action": "clip", "norm": 100.0, "ord": "inf"}, same),
+    "clip_samples": ({"action": "clip", "norm": 100.0, "scope": "sample", "ord": "inf"}, same),
+    "scale": ({"action": "scale", "factor": 2.0}, lambda tensor: tensor * 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NOTHING_TO_DRAW)
+def test_actions_accept_tensors_of_every_size(name: str, dtype: torch.dtype) -> None:
+    spec, expected = NOTHING_TO_DRAW[name]
+    for shape in [(0,), (0, 3), (2, 0), (), (1,), (1, 1)]:
+        if name == "swap" and (shape == () or shape[0] == 1):  # an odd number of samples is an error
+            continue
+        tensor = torch.full(shape, 2.0, dtype=dtype, requires_grad=True)
+        model = nn.Identity()
+        with instrument.attach(model, {"x": {"layers": ".", "kind": "forward", **spec}}, rules=None) as probe:
+            output = model(tensor)
+            output.sum().backward()
+            probe.end_step()
+        torch.testing.assert_close(output.detach(), expected(tensor.detach()), equal_nan=True)
+        assert probe.coverage()[0]["fired"] == 1
+
+
+@pytest.mark.parametrize("fn", ["l1", "l2"])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (), (1, 1), (3,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+def test_penalty_has_the_gradient_of_its_formula(fn: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = [torch.nn.Parameter(torch.full(shape, 3 + 4j if dtype.is_complex else 3.0, dtype=dtype)) for _ in "ab"]
+    model = nn.Module()
+    model.weight = values[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    spec = {"layers": ".", "kind": "parameter_grad", "action": "modify", "fn": fn, "coefficient": 0.5}
+    with instrument.attach(model, {"x": spec}, optimizer=optimizer, rules=None) as probe:
+        values[0].abs().sum().backward()
+        optimizer.step()
+        probe.end_step()
+    penalty = 0.5 * values[1].abs().sum() if fn == "l1" else 0.25 * values[1].abs().square().sum()
+    (values[1].abs().sum() + penalty).backward()
+    torch.testing.assert_close(values[0].grad, values[1].grad)
+
+
+def test_norm_over_all_gradients_ignores_empty_ones() -> None:
+    model = nn.ParameterList([torch.zeros(0, 2), torch.tensor([3.0, -4.0]), torch.zeros(0)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    spec = {"layers": ".", "kind": "parameter_grad", "action": "clip", "norm": 1.0, "ord": "inf"}
+    with instrument.attach(model, {"x": spec}, optimizer=optimizer, rules=None) as probe:
+        sum((parameter * torch.tensor([3.0, -4.0])[: parameter.shape[-1]]).sum() for parameter in model).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        probe.end_step()
+    torch.testing.assert_close(model[1].grad, torch.tensor([0.75, -1.0]), rtol=1e-5, atol=0)
+    assert model[0].grad.shape == (0, 2)  # type: ignore[union-attr]
+
+
+def test_sign_of_a_complex_gradient_has_magnitude_one() -> None:
+    values = torch.tensor([3 + 4j, 0, -2j, complex(torch.nan, 1)], requires_grad=True)
+    model = nn.Identity()
+    spec = {"layers": ".", "kind": "tensor", "action": "modify", "fn": "sign"}
+    with instrument.attach(model, {"x": spec}, rules=None) as probe:
+        model(values).backward(values.detach())
+        probe.end_step()
+    torch.testing.assert_close(values.grad[:3], torch.tensor([0.6 + 0.8j, 0, -1j]))  # type: ignore[index]
+    assert values.grad[3].isnan()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"action": "clip", "value": 0.5},
+        {"action": "clip", "quantile": 0.5},
+        {"action": "modify", "fn": "quantize", "to": "int8"},
+    ],
+    ids=str,
+)
+def test_failed_action_names_dtype_and_shape_of_its_tensor(spec: dict[str, Any]) -> None:
+    values = torch.ones(3, dtype=torch.complex64, requires_grad=True)
+    model = nn.Identity()
+    with (
+        pytest.raises(HookError, match=r"hook 'x' \(tensor\) .* complex types; the tensor is complex64 \[3\]"),
+        instrument.attach(model, {"x": {"layers": ".", "kind": "tensor", **spec}}, rules=None),
+    ):
+        model(values).abs().sum().backward()
