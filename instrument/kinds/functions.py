@@ -154,6 +154,8 @@ class HookedFunctions(FunctionMode):
             for running, attached, function_path in group:
                 full_path = f"{function_path}.{path}" if path else function_path
                 if not attached.accepts(tensor, full_path):
+                    if not attached.is_record_hook and attached.matches_path(full_path):
+                        running.obstacles[attached] = attached.no_tensor_reason(tensor, full_path)
                     continue
                 plain = running.plain.get(attached)
                 if plain is not None and plain(tensor, running.call.index, path=full_path):

@@ -25,7 +25,7 @@ from .clock import Clock
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .plain_record import PlainModuleHooks
-from .reasons import NO_TENSOR, TRANSFORMED
+from .reasons import TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
 from .together import act_together, groups_of, is_together
@@ -248,7 +248,7 @@ class ModuleHooks(InertWhenCopied):
                 if attached in fired:
                     attached.count_firing()
                 else:
-                    attached.count_miss(obstacles.get(attached, NO_TENSOR))
+                    attached.count_miss(obstacles.get(attached) or attached.no_tensor_reason(value))
         return new
 
     def detach(self) -> None:

@@ -19,7 +19,7 @@ from .attached_hook import AttachedHook
 from .clock import Clock, Firing
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
-from .reasons import FROZEN, NO_PARAMETER_GRADIENT, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
+from .reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 
 
 class StepHooks:
@@ -130,7 +130,7 @@ class StepHooks:
             attached.count_exempt(NOT_OPTIMIZED)
         else:
             attached.count_opportunity()
-            attached.count_miss(NO_PARAMETER_GRADIENT if role == "param_grad" else NO_STATE)
+            attached.count_miss(NO_GRADIENT_AT_STEP if role == "param_grad" else NO_STATE)
         return None
 
     def _in_role(self, attached: AttachedHook, role: str, current: Tensor) -> Tensor | None:

@@ -21,7 +21,7 @@ from .clock import Clock, Firing
 from .gradient_scaling import unscaled
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
-from .reasons import FROZEN, NO_PARAMETER_GRADIENT, NOT_OPTIMIZED, REMOVED
+from .reasons import CLEARED, FROZEN, NO_GRADIENT_AT_STEP, NOT_OPTIMIZED, REMOVED
 
 
 class GradientHooks:
@@ -76,9 +76,13 @@ class GradientHooks:
 
     def on_accumulated(self, parameter: Tensor) -> None:
         """The hook of `register_post_accumulate_grad_hook`: `parameter.grad` contains the micro-batch's gradient."""
-        if parameter.grad is None:
-            return
         gradient = parameter.grad
+        if gradient is None:
+            for attached in self.accumulated if not self.clock.closed else ():
+                if attached.is_scheduled:
+                    attached.count_opportunity()
+                    attached.count_miss(CLEARED)
+            return
         scheduled = self._scheduled(self.accumulated, gradient)
         new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("accumulated"), parameter)
         if new is not gradient:
@@ -191,7 +195,7 @@ def _ready(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHoo
         attached.count_exempt(NOT_OPTIMIZED)
     else:
         attached.count_opportunity()
-        attached.count_miss(NO_PARAMETER_GRADIENT)
+        attached.count_miss(NO_GRADIENT_AT_STEP)
     return None
 
 

@@ -20,7 +20,6 @@ from ..spec.modify import FunctionSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
 from .clock import Firing
-from .reasons import NO_TENSOR
 
 Item = TypeVar("Item")
 GradientsHook = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -74,7 +73,7 @@ def act_together(
     obstacles = {path: reason for path, tensor in accepted.items() if (reason := unreadable(tensor)) is not None}
     tensors = {path: tensor for path, tensor in accepted.items() if path not in obstacles}
     if not tensors:
-        return value, next(iter(obstacles.values()), NO_TENSOR)
+        return value, next(iter(obstacles.values()), None) or attached.no_tensor_reason(value, root)
     new = attached.fire_together(tensors, firing)
     return map_tensors(value, new.get, root, held=held), None
 

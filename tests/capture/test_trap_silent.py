@@ -10,6 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ def full_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) 
     optimizer.zero_grad()
     loss = model(torch.randn(3, 2, 4)).square().mean()
     loss.backward()
+    optimizer.step()
+
+
+def clear_before_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
+    model(torch.randn(3, 2, 4)).square().mean().backward()
+    optimizer.zero_grad()
     optimizer.step()
 
 
@@ -122,6 +129,36 @@ class Counting(nn.Module):
         self.number(self.integers(x))
 
 
+class Steps(nn.Linear):
+    """A layer that is updated and whose gradients are cleared inside of the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        for parameter in self.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(partial(self.update, optimizer))
+
+    def update(self, optimizer: torch.optim.Optimizer, _: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Fourier(nn.Linear):
+    """A layer with a complex result inside of its output."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.transform = Transform()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transform(super().forward(x)).real
+
+
+class Transform(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
 class ToIntegers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.detach().long()
@@ -164,6 +201,10 @@ class Silent:
     model: Callable[[], nn.Module] = Net
     expected: int = 1
     optimized: str = ""
+
+
+def unchanged(tensors: Any, context: Any) -> Any:
+    return tensors
 
 
 def hook(layers: str, kind: str, **more: Any) -> dict[str, Any]:
@@ -219,6 +260,43 @@ SILENT = {
         {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, reasons.NO_GRAPH
     ),
     "an integer output": Silent(hook("counting.integers", "full_backward_pre"), reasons.NO_GRAPH),
+    "an intervention on an integer output": Silent(
+        {"layers": "counting.integers", "kind": "forward", "action": "scale", "factor": 2.0}, "the value has int64"
+    ),
+    "an intervention on an integer input": Silent(
+        {"layers": "counting.number", "kind": "forward_pre", "action": "clip", "value": 1.0}, "the value has int64"
+    ),
+    "an intervention on an integer result of a function": Silent(
+        {"layers": "counting.integers", "kind": "function", "functions": ["long"], "role": "output"}
+        | {"action": "modify", "fn": "zero"},
+        "the value has int64",
+    ),
+    "an intervention on a complex output": Silent(
+        {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0},
+        "changes floating-point tensors only, and the value has complex64",
+        model=Fourier,
+    ),
+    "an intervention on several complex tensors": Silent(
+        {"layers": "transform", "kind": "forward", "action": "modify", "together": True}
+        | {"fn": {"_target_": f"{__name__}.unchanged"}},
+        "the value has complex64",
+        model=Fourier,
+    ),
+    "a path that an intervention does not find": Silent(
+        {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0, "path": "1"},
+        reasons.NO_TENSOR,
+        model=Fourier,
+    ),
+    "a gradient that another hook cleared": Silent(hook(".", "post_accumulate_grad"), reasons.CLEARED, model=Steps),
+    "an intervention on a gradient that another hook cleared": Silent(
+        {"layers": ".", "kind": "post_accumulate_grad", "action": "clip", "norm": 1.0}, reasons.CLEARED, model=Steps
+    ),
+    "a gradient that is cleared before the step": Silent(
+        hook("used", "parameter_grad"), reasons.NO_GRADIENT_AT_STEP, step=clear_before_step
+    ),
+    "a gradient that is cleared before the hook of the step": Silent(
+        hook("used", "step_pre", role="param_grad"), reasons.NO_GRADIENT_AT_STEP, step=clear_before_step
+    ),
     "an output that is no tensor": Silent(hook("counting.number", "forward"), reasons.NO_TENSOR),
     "a path that does not exist": Silent(hook("attention", "forward", path="7"), reasons.NO_TENSOR),
     "a parameter that the optimizer does not hold": Silent(
