@@ -64,7 +64,10 @@ NO_PARAMETER_GRADIENT = (
     "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "
     "(it is unused, or used only under torch.no_grad or detach)"
 )
-NO_GRADIENT_AT_STEP = f"{NO_PARAMETER_GRADIENT}, or the gradient was cleared before the step (zero_grad, or an optimizer step inside of backward)"
+NO_GRADIENT_AT_STEP = (
+    f"{NO_PARAMETER_GRADIENT}, or the gradient was cleared before the step (by zero_grad, or by an optimizer step inside of "
+    "backward)"
+)
 FROZEN = "the parameter is frozen (requires_grad is False)"
 NO_STEP = "the optimizer made no step, or an optimizer that was not passed to the probe made it"
 OTHER_STEP = "the optimizer that holds the parameter made no step, but another one did"
