@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -49,3 +51,19 @@ def replace_values(tensor: Tensor, values: Tensor) -> Tensor:
 def alias_of(tensor: Tensor) -> Tensor:
     """Return a tensor with the same values, as a node of its own in the graph: a view; of a sparse tensor, a copy."""
     return tensor.clone() if is_sparse(tensor) else tensor.view_as(tensor)
+
+
+def first_elements(tensor: Tensor, count: int) -> Tensor:
+    """Return the first elements of a sparse tensor in row-major order as a dense vector, shape [count]."""
+    coo = as_coo(tensor)
+    indices, values = coo.indices(), coo.values()
+    size = math.prod(values.shape[1:])  # elements of each stored value
+    starts = torch.zeros_like(indices[0])
+    for along, length in zip(indices, coo.shape, strict=False):
+        starts = starts * length + along
+    starts *= size
+    is_first = starts < count
+    places = starts[is_first, None] + torch.arange(size, device=tensor.device)
+    found = values.new_zeros(count + size)
+    found[places.reshape(-1)] = values[is_first].reshape(-1)
+    return found[:count]

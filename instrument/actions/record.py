@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..nested import shape_of
+from ..sparse import first_elements, is_sparse
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS
 from ..stats.distribution import distribution
@@ -107,8 +108,12 @@ class Record:
             values = distribution(tensor, self.levels, self.bins)
             self.rows.add_distribution(context, self.levels, self.bins, values)
         if self.keeps_tensors:
-            plain = to_dense(tensor, describe(context))
-            source_shape = plain.shape if context.selection is None else context.selection.shape
-            kept = select_part(plain, self.spec)
+            limit = None if isinstance(self.spec.samples, int) else self.spec.max_elements
+            if limit is not None and is_sparse(tensor) and tensor.numel() > limit:
+                source_shape, kept = tensor.shape, first_elements(tensor.detach(), limit)
+            else:
+                plain = to_dense(tensor, describe(context))
+                source_shape = plain.shape if context.selection is None else context.selection.shape
+                kept = select_part(plain, self.spec)
             # Converting a complex tensor to another dtype would keep only the real part.
             self.rows.add_tensor(context, source_shape, kept, None if kept.is_complex() else self.dtype)

@@ -176,3 +176,20 @@ def test_huge_sparse_input_is_recorded_and_never_dense(to_layout: Callable[[Tens
             instrument.attach(model, {"h": {**hook, **fields}}, rules=None),
         ):
             model(matrix)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_first_elements_are_recorded_without_a_dense_tensor() -> None:
+    dense = ADJACENCY.reshape(2, 8).repeat(1, 2)
+    size = 1_000_000
+    huge = torch.sparse_coo_tensor(torch.tensor([[0, 9], [3, 9]]), torch.ones(2), (size, size), check_invariants=True)
+    model = nn.Identity()
+    hook = {"layers": ".", "kind": "forward", "action": "record", "tensors": True, "max_elements": 21}
+    with instrument.attach(model, {"h": hook}, rules=None) as probe:
+        for tensor in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csr(), huge):
+            model(tensor)
+        probe.end_step()
+    *small, first = probe.sink.records("tensors")
+    assert all(torch.equal(row["values"], dense.reshape(-1)[:21]) for row in small)
+    assert first["values"].tolist() == [0.0, 0.0, 0.0, 1.0] + [0.0] * 17
+    assert instrument.observe(nn.Identity(), huge)["max"].tolist() == [1.0]

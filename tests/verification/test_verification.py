@@ -230,6 +230,14 @@ def test_verification_weights_batches_like_a_run(monkeypatch: pytest.MonkeyPatch
     assert len(counted) == 2, "expected one training batch and one evaluation batch"
 
 
+@pytest.mark.parametrize("to_sparse", [Tensor.to_sparse, Tensor.to_sparse_csr], ids=["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+def test_digest_of_a_sparse_tensor_has_its_values_and_places(to_sparse: Callable[[Tensor], Tensor]) -> None:
+    tensors = [torch.eye(3), 2 * torch.eye(3), torch.eye(3).flip(0)]
+    assert len({digest(to_sparse(tensor)) for tensor in tensors}) == 3
+    assert digest(to_sparse(tensors[0])) == digest(to_sparse(tensors[0].clone()))
+
+
 def test_model_class_is_restored_after_an_evaluation() -> None:
     model, outputs = nn.Linear(3, 2), []  # type: tuple[nn.Module, list[dict[str, str]]]
     with _record_outputs(model, outputs):
