@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-
-import yaml
 
 from ..errors import ConfigError
 from ..spec.base import ObservationSpec
 from ..spec.hooks import ACTIONS
 from ..spec.parse import parse_hooks
+from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables
 
 IGNORED_KEYS = (
@@ -28,7 +26,6 @@ IGNORED_KEYS = (
 )  # root keys that do not affect training
 DONE = "done"
 HOOKS = "hooks"
-EXACT_BELOW = 2**53  # integers below this are exact as float
 
 
 @dataclass(frozen=True)
@@ -115,23 +112,18 @@ def differing_overrides(run: RunTables, indices: Collection[int] | None = None) 
         indices: Indices of the runs to compare; None for all.
     """
     infos = [info for index, info in enumerate(run.infos) if indices is None or index in indices]
-    keys = dict.fromkeys(key for info in infos for key in info["overrides"])
-    relevant = [key for key in keys if key.partition(".")[0] not in IGNORED_KEYS]
-    return [key for key in relevant if len({str(info["overrides"].get(key)) for info in infos}) > 1]
+    return differing_keys([info["overrides"] for info in infos])
 
 
-def canonical_json(value: Any) -> str:
-    """Return a value of a configuration as a string for comparison.
+def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys in whose values runs differ, without those that do not affect training.
 
-    The strings of equal values are equal: 1 equals 1.0, but 1 does not equal true.
+    Args:
+        runs: The overrides of each run, by key.
     """
-    return json.dumps(_integers_if_whole(value), sort_keys=True, default=str)
-
-
-def to_yaml(value: Any) -> str:
-    """Return a value as it is written on a command line or in a file: `null`, `{kind: forward, norm: 0.1}`."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("\n...")
+    keys = dict.fromkeys(key for overrides in runs for key in overrides)
+    relevant = [key for key in keys if key.partition(".")[0] not in IGNORED_KEYS]
+    return [key for key in relevant if len({str(overrides.get(key)) for overrides in runs}) > 1]
 
 
 def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,26 +158,3 @@ def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
         return others
     less = _without(inner, path[1:]) if isinstance(inner, Mapping) else inner
     return {key: less if key == path[0] else value for key, value in mapping.items()}
-
-
-def _integers_if_whole(value: Any) -> Any:
-    """Return the value with integral floats converted to integers."""
-    if isinstance(value, Mapping):
-        return {str(key): _integers_if_whole(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_integers_if_whole(item) for item in value]
-    is_whole = isinstance(value, float) and value.is_integer() and abs(value) < EXACT_BELOW
-    return int(value) if is_whole else value
-
-
-def leaves_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values of a configuration as strings by key, such as `optimizer.lr`."""
-    return dict(_leaves(config, ""))
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, canonical_json(value)

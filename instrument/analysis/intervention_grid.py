@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import InstrumentError, Problem, similar_names
-from .config_comparison import HOOKS, Training, canonical_json, differing_overrides, to_yaml, trainings
+from .config_comparison import HOOKS, Training, differing_overrides, trainings
+from .config_fields import canonical_json, to_yaml
 from .means_over_steps import Means, averaged_columns, keys_of, means_of
 from .run_tables import RunTables
 

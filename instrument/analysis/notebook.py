@@ -65,10 +65,10 @@ def _sweep_html(run: RunTables) -> str:
             "run": folder.relative_to(run.path),
             "status": info["status"],
             "seed": info["seed"],
-            **info["overrides"],
+            **overrides,
             **info["metrics"],
         }
-        for folder, info in zip(run.folders, run.infos, strict=True)
+        for folder, info, overrides in zip(run.folders, run.infos, run.overrides, strict=True)
     ]
     names = list(dict.fromkeys(name for row in rows for name, value in row.items() if value is not None))
     shown = [

@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InstrumentError, Problem, similar_names
-from .config_comparison import (
-    DONE,
-    HOOKS,
-    IGNORED_KEYS,
-    Training,
-    canonical_json,
-    differing_overrides,
-    to_yaml,
-    trainings,
-)
+from .config_comparison import DONE, HOOKS, IGNORED_KEYS, Training, differing_overrides, trainings
+from .config_fields import canonical_json, to_yaml
 from .run_tables import RunTables
 
 MOST_NAMES = 12  # maximum number of keys or values in an error message
@@ -213,8 +205,7 @@ def _check_differs(
     if len(groups) > 1:
         return
     keys = dict.fromkeys(node for training in all_trainings for node in config_keys(training))
-    overrides = differing_overrides(run, {training.index for training in all_trainings})
-    differing = [name for name in overrides if name in keys] or _differing_leaves(all_trainings)
+    differing = comparable_keys(run, all_trainings)
     more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
     allowed = ", ".join(differing[:MOST_NAMES]) + more or "none: the runs differ only in their seed"
     if not all_trainings:
@@ -230,6 +221,13 @@ def _check_differs(
         raise InstrumentError("\n    ".join([*lines, f"they differ in: {allowed}"]))
     near = similar_names(key, differing) or similar_names(key, keys)
     raise InstrumentError(str(Problem(where, message, key, allowed, near)))
+
+
+def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[str]:
+    """Return the keys in which runs differ: overrides of configuration keys; without them, keys of the configuration."""
+    keys = {node for training in all_trainings for node in config_keys(training)}
+    overrides = differing_overrides(run, {training.index for training in all_trainings})
+    return [name for name in overrides if name in keys] or _differing_leaves(all_trainings)
 
 
 def _not_done(run: RunTables, key: str) -> Iterator[str]:

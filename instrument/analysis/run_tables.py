@@ -15,6 +15,7 @@ import pyarrow.dataset as ds
 from ..capture.tables import CUSTOM, SHAPE, TABLES
 from ..sinks.remote_folder import is_address
 from .config_columns import typed_frame
+from .config_fields import split_overrides
 from .custom_columns import custom_statistics_of, set_exact_integers, with_custom_columns
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
@@ -71,6 +72,11 @@ class RunTables:
         with ThreadPoolExecutor(READERS) as readers:
             return list(readers.map(RunFiles.info, self._files))
 
+    @cached_property
+    def overrides(self) -> list[dict[str, Any]]:
+        """The overrides of each run, by key. Of mappings that differ between the runs, the fields that differ."""
+        return split_overrides([info["overrides"] for info in self.infos])
+
     @property
     def info(self) -> dict[str, Any]:
         """The content of run.json of the run, or of the first of several runs."""
@@ -94,7 +100,8 @@ class RunTables:
     def runs(self) -> pd.DataFrame:
         """One row per run: `run` (the folder), `status`, `seed`, the overrides and the last metrics.
 
-        If the objective of the sweep is a number from a table, the column `objective` has it. Columns have the types of
+        An override with a mapping that differs between the runs has a column for each field that differs. If the objective of
+        the sweep is a number from a table, the column `objective` has it. Columns have the types of
         their values; lists and mappings are kept as Python objects. An override with the same name as a metric, or
         named `objective`, is renamed to `override.<name>`.
         """
@@ -108,10 +115,10 @@ class RunTables:
                 "run": str(folder.relative_to(self.path)),
                 "status": info["status"],
                 "seed": info["seed"],
-                **{f"override.{key}" if key in taken else key: value for key, value in info["overrides"].items()},
+                **{f"override.{key}" if key in taken else key: value for key, value in overrides.items()},
                 **row,
             }
-            for folder, info, row in zip(self.folders, self.infos, numbers, strict=True)
+            for folder, info, overrides, row in zip(self.folders, self.infos, self.overrides, numbers, strict=True)
         ]
         return typed_frame(rows)
 
@@ -249,7 +256,8 @@ class RunTables:
     @cached_property
     def _given(self) -> pd.DataFrame:
         """Return the seed and the overrides of each run."""
-        return typed_frame([{**info["overrides"], "seed": info["seed"]} for info in self.infos])
+        rows = zip(self.overrides, self.infos, strict=True)
+        return typed_frame([{**overrides, "seed": info["seed"]} for overrides, info in rows])
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames = []

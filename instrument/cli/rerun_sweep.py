@@ -19,7 +19,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from ..analysis.config_comparison import IGNORED_KEYS, leaves_of
+from ..analysis.config_comparison import IGNORED_KEYS
+from ..analysis.config_fields import leaves_of
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, Problem
 from ..folders.run_record import CHECKPOINTS, PREVIOUS_ATTEMPTS, git_revision, read_record

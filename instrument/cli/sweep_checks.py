@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, Problem
 from ..sinks.remote_folder import REMOTE_KEY, check_no_secret, check_remote
-from ..sweeps.jobs import BASIC_SWEEPER, expand_sweep, keys_of, overrides_of, sweep_overrides
+from ..sweeps.jobs import BASIC_SWEEPER, expand_sweep, overrides_of, sweep_overrides, values_of
 from ..sweeps.objective import OBJECTIVE_KEY, read_objective
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
@@ -83,7 +83,7 @@ def check_objective(config: DictConfig) -> None:
     """
     plain: Any = OmegaConf.to_container(config, resolve=False)
     written = plain.get(OBJECTIVE_KEY)
-    is_swept = OBJECTIVE_KEY in keys_of(sweep_overrides(config.hydra))
+    is_swept = OBJECTIVE_KEY in values_of(sweep_overrides(config.hydra))
     if isinstance(written, str) and not is_swept and "${" not in written and written != "???":
         read_objective(written, plain.get("hooks"))
 

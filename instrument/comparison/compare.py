@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 import pyarrow.dataset as ds
 
-from ..analysis.config_comparison import Training, to_yaml, training_of
+from ..analysis.config_comparison import Training, training_of
+from ..analysis.config_fields import to_yaml
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..spec.globs import ROOT

@@ -110,11 +110,10 @@ class LiveSweepPage:
 
     def _keys(self) -> list[str]:
         """Return the keys in which the jobs differ, in the order of the command line."""
-        swept = self.sweep.source.swept
-        return [key for key in dict.fromkeys(key for job in self.sweep.jobs for key in _overrides(job)) if key in swept]
+        return list(dict.fromkeys(key for job in self.sweep.jobs for key in self.sweep.source.differing(job)))
 
     def _run(self, job: SweepJob, view: JobView | None, keys: list[str]) -> dict[str, Any]:
-        overrides = _overrides(job)
+        overrides = self.sweep.source.differing(job)
         metrics = {} if view is None else view.info["metrics"]
         return {
             "name": job.name,
@@ -150,7 +149,7 @@ class LiveSweepPage:
 
     def _row(self, job: SweepJob, keys: list[str]) -> dict[str, Any]:
         view = self.sweep.views.get(job.folder)
-        overrides = _overrides(job)
+        overrides = self.sweep.source.differing(job)
         return {
             "name": job.name,
             "page": None if view is None else self._link(job.name),
@@ -161,11 +160,6 @@ class LiveSweepPage:
             "metrics": ["" if view is None else format_value(view.last[name]) for name in METRICS],
             "note": job.error or "",
         }
-
-
-def _overrides(job: SweepJob) -> dict[str, str]:
-    pairs = (override.lstrip("+").partition("=") for override in job.overrides)
-    return {key.partition("@")[0]: value for key, _, value in pairs}
 
 
 def _cell(value: str) -> float | str:

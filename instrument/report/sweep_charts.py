@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.config_comparison import differing_overrides, to_yaml
+from ..analysis.config_comparison import differing_keys
+from ..analysis.config_fields import to_yaml
 from ..analysis.intervention_grid import intervention_grid, metric_of
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
@@ -117,8 +118,8 @@ def name_of(run: Run, folder: Path) -> str:
 
 
 def overrides_of(run: Run) -> list[str]:
-    """Return the overrides in which the runs differ, and `seed` if the seeds differ."""
-    differing = differing_overrides(run)
+    """Return the overrides in which the runs differ, of mappings their fields, and `seed` if the seeds differ."""
+    differing = differing_keys(run.overrides)
     seeds = {info["seed"] for info in run.infos}
     return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
 
@@ -130,12 +131,12 @@ def _runs(run: Run) -> list[dict[str, Any]]:
             "name": name_of(run, folder),
             "status": info["status"],
             "seed": info["seed"],
-            "overrides": {key: _cell({"seed": info["seed"], **info["overrides"]}.get(key)) for key in asked},
+            "overrides": {key: _cell({"seed": info["seed"], **overrides}.get(key)) for key in asked},
             "metrics": {
                 key: _metric(value) for key, value in info["metrics"].items() if isinstance(value, int | float)
             },
         }
-        for folder, info in zip(run.folders, run.infos, strict=True)
+        for folder, info, overrides in zip(run.folders, run.infos, run.overrides, strict=True)
     ]
 
 

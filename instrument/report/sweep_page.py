@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-import pandas as pd
-
-from ..analysis.confidence_interval import CONFIDENCE, adjusted, half_width, p_values
-from ..analysis.config_comparison import to_yaml
+from ..analysis.config_fields import to_yaml
 from ..analysis.load import Run
-from ..analysis.runs_with_and_without import Pair, pairs
 from .command import FILE
 from .numbers import format_number
 from .sweep_charts import RunData, charts, name_of, overrides_of, read_runs
+from .sweep_effects import Comparisons
 
 METRICS = ("loss", "accuracy")
 MOST_ALERTS = 8
@@ -28,13 +23,14 @@ PARTS = {
     "patching": "By location",
     "training": "Training",
     "layers": "Layers",
-    "effects": "Interventions",
+    "effects": "Effects",
 }
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     run_data = read_runs(run)
+    comparisons = Comparisons(run)
     overrides = overrides_of(run)
     metrics = [name for name in METRICS if any(info["metrics"].get(name) is not None for info in run.infos)]
     states = Counter(str(info["status"]) for info in run.infos)
@@ -51,7 +47,8 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "overrides": shown,
         "metrics": metrics,
         "rows": _rows(run, run_data, shown, metrics),
-        "pairs": (effects := _effects(run, metrics)),
+        "pairs": (effects := comparisons.rows(metrics)),
+        "unpaired": comparisons.unpaired,
         "intervals": sum(bool(row["interval"]) for row in effects),
         "parts": list(PARTS.items()),
     }
@@ -82,8 +79,8 @@ def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
 
 def _rows(run: Run, run_data: Sequence[RunData], shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for folder, info, data in zip(run.folders, run.infos, run_data, strict=True):
-        asked = {"seed": info["seed"], **info["overrides"]}
+    for folder, info, overrides, data in zip(run.folders, run.infos, run.overrides, run_data, strict=True):
+        asked = {"seed": info["seed"], **overrides}
         rows.append(
             {
                 "name": name_of(run, folder),
@@ -96,45 +93,3 @@ def _rows(run: Run, run_data: Sequence[RunData], shown: list[str], metrics: list
             }
         )
     return rows
-
-
-def _effects(run: Run, metrics: list[str]) -> list[dict[str, Any]]:
-    """Return the effect of each intervention on each metric: mean paired difference, interval, and all differences.
-
-    An effect survives if its p-value, adjusted for the number of intervals, is below 5%.
-    """
-    groups: dict[tuple[str, str], list[Pair]] = {}
-    for pair in pairs(run):
-        groups.setdefault((pair.hook, pair.settings), []).append(pair)
-    rows = []
-    for (hook, settings), members in groups.items():
-        for metric in metrics:
-            ends = [
-                (p.seed, run.infos[p.control]["metrics"].get(metric), run.infos[p.treated]["metrics"].get(metric))
-                for p in members
-            ]
-            known = [(seed, *both) for seed, *both in ends if None not in both]
-            if known:
-                row = {"hook": hook, "settings": settings, "metric": metric, "count": len(known)}
-                rows.append({**row, **_paired(pd.DataFrame(known, columns=["seed", "without", "treated"]))})
-    limits = adjusted(np.array([row["p_value"] for row in rows], float)) < 1 - CONFIDENCE
-    return [{**row, "survives": bool(survives)} for row, survives in zip(rows, limits, strict=True)]
-
-
-def _paired(pairs: pd.DataFrame) -> dict[str, Any]:
-    """Return the means without and with an intervention, and of the difference, with its interval over the seeds."""
-    pairs = pairs.assign(difference=pairs["treated"] - pairs["without"])
-    seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in pairs.groupby("seed")])  # keeps NaN of a diverged run
-    means = seeds.mean(skipna=False)
-    squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
-    numbers = (np.array(squares), np.array(len(seeds)))
-    width = float(half_width(*numbers))
-    ends = [format_number(means["difference"] + side * width, sign=True) for side in (-1, 1)]
-    return {
-        "without": format_number(means["without"]),
-        "treated": format_number(means["treated"]),
-        "difference": format_number(means["difference"], sign=True),
-        "interval": "" if math.isnan(width) else f"{ends[0]} to {ends[1]}",
-        "p_value": float(p_values(np.array(means["difference"]), *numbers)),
-        "each": "  ".join(format_number(difference, sign=True) for difference in pairs["difference"]),
-    }

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..analysis.config_fields import differing_fields, to_yaml
 from ..configuration.override_loader import parse_overrides
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
@@ -64,8 +65,8 @@ class Jobs(ABC):
 
     @property
     @abstractmethod
-    def swept(self) -> frozenset[str]:
-        """The keys whose values differ between jobs."""
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values. Values that are calculated are left out."""
 
     @abstractmethod
     def jobs(self) -> list[SweepJob]:
@@ -73,8 +74,23 @@ class Jobs(ABC):
 
     def label(self, job: SweepJob) -> str:
         """Return the overrides in which a job differs from the others, for example `hooks.tame.norm=0.1 seed=1`."""
-        written = (override.lstrip("+") for override in job.overrides)
-        return " ".join(override for override in written if re.split("[=@]", override)[0] in self.swept)
+        return " ".join(f"{key}={value}" for key, value in self.differing(job).items())
+
+    def differing(self, job: SweepJob) -> dict[str, str]:
+        """Return the overrides in which a job differs from the others, by key. Of mappings, the fields that differ."""
+        found: dict[str, str] = {}
+        for override in job.overrides:
+            name, _, value = override.lstrip("+").partition("=")
+            key = name.partition("@")[0]
+            if key not in self.swept:
+                continue
+            if value.startswith("{"):
+                (parsed,) = parse_overrides([override])
+                fields = differing_fields(key, parsed.value(), self.swept[key])
+                found |= {field: to_yaml(item) for field, item in fields.items()}
+            else:
+                found[key] = value
+        return found
 
 
 class Sweep(Jobs):
@@ -106,9 +122,9 @@ class Sweep(Jobs):
         return None if remote is None or REMOTE_KEY in self.swept else remote_address_of(self.folder, str(remote))
 
     @cached_property
-    def swept(self) -> frozenset[str]:
-        """The keys whose values differ between jobs."""
-        return keys_of(self._swept)
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values."""
+        return values_of(self._swept)
 
     @cached_property
     def _swept(self) -> list[Override]:
@@ -261,9 +277,14 @@ def sweep_overrides(hydra: DictConfig) -> list[Override]:
     return [override for override in parse_overrides(arguments_of(hydra)) if override.is_sweep_override()]
 
 
-def keys_of(overrides: Sequence[Override]) -> frozenset[str]:
-    """Return the keys of overrides, without the `+` prefix and the `@package` suffix of Hydra."""
-    return frozenset(override.key_or_group for override in overrides)
+def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
+    """Return the values of overrides of a sweep by key. Ranges and other calculated values are left out."""
+    found: dict[str, list[Any]] = {}
+    for override in overrides:
+        choice = override.value()
+        values = choice.list if isinstance(choice, ChoiceSweep) else []
+        found[override.key_or_group] = [Override._convert_value(value) for value in values]
+    return found
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:

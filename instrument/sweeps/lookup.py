@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
-from ..analysis.config_comparison import differing_overrides, to_yaml
+from ..analysis.config_comparison import differing_overrides
+from ..analysis.config_fields import to_yaml
 from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
@@ -19,11 +23,11 @@ from .jobs import (
     error_of,
     expand_sweep,
     has_known_jobs,
-    keys_of,
     natural_sort_key,
     read_sweep,
     suppress_warnings,
     sweep_overrides,
+    values_of,
 )
 
 ALLOWED = "the folder of a sweep, or a folder that contains several runs"
@@ -42,10 +46,10 @@ class Runs(Jobs):
         self.run = run
         self.has_known_jobs = False
 
-    @property
-    def swept(self) -> frozenset[str]:
-        """The keys whose command-line values differ between runs."""
-        return frozenset(differing_overrides(self.run))
+    @cached_property
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose command-line values differ between runs, each with its values."""
+        return {key: [info["overrides"].get(key) for info in self.run.infos] for key in differing_overrides(self.run)}
 
     def jobs(self) -> list[SweepJob]:
         """Return all runs, sorted by number."""
@@ -75,10 +79,10 @@ class RemoteSweep(Jobs):
         self.runs, self.hydra = Runs(run), hydra
         self.has_known_jobs = has_known_jobs(hydra)
 
-    @property
-    def swept(self) -> frozenset[str]:
-        """The keys whose values differ between jobs."""
-        return keys_of(sweep_overrides(self.hydra))
+    @cached_property
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values."""
+        return values_of(sweep_overrides(self.hydra))
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number.
