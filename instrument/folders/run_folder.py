@@ -16,6 +16,7 @@ from ..errors import ConfigError, Problem, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote_folder import check_is_local
 from .folder_snapshot import Snapshot
+from .replaced_run import ReplacedRun
 from .run_record import PACKAGES, Status, final_entries, git_revision, installed_version, read_record, write_json
 
 RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
@@ -38,7 +39,7 @@ def create_free_folder(folder: Path, where: str) -> None:
                 where,
                 "the folder already contains a run, and runs are never overwritten",
                 given=str(folder),
-                fix="choose another folder, or delete this one",
+                fix="choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one"),
             )
         )
     try:
@@ -90,6 +91,8 @@ class RunFolder:
         path: The folder.
         where: The configuration key of the folder, for error messages. Default: `hydra.run.dir`.
         on_error: `stop` (default) raises an error if run.json cannot be written; `continue` ignores the error.
+        overwrite: Whether to replace the run in the folder. Its files are restored if the new run is refused or discarded.
+            Default: False.
         record: The entries of run.json. The file is written again after each change.
 
     Attributes:
@@ -107,13 +110,26 @@ class RunFolder:
         *,
         where: str = "hydra.run.dir",
         on_error: Literal["stop", "continue"] = "stop",
+        overwrite: bool = False,
         **record: Any,
     ) -> None:
-        self._snapshot = Snapshot.take(path)
-        create_free_folder(path, where)
         self.path = path
         self.on_error = on_error
         self.record: dict[str, Any] = {}
+        self._replaced = ReplacedRun(path)
+        try:
+            if overwrite:
+                self._replaced.set_aside(where)
+            self._create(where, record)
+        except BaseException:
+            self._replaced.restore()
+            raise
+
+    def _create(self, where: str, record: dict[str, Any]) -> None:
+        """Lock the folder, and write the first run.json."""
+        path = self.path
+        self._snapshot = Snapshot.take(path)
+        create_free_folder(path, where)
         self._lock = FolderLock(path)
         if not self._lock.acquire():
             raise ConfigError(Problem(where, "another process has just started a run in this folder", given=str(path)))
@@ -143,7 +159,7 @@ class RunFolder:
             raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))
         folder = cls.__new__(cls)
         folder.path, folder.on_error = path, on_error
-        folder._snapshot = Snapshot.take(path)
+        folder._snapshot, folder._replaced = Snapshot.take(path), ReplacedRun(path)
         folder._lock = FolderLock(path)
         if not folder._lock.acquire():
             raise ConfigError(Problem("resume", "the run is in progress in another process", given=str(path)))
@@ -176,6 +192,7 @@ class RunFolder:
             else:
                 self._lock.release()
                 self._snapshot.restore()
+                self._replaced.restore()
             raise
         except BaseException as error:
             self.finish("failed", error)
@@ -202,6 +219,7 @@ class RunFolder:
             if not isinstance(error, BaseException):
                 raise
         finally:
+            self._replaced.remove()
             self._lock.release()
 
     def _write(self) -> None:

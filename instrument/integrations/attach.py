@@ -54,6 +54,7 @@ def attach(
     optimizer: Optimizers = None,
     scaler: GradScaler | None = None,
     out: str | Path | None = None,
+    overwrite: bool = False,
     sink: Sink | None = None,
     remote: str | None = None,
     seed: int = 0,
@@ -85,8 +86,12 @@ def attach(
             such as `state.exp_avg` require it. With several optimizers, a hook on a parameter runs when the optimizer
             that holds the parameter makes its step.
         scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
-        out: The output folder, readable with `instrument.load`. It must not contain a run. Default: None, which keeps
-            all rows in memory. In both cases, the probe reads them: `probe.stats`, `probe.tensors(...)`.
+        out: The output folder, readable with `instrument.load`. It must not contain a run, except with `overwrite`.
+            Default: None, which keeps all rows in memory. In both cases, the probe reads them: `probe.stats`,
+            `probe.tensors(...)`.
+        overwrite: Whether to replace the run in `out`. A run that a process still writes to is never replaced. Other files in
+            the folder are kept, and so is the previous run if this one ends with a configuration error before its first
+            step. Default: False.
         sink: A custom sink: an object with the methods of `instrument.Sink`. It receives all rows in place of the memory, or,
             with `out`, in addition to the files. Default: None.
         remote: A remote address such as `s3://bucket/prefix`. The files of `out` are uploaded there during the run.
@@ -163,7 +168,7 @@ def attach(
     probe.begin_at(step, epoch)
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
-    folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address)
+    folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address, overwrite=overwrite)
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
@@ -267,7 +272,7 @@ def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig
 
 
 def _folder(
-    path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None
+    path: Path, settings: dict[str, Any], model: nn.Module, seed: int, remote: str | None, *, overwrite: bool
 ) -> RunFolder | WorkerRunFolder:
     """Create the folder of the run on rank 0, or join it on other ranks."""
     if own_rank():
@@ -275,6 +280,7 @@ def _folder(
     return RunFolder(
         path,
         where="out",
+        overwrite=overwrite,
         name=path.name,
         seed=seed,
         config=settings,

@@ -22,6 +22,7 @@ class TrainerCallbackBase:
     Args:
         specs: The hooks, as for `instrument.attach`.
         out: Folder of the run. Default: rows are kept in memory.
+        overwrite: Whether to replace the run in `out`, as for `instrument.attach`. Default: False.
         seed: Seed of interventions that draw random numbers.
         rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training.
     """
@@ -33,11 +34,13 @@ class TrainerCallbackBase:
         specs: Specs,
         *,
         out: str | Path | None = None,
+        overwrite: bool = False,
         seed: int = 0,
         rules: Mapping[str, Any] | Literal["default"] | None = "default",
     ) -> None:
         self.specs = specs
         self.out = out
+        self.overwrite = overwrite
         self.seed = seed
         self.rules = rules
         self._stack = ExitStack()
@@ -66,7 +69,8 @@ class TrainerCallbackBase:
             clipped_by: The setting with which the trainer clips gradients; None if it does not.
             more: Further arguments of `instrument.attach`.
         """
-        context = attach(model, self.specs, out=self.out, seed=self.seed, rules=self.rules, steps_by_loop=True, **more)
+        settings: dict[str, Any] = {"overwrite": self.overwrite, "seed": self.seed, "rules": self.rules, **more}
+        context = attach(model, self.specs, out=self.out, steps_by_loop=True, **settings)
         self._probe = self._stack.enter_context(context)
         self._watch = self._probe.follow_model()
         if clipped_by is not None:

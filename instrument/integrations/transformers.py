@@ -35,6 +35,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     Args:
         specs: The hooks, as for `instrument.attach`.
         out: Folder of the run. Default: rows are kept in memory.
+        overwrite: Whether to replace the run in `out`, as for `instrument.attach`. Default: False.
         seed: Seed of interventions that draw random numbers.
         rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint`
             saves a checkpoint of the Trainer.
