@@ -18,6 +18,7 @@ from run_folders import write_run
 from tiers import tiered
 
 import instrument
+from instrument.cli.validated_config import swept_overrides
 from instrument.sinks import lock as lock_module
 from instrument.sinks.lock import FolderLock
 from instrument.sweep import main
@@ -281,6 +282,22 @@ def test_jobs_of_sweep_values_outside_the_command_line_are_listed(seeds: Path, t
     OmegaConf.save(record, tmp_path / "multirun.yaml")
     jobs = Sweep(tmp_path).jobs()
     assert [Sweep(tmp_path).label(job) for job in jobs] == ["seed=1", "seed=2"]
+
+
+def test_jobs_of_mappings_are_listed_with_the_fields_that_differ(seeds: Path, tmp_path: Path) -> None:
+    record = OmegaConf.load(seeds / "out" / "multirun.yaml")
+    record.hydra.overrides.task.remove("seed=1,2,3")
+    record.hydra.overrides.task.append("+hooks.a={layers:x,factor:0.5},{layers:x,factor:2},null")
+    OmegaConf.save(record, tmp_path / "multirun.yaml")
+    sweep = Sweep(tmp_path)
+    labels = ["hooks.a.factor=0.5", "hooks.a.factor=2", "hooks.a=null"]
+    assert [sweep.label(job) for job in sweep.jobs()] == labels
+    given: list[dict[str, Any]] = [
+        {"hooks.a": {"layers": "x", "factor": 0.5}, "quiet": True},
+        {"hooks.a": {"layers": "x", "factor": 2}},
+        {"hooks.a": None},
+    ]
+    assert [swept_overrides(sweep.swept, overrides) for overrides in given] == labels
 
 
 @pytest.mark.slow

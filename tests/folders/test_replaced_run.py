@@ -51,11 +51,13 @@ def test_old_run_is_kept_until_the_new_one_ends(tmp_path: Path, old: dict[str, b
 def test_old_run_is_restored_if_the_new_one_does_not_start(
     tmp_path: Path, old: dict[str, bytes], error: Exception
 ) -> None:
-    folder = RunFolder(tmp_path, name="new", config={}, overwrite=True)
-    with pytest.raises(type(error)), folder.recording(has_started=lambda: False):
-        (tmp_path / PART).parent.mkdir(exist_ok=True)
-        (tmp_path / "stats/part-0000-000007.parquet").write_text("new")
-        raise error
+    def start() -> None:
+        with RunFolder(tmp_path, name="new", config={}, overwrite=True).recording(has_started=lambda: False):
+            (tmp_path / "stats/part-0000-000007.parquet").write_text("new")
+            raise error
+
+    with pytest.raises(type(error)):
+        start()
     assert content(tmp_path) == old
 
 

@@ -255,6 +255,34 @@ def test_folder_with_a_run_is_reported_for_out(tmp_path: Path) -> None:
     assert len(instrument.load(tmp_path).stats) == 1
 
 
+def test_overwrite_replaces_the_run_in_out(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    spec = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
+    for value in (1.0, 2.0):
+        model = nn.Linear(2, 2)
+        with instrument.attach(model, spec, out=tmp_path, overwrite=True) as probe:
+            model(torch.zeros(1, 2))
+            probe.end_step(loss=value)
+            assert probe.metrics.loss.tolist() == [value]
+    run = instrument.load(tmp_path)
+    assert (run.metrics.loss.tolist(), len(run.stats), run.problems) == ([2.0], 1, [])
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_keeps_the_run_if_the_next_one_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with instrument.attach(
+        model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}, out=tmp_path
+    ) as probe:
+        model(torch.zeros(1, 2))
+        probe.end_step(loss=1.0)
+    wide = {"seen": {"layers": ".", "kind": "forward", "action": "scale", "factor": [1.0, 2.0, 3.0]}}
+    with pytest.raises(ConfigError), instrument.attach(model, wide, out=tmp_path, overwrite=True):
+        model(torch.zeros(1, 2))
+    run = instrument.load(tmp_path)
+    assert (run.info["status"], run.metrics.loss.tolist(), len(run.stats), run.problems) == ("done", [1.0], 1, [])
+
+
 @pytest.mark.parametrize("specs", [{}, [], {"hooks": {}}])
 def test_specs_without_hooks_cause_a_warning(specs: Any) -> None:
     with (

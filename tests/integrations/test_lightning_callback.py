@@ -372,6 +372,16 @@ def test_steps_of_several_optimizers_continue_after_a_checkpoint(tmp_path: Path)
     assert callback.probe.metrics.step.tolist() == list(range(8, 16))
 
 
+def test_second_training_replaces_the_run_with_overwrite(tmp_path: Path) -> None:
+    module, callback = module_of(), callback_of(CALLS, rules=None, out=tmp_path / "run", overwrite=True)
+    fit(module, callback)
+    started = instrument.load(tmp_path / "run").metrics.loss.tolist()
+    fit(module, callback)
+    run = instrument.load(tmp_path / "run")
+    assert run.metrics.step.tolist() == list(range(8))
+    assert run.metrics.loss.tolist() != started
+
+
 def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
     module, callback = module_of(), callback_of(CALLS, rules=None, out=tmp_path / "run")
     fit(module, callback)

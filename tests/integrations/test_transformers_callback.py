@@ -498,6 +498,13 @@ def test_second_training_has_its_own_rows(tmp_path: Path) -> None:
     assert calls_of(callback.probe.stats) == {("train", 0): 1, ("train", 1): 1}
 
 
+def test_second_training_replaces_the_run_with_overwrite(tmp_path: Path) -> None:
+    callback = callback_of(CALLS, rules=None, out=tmp_path / "run", overwrite=True)
+    trainer_of(Small(), tmp_path, [callback], max_steps=2).train()
+    trainer_of(Small(), tmp_path, [callback], max_steps=1).train()
+    assert instrument.load(tmp_path / "run").stats.step.tolist() == [0]
+
+
 def test_second_training_is_refused_in_the_same_folder(tmp_path: Path) -> None:
     model, callback = Small(), callback_of(CALLS, rules=None, out=tmp_path / "run")
     trainer = trainer_of(model, tmp_path, [callback], max_steps=2)

@@ -369,13 +369,80 @@ def test_effect_of_an_intervention_is_averaged_per_seed(tmp_path: Path) -> None:
             metrics = {"loss": loss, "accuracy": math.nan if hooks and seed == 1 else 0.5}
             write_run(tmp_path / f"{seed}-{other}-{name}", config=config, seed=seed, metrics=metrics)
     words = content(instrument.load(tmp_path))[0]
-    loss, accuracy = words["pairs"]
-    assert (words["intervals"], loss["survives"], accuracy["survives"]) == (1, False, False)
+    loss, accuracy = (row for row in words["pairs"] if row["hook"] == "tame")
+    assert (loss["survives"], accuracy["survives"]) == (False, False)
     interval = scipy.stats.ttest_rel([1.5, 1.5], [2.0, 3.0]).confidence_interval()
     assert loss["count"] == 4
     assert (loss["without"], loss["treated"], loss["difference"]) == ("2.5", "1.5", "-1")
     assert loss["interval"] == f"{interval.low:+.4g} to {interval.high:+.4g}"
     assert (accuracy["difference"], accuracy["interval"], accuracy["each"]) == ("nan", "", "nan  nan  +0  +0")
+
+
+SWEPT_KEYS: list[tuple[str, list[Any], dict[str, Any], str]] = [
+    ("optimizer.lr", [0.01, 0.1], {}, "0.1 compared with 0.01"),
+    ("train.batch", [32, 64], {}, "64 compared with 32"),
+    ("deterministic", [False, True], {}, "true compared with false"),
+    ("train.precision", ["fp32", "bf16"], {}, "bf16 compared with fp32"),
+    ("layers", [[1, 2], [3]], {}, "[3] compared with [1, 2]"),
+    ("model", [{"_target_": "A"}, {"_target_": "B"}], {"overrides": ["mlp", "cnn"]}, "cnn compared with mlp"),
+    (
+        "optimizer",
+        [{"fn": "SGD", "lr": 0.1}, {"fn": "Adam", "lr": 0.1}],
+        {},
+        "fn: Adam compared with fn: SGD",
+    ),
+    ("hooks.tame", [{**CLIP, "norm": 1.0}, {**CLIP, "norm": 2.0}], {}, "norm: 2.0 compared with norm: 1.0"),
+    ("hooks.tame.norm", [1.0, 2.0], {}, "2.0 compared with 1.0"),
+]
+
+
+@pytest.mark.parametrize(("key", "values", "options", "settings"), SWEPT_KEYS, ids=[case[0] for case in SWEPT_KEYS])
+def test_sweep_page_has_the_effect_of_each_key(
+    tmp_path: Path, key: str, values: list[Any], options: dict[str, list[Any]], settings: str
+) -> None:
+    losses = {1: (2.0, 1.0), 2: (3.0, 1.5), 3: (2.5, 1.75)}
+    for seed, ends in losses.items():
+        for value, override, loss in zip(values, options.get("overrides", values), ends, strict=True):
+            config: Any = value
+            for name in reversed(key.split(".")):
+                config = {name: config}
+            if key == "hooks.tame.norm":
+                config["hooks"]["tame"] = {**CLIP, "norm": value}
+            overrides = {key: override, "seed": seed}
+            folder = tmp_path / f"{seed}-{values.index(value)}"
+            write_run(folder, config=config, seed=seed, overrides=overrides, metrics={"loss": loss})
+    words = content(instrument.load(tmp_path))[0]
+    (row,) = words["pairs"]
+    interval = scipy.stats.ttest_rel([1.0, 1.5, 1.75], [2.0, 3.0, 2.5]).confidence_interval()
+    assert (row["hook"], row["settings"], row["count"], row["difference"]) == (key, settings, 3, "-1.083")
+    assert row["interval"] == f"{interval.low:+.4g} to {interval.high:+.4g}"
+    assert words["unpaired"] == {}
+
+
+def test_sweep_page_says_why_a_key_has_no_effect(tmp_path: Path) -> None:
+    for seed, lr in ((1, 0.1), (2, 0.01)):
+        overrides = {"optimizer.lr": lr, "seed": seed}
+        metrics = {"loss": 1.0}
+        write_run(
+            tmp_path / str(seed), config={"optimizer": {"lr": lr}}, seed=seed, overrides=overrides, metrics=metrics
+        )
+    words = content(instrument.load(tmp_path))[0]
+    assert words["pairs"] == []
+    assert list(words["unpaired"]) == ["optimizer.lr"]
+    assert "no run with optimizer.lr=0.01 has seed 1" in words["unpaired"]["optimizer.lr"]
+
+
+def test_swept_mappings_have_a_column_per_differing_field(tmp_path: Path) -> None:
+    for job, norm in enumerate((1.0, 2.0)):
+        spec = {**CLIP, "norm": norm}
+        write_run(tmp_path / str(job), config={"hooks": {"tame": spec}}, overrides={"hooks.tame": spec})
+    run = instrument.load(tmp_path)
+    assert run.runs["hooks.tame.norm"].tolist() == [1.0, 2.0]
+    assert [name for name in run.runs if name.startswith("hooks.")] == ["hooks.tame.norm"]
+    words, data = content(run)
+    assert words["overrides"] == ["hooks.tame.norm"]
+    assert [row["overrides"] for row in words["rows"]] == [["1.0"], ["2.0"]]
+    assert [row["overrides"] for row in data["runs"]] == [{"hooks.tame.norm": 1.0}, {"hooks.tame.norm": 2.0}]
 
 
 # --------------------------------------------------------------------------------------------------------- the command
