@@ -110,7 +110,7 @@ class Record:
         if self.keeps_tensors:
             limit = None if isinstance(self.spec.samples, int) else self.spec.max_elements
             if limit is not None and is_sparse(tensor) and tensor.numel() > limit:
-                source_shape, kept = tensor.shape, first_elements(tensor.detach(), limit)
+                source_shape, kept = tuple(tensor.shape), first_elements(tensor.detach(), limit)
             else:
                 plain = to_dense(tensor, describe(context))
                 source_shape = plain.shape if context.selection is None else context.selection.shape

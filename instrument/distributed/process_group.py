@@ -142,7 +142,8 @@ class Processes:
 
     def sum(self, number: Number) -> Number:
         """Return the sum of a number over all processes."""
-        return sum(self.exchange(number))
+        total: Number = sum(self.exchange(number))
+        return total
 
     def wait(self) -> None:
         """Block until all processes have reached this call."""

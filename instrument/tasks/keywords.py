@@ -97,8 +97,9 @@ class HuggingFace(HasLoss):
             )
         if self.loss is not None:
             if labels.dim() > 1 and labels.shape == logits.shape[:-1]:
-                return self.loss(logits.flatten(0, -2), labels.flatten())
-            return self.loss(logits, labels)
+                logits, labels = logits.flatten(0, -2), labels.flatten()
+            loss: Tensor = self.loss(logits, labels)
+            return loss
         if labels.is_floating_point() or labels.shape != logits.shape[:-1]:
             raise ValueError(
                 f"the cross entropy requires integer labels for each position of the logits, but labels are {structure(labels)} "

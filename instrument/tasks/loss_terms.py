@@ -59,7 +59,8 @@ def counted_targets(loss: Loss | None, targets: Any) -> Tensor | None:
     ignored = loss_option(loss, "ignore_index", IGNORED if function in _CLASS_FUNCTIONS else None)
     if ignored is None or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
-    return targets != ignored
+    counted: Tensor = targets != ignored
+    return counted
 
 
 def number_of_terms(loss: Loss | None, targets: Any, *, as_distributions: bool = False) -> float:

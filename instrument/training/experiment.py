@@ -531,8 +531,9 @@ def _forward(
     if unit is not None:
         return unit.sum_in(last_output(outputs)), generates, None
     choice = getattr(task, "output", None)
-    is_choice = isinstance(choice, LossOutput) and outputs and outcome.loss is not None
-    return outcome.loss, generates, choice.notice(outputs[-1], outcome.loss) if is_choice else None
+    if not isinstance(choice, LossOutput) or not outputs or outcome.loss is None:
+        return outcome.loss, generates, None
+    return outcome.loss, generates, choice.notice(outputs[-1], outcome.loss)
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:

@@ -172,9 +172,9 @@ def test_run_reports_which_output_the_loss_uses_once(cli: Cli, workdir: Path, mo
 
 def test_run_with_an_explicit_output_reports_nothing(cli: Cli, workdir: Path) -> None:
     (workdir / "vae.py").write_text(SOURCE)
-    answer = cli(*RUN, "task.output=0", "hydra.run.dir=out")
+    answer = cli(*RUN, "+task.output=0", "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     assert not len(instrument.load("out").events)
-    refused = cli(*RUN, "task.output=3")
+    refused = cli(*RUN, "+task.output=3")
     assert refused.code == 2
     assert "task.output: the model's output has no such tensor" in refused.err
