@@ -108,6 +108,8 @@ class AttachedHook(HookCoverage):
         super().load_state_dict(state)
         self.was_ever_scheduled = state["was_ever_scheduled"]
         self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
+        if self.site.spec.phase in STEP_PHASES:  # the next step is counted already
+            self._scheduled_step_and_phase = (self.clock.moment.step, self.site.spec.phase)
         if self.condition is not None:
             self.condition.load_state_dict(state["condition"])
 

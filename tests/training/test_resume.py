@@ -19,9 +19,11 @@ from tiers import portions
 import instrument
 from instrument import ConfigError
 from instrument.folders.run_folder import RunFolder
+from instrument.kinds.attached_hook import AttachedHook
 from instrument.kinds.reasons import CHECKPOINT
 from instrument.spec.kinds import KINDS
 from instrument.spec.parse import parse_config
+from instrument.training import forward
 from instrument.training.checkpoint import Checkpoints
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
@@ -371,3 +373,64 @@ def test_checkpoints_have_unmodified_values_with_state_dict_hooks(
     changed = coverage[coverage.index.str.match("state_dict_post_(clip|scale|round)")]
     assert set(zip(changed.expected, changed.fired, changed.cause, strict=True)) == {(0, 0, CHECKPOINT)}
     assert sum(CHECKPOINT in message for message in one.events.message) == 2 * len(CHANGES)
+
+
+def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that a budget samples at every second scheduled step keeps its steps."""
+    hooks = {
+        "sampled": {"layers": "1", "kind": "forward", "action": "record"},
+        "saved": {"layers": "1", "kind": "state_dict_post", "action": "record"},
+        "tests": {"layers": "1", "kind": "forward", "action": "record", "phase": "eval"},
+    }
+    original = AttachedHook.__init__
+
+    def sample(attached: AttachedHook, *args: Any, **options: Any) -> None:
+        original(attached, *args, **options)
+        attached.subsampling = 2 if attached.site.spec.name == "sampled" else 1
+
+    monkeypatch.setattr(AttachedHook, "__init__", sample)
+    run_tiny("whole", hooks=hooks)
+    run_until_failure(monkeypatch, hooks=hooks)  # it resumes after 2 steps, and then after 4 steps
+    with monkeypatch.context() as patch:
+        fails_at(patch, 2)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run_tiny("out", resume="out", hooks=hooks)
+    run_tiny("out", resume="out", hooks=hooks)
+    one, other = instrument.load("whole"), instrument.load("out")
+    for recorded in (one, other):
+        coverage = recorded.coverage.groupby("hook").expected.max().to_dict()
+        assert coverage == {"sampled": 3, "saved": 3, "tests": 1}, "steps 0, 2, 4; after 2, 4 and 5 steps; at the end"
+        assert list(recorded.stats[recorded.stats.hook == "sampled"].step) == [0, 2, 4]
+    pd.testing.assert_frame_equal(one.coverage, other.coverage)
+    assert list(other.events.rule).count("resumed") == 2
+    states = [Checkpoints(run.path).load()["probe"] for recorded in (one, other)]
+    assert states[0] == states[1]
+
+
+def test_resumed_forward_run_counts_like_an_uninterrupted_run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {
+        "mode": "forward",
+        "data": {
+            "dataset": {"_target_": "instrument.training.datasets.digits"},
+            "slice": {"split": "train", "stop": 40},
+        },
+        "train": {"steps": 5, "batch_size": 8, "checkpoint": {"every": 2}},
+        "hooks": {"seen": {"layers": "1", "kind": "forward", "action": "record"}},
+    }
+    run_tiny("whole", **options)
+    with monkeypatch.context() as patch:
+        original, calls = forward.forward_step, []
+
+        def fail(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) > 3:
+                raise RuntimeError("stopped here")
+            return original(*args)
+
+        patch.setattr(forward, "forward_step", fail)
+        with pytest.raises(RuntimeError, match="stopped here"):
+            run_tiny("out", **options)
+    run_tiny("out", resume="out", **options)
+    states = [Checkpoints(Path(name)).load()["probe"] for name in ("whole", "out")]
+    assert [hook["expected"] for hook in states[0]["hooks"]] == [5]
+    assert states[0] == states[1]
