@@ -403,7 +403,7 @@ def test_several_resumes_count_like_an_uninterrupted_run(workdir: Path, monkeypa
         assert list(recorded.stats[recorded.stats.hook == "sampled"].step) == [0, 2, 4]
     pd.testing.assert_frame_equal(one.coverage, other.coverage)
     assert list(other.events.rule).count("resumed") == 2
-    states = [Checkpoints(run.path).load()["probe"] for recorded in (one, other)]
+    states = [Checkpoints(recorded.path).load()["probe"] for recorded in (one, other)]
     assert states[0] == states[1]
 
 
