@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from ..capture.tables import TABLES
-from .custom_columns import custom_statistics_of, with_custom_columns
+from ..capture.tables import CUSTOM, TABLES
+from .custom_columns import custom_columns_of, with_custom_columns
 from .run_files import RunFiles
 
 
@@ -19,10 +19,10 @@ def write_csv(files: RunFiles, folder: Path) -> None:
     Raises:
         OSError: A file cannot be written.
     """
-    custom = custom_statistics_of([files.info()])
     for name, table in TABLES.items():
         if name == "tensors":
             continue
+        custom = custom_columns_of(files, name) if CUSTOM in table.columns else ()
         empty = with_custom_columns(table.schema.empty_table(), custom)
         schema = pa.schema([pa.field(field.name, _csv_type(field.type)) for field in empty.schema])
         with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:

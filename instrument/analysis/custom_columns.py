@@ -1,4 +1,4 @@
-"""Custom statistics as columns. The files contain them in one column, by name."""
+"""Custom statistics and metrics as columns. The files contain them in one column, by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from ..capture.tables import CUSTOM
 from ..spec.record import names_of_custom_statistics
 from ..spec.statistics import REMAINDERS
+from .run_files import RunFiles
 
 
 def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -25,13 +26,32 @@ def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for each in hooks for name in names_of_custom_statistics(each)))
 
 
+def custom_metrics_of(files: RunFiles) -> list[str]:
+    """Return the names of the custom metrics of a run, in the order of their first values."""
+    return custom_metrics_in(batch.column(0) for batch in files.scan("metrics", [CUSTOM.name]))
+
+
+def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
+    """Return the names in the column that contains the custom metrics, in the order of their first values."""
+    names: dict[str, None] = {}
+    for cells in parts:
+        if cells.null_count < len(cells):
+            names |= dict.fromkeys(pc.unique(cells.drop_null().keys).to_pylist())
+    return list(names)
+
+
+def custom_columns_of(files: RunFiles, table: str) -> Sequence[str]:
+    """Return the names of the custom statistics or metrics that are further columns of a table of a run."""
+    return custom_metrics_of(files) if table == "metrics" else custom_statistics_of([files.info()])
+
+
 def column_names(columns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the columns of a table with the custom statistics in place of the column that contains them."""
+    """Return the columns of a table with the custom ones in place of the column that contains them."""
     return [name for column in columns for name in (names if column == CUSTOM.name else [column])]
 
 
 def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
-    """Replace the column that contains the custom statistics, if there is one, by one column per name."""
+    """Replace the column that contains the custom statistics or metrics, if there is one, by one column per name."""
     index = rows.schema.get_field_index(CUSTOM.name)
     if index < 0:
         return rows

@@ -242,6 +242,8 @@ def metric_of(run: RunTables, index: int, metric: str) -> float:
         return float(value)
     folder = run.folders[index]
     means = means_of(RunTables(folder, [folder]), "metrics")
+    if metric not in means.columns:
+        return float("nan")
     return _mean(means, metric, range(len(means.locations)))
 
 

@@ -273,6 +273,4 @@ class Run(RunTables):
 
     def _queried(self) -> RunsToQuery:
         names = [str(folder.relative_to(self.path)) for folder in self.folders]
-        return RunsToQuery(
-            self._files, names if self._is_sweep else None, self._given, self.runs, self.custom_statistics
-        )
+        return RunsToQuery(self._files, names if self._is_sweep else None, self._given, self.runs, self.custom_columns)

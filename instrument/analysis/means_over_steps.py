@@ -29,7 +29,7 @@ NUMERIC_COLUMNS: dict[str, tuple[str, ...]] = {
     )
     for table in MEASURED_TABLES
 }
-"""Names of the columns that are averaged, by table; custom statistics are added to those of `stats`."""
+"""Names of the columns that are averaged, by table; custom statistics and metrics are added."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
 
 
 def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
-    """Return the columns of a table that are averaged, with the custom statistics of the runs."""
-    return (*NUMERIC_COLUMNS[table], *(run.custom_statistics if table == "stats" else ()))
+    """Return the columns of a table that are averaged, with the custom ones of the runs."""
+    return (*NUMERIC_COLUMNS[table], *run.custom_columns(table))
 
 
 def keys_of(table: str) -> list[str]:

@@ -41,8 +41,9 @@ def scan(queried: RunsToQuery, table: str) -> pl.LazyFrame:
     rows = register_io_source(source.read, schema=source.schema)
     if CUSTOM.name not in source.schema:
         return rows
-    custom = [polars.col(CUSTOM.name).map.get(name).alias(name) for name in queried.custom]
-    return rows.with_columns(custom).select(column_names(source.schema.names(), queried.custom))
+    names = queried.custom(table)
+    custom = [polars.col(CUSTOM.name).map.get(name).alias(name) for name in names]
+    return rows.with_columns(custom).select(column_names(source.schema.names(), names))
 
 
 class _Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -49,18 +49,18 @@ class RunsToQuery:
             additional columns.
         run_settings: The seed and the overrides of each run.
         runs: The table `runs`, which includes these columns.
-        custom: The names of the custom statistics of all runs.
+        custom: Returns the names of the custom statistics or metrics of all runs, further columns of a table.
     """
 
     files: Sequence[RunFiles]
     names: Sequence[str] | None
     run_settings: pd.DataFrame
     runs: pd.DataFrame
-    custom: Sequence[str] = ()
+    custom: Callable[[str], Sequence[str]]
 
     def own_columns(self, table: str) -> list[str]:
-        """Return the columns that a table has without those of runs, with custom statistics."""
-        return column_names(TABLES[table].schema.names, self.custom)
+        """Return the columns that a table has without those of runs, with custom ones."""
+        return column_names(TABLES[table].schema.names, self.custom(table))
 
     def columns(self, table: str) -> tuple[Columns, Columns]:
         """Return the additional columns of a table: those in front of its own columns, and those after them."""

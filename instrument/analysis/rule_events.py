@@ -59,7 +59,7 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
     """Yield the rows of each step and phase, in order."""
     metrics = {
         (row["step"], row["phase"]): row
-        for batch in run.scan("metrics", ["step", "phase", *_METRICS], condition)
+        for batch in run.scan("metrics", ["step", "phase", *_METRICS, *run.custom_metrics], condition)
         for row in batch.to_pylist()
     }
     targets = _targets(run, condition) if any(spec.source == "samples" for spec in rules.specs.values()) else {}

@@ -16,7 +16,7 @@ from ..capture.tables import CUSTOM, SHAPE, TABLES
 from ..sinks.remote_folder import is_address
 from .config_columns import typed_frame
 from .config_fields import split_overrides
-from .custom_columns import custom_statistics_of, set_exact_integers, with_custom_columns
+from .custom_columns import custom_metrics_of, custom_statistics_of, set_exact_integers, with_custom_columns
 from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
 from .run_files import RunFiles
 
@@ -37,7 +37,7 @@ def check_table(name: str) -> None:
 
 
 def _stored(columns: Sequence[str], custom: Sequence[str]) -> list[str]:
-    """Return the columns of the files that contain these columns, some of which are custom statistics."""
+    """Return the columns of the files that contain these columns, some of which are custom."""
     return [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom else [])]
 
 
@@ -55,6 +55,7 @@ class RunTables:
         self.folders = list(folders)
         self._files = [RunFiles(folder) for folder in self.folders] if files is None else list(files)
         self._is_sweep = self.folders != [path]
+        self._metrics_of_runs: dict[int, list[str]] = {}
 
     def __repr__(self) -> str:
         states = pd.Series([info["status"] for info in self.infos]).value_counts()
@@ -86,6 +87,18 @@ class RunTables:
     def custom_statistics(self) -> tuple[str, ...]:
         """The names of the custom statistics of all runs: further columns of `stats`."""
         return custom_statistics_of(self.infos)
+
+    @property
+    def custom_metrics(self) -> tuple[str, ...]:
+        """The names of the custom metrics of all runs: further columns of `metrics`, in the order of their first values."""
+        for index, (files, info) in enumerate(zip(self._files, self.infos, strict=True)):
+            if index not in self._metrics_of_runs or info["status"] == "running":
+                self._metrics_of_runs[index] = custom_metrics_of(files)
+        return tuple(dict.fromkeys(name for names in self._metrics_of_runs.values() for name in names))
+
+    def custom_columns(self, table: str) -> tuple[str, ...]:
+        """Return the names of the custom statistics or metrics that are further columns of a table."""
+        return {"stats": lambda: self.custom_statistics, "metrics": lambda: self.custom_metrics}.get(table, tuple)()
 
     @property
     def problems(self) -> list[str]:
@@ -214,8 +227,10 @@ class RunTables:
                     yield batch
 
     def _custom(self, table: str, columns: Sequence[str]) -> list[str]:
-        """Return those columns that are custom statistics."""
-        return [name for name in columns if table == "stats" and name in self.custom_statistics]
+        """Return those columns that are custom statistics or metrics."""
+        standard = TABLES[table].schema.names
+        unknown = [name for name in columns if name not in standard]
+        return [name for name in unknown if name in self.custom_columns(table)]
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table, without reading the rows.
@@ -260,10 +275,10 @@ class RunTables:
         return typed_frame([{**overrides, "seed": info["seed"]} for overrides, info in rows])
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
-        frames = []
+        frames, custom = [], self.custom_columns(table)
         for index, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
             stored = files.read(table, condition=condition)
-            rows = with_custom_columns(stored, self.custom_statistics)
+            rows = with_custom_columns(stored, custom)
             frame: pd.DataFrame = plain_labels(rows).to_pandas()
             if table == "stats":
                 set_exact_integers(frame, stored)

@@ -119,17 +119,16 @@ class _Views:
                 selections.append(f'select * from "unwritten rows of {name}"')
             rows = " union all by name ".join(selections)
             if CUSTOM in TABLES[name].columns:
-                rows = self._with_custom_columns(rows)
+                rows = self._with_custom_columns(rows, name)
             connection.execute(f"create view {name} as {rows}")
 
-    def _with_custom_columns(self, rows: str) -> str:
-        """Return the query of rows with one column per custom statistic."""
-        before, after = self.queried.columns("stats")
-        names = [*before, *self.queried.own_columns("stats"), *after]
+    def _with_custom_columns(self, rows: str, table: str) -> str:
+        """Return the query of rows with one column per custom statistic or metric."""
+        custom = self.queried.custom(table)
+        before, after = self.queried.columns(table)
+        names = [*before, *self.queried.own_columns(table), *after]
         expressions = [
-            f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}"
-            if name in self.queried.custom
-            else _quoted_name(name)
+            f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
             for name in names
         ]
         return f"select {', '.join(expressions)} from ({rows})"

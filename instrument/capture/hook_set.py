@@ -24,7 +24,7 @@ from ..lazy_compiler import has_compiled
 from ..plan.hook_plan import HookPlan
 from .deferred_interrupts import uninterrupted
 from .optimizer_checks import optimizers_of
-from .optimizer_step_watch import ScalerWatch, StepWatch
+from .optimizer_step_watch import AnnouncedSteps, ScalerWatch, StepWatch
 from .phase_watch import PhaseWatch
 from .replacement_watch import LoadWatch, ModuleWatch
 from .sink_interface import EventWriter
@@ -69,6 +69,7 @@ class HookSet:
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
         self._scaler_watch: ScalerWatch | None = None
+        self._announced: AnnouncedSteps | None = None
         self._module_watch = ModuleWatch(self.model, attached_hooks)
 
     def attach(self) -> None:
@@ -87,6 +88,9 @@ class HookSet:
             if self.optimizers:
                 self.steps = StepWatch(self.optimizers)
                 self._attach(self.steps)
+                if self.steps_by_loop:
+                    self._announced = AnnouncedSteps(self.optimizers)
+                    self._attach(self._announced)
             self._attach_groups()
             if any(isinstance(group, GradientHooks) for group in self._groups):
                 self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
@@ -106,7 +110,7 @@ class HookSet:
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
 
-    def _attach(self, hooks: HookGroup | LoadWatch | ScalerWatch | StepWatch) -> None:
+    def _attach(self, hooks: HookGroup | LoadWatch | ScalerWatch | StepWatch | AnnouncedSteps) -> None:
         self._attached.callback(hooks.detach)
         hooks.attach()
 
@@ -148,6 +152,8 @@ class HookSet:
         self.report_replacements()
         if self._functions is not None:
             self._functions.mode.leave_all()
+        if self._announced is not None:
+            self._announced.end_step()
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
@@ -158,10 +164,16 @@ class HookSet:
 
     def before_optimizer_step(self, optimizer: Optimizer | None) -> None:
         """Run the hooks before the step of an optimizer; see `Probe.before_optimizer_step`."""
+        if not self.steps_by_loop:
+            raise ValueError(
+                "before_optimizer_step requires steps_by_loop=True; otherwise optimizer.step() runs these hooks itself"
+            )
         selected = self.optimizers if optimizer is None else optimizers_of(optimizer)
         if (optimizer is None and len(selected) > 1) or not set(selected) <= set(self.optimizers):
             problem = "is required, since there are several" if optimizer is None else "was not passed to this probe"
             raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
+        if self._announced is not None:
+            self._announced.announce(selected)
         for group in self._groups:
             if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
                 group.before_step()

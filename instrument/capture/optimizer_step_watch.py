@@ -11,6 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import HookError
+
 
 class _OptimizerWatch(ABC):
     """A hook before the steps of several optimizers."""
@@ -105,3 +107,51 @@ class StepWatch(_OptimizerWatch):
         """
         rate_used, self.rate_used = self.rate_used, None
         return self.first.param_groups[0]["lr"] if rate_used is None else rate_used
+
+
+class AnnouncedSteps(_OptimizerWatch):
+    """Checks that a loop calls `before_optimizer_step` once before each optimizer step.
+
+    The closure of a step may call it, also several times.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        super().__init__(optimizers)
+        self._announced: set[Optimizer] = set()
+        self._stepping: set[Optimizer] = set()
+
+    def attach(self) -> None:
+        """Register a hook before and after the steps."""
+        super().attach()
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_post_hook(self.after_step))
+
+    def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        """The hook before an optimizer step."""
+        self._stepping.add(optimizer)
+
+    def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
+        """The hook after an optimizer step."""
+        self._stepping.discard(optimizer)
+        if optimizer not in self._announced:
+            raise HookError(
+                "optimizer.step() ran without probe.before_optimizer_step(), so its hooks did not run; with steps_by_loop=True, "
+                "call it before each step"
+            )
+        self._announced.discard(optimizer)
+
+    def announce(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note that a step follows.
+
+        Raises:
+            HookError: It was announced before, and did not follow.
+        """
+        if any(each in self._announced and each not in self._stepping for each in optimizers):
+            raise HookError(
+                "before_optimizer_step was called twice before optimizer.step(); call it once before each step"
+            )
+        self._announced.update(optimizers)
+
+    def end_step(self) -> None:
+        """Forget steps that did not follow, because a gradient scaler skipped them."""
+        self._announced.clear()

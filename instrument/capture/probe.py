@@ -36,7 +36,7 @@ from .collectives import Ranks, own_rank
 from .coverage import coverage_rows, write_coverage
 from .deferred_interrupts import deferred_signals
 from .hook_set import HookSet
-from .metrics import Metrics, check_metric_names
+from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
 from .overhead import Overhead
 from .phase_watch import PhaseWatch
@@ -286,6 +286,8 @@ class Probe:
         any_scheduled = bool(self._scheduled.names)
         try:
             yield
+            if self._metrics.has_logged:
+                self._metrics.write(seconds=time.perf_counter() - started_at)
         finally:
             self.phase = previous_phase
         self.recorder.end_step(any_scheduled=any_scheduled)
@@ -423,7 +425,8 @@ class Probe:
 
         Raises:
             ValueError: The argument is missing although there are several optimizers, or is not an optimizer of this
-                probe.
+                probe; or `steps_by_loop` is not set.
+            HookError: It is called twice before a step. `optimizer.step()` raises it if this call is missing.
         """
         self._hooks.before_optimizer_step(optimizer)
 
@@ -485,20 +488,21 @@ class Probe:
         Args:
             loss: The loss of the step: a number or a tensor with one element.
             samples: The number of samples in the step. `samples_per_second` is computed from it.
-            **metrics: Further columns of the `metrics` table: `accuracy`, `grad_norm`, `lr`. `lr` defaults to the
-                learning rate of the first optimizer.
+            **metrics: Further columns of the `metrics` table: `accuracy`, `grad_norm`, `lr`, and numbers of any other name.
+                `lr` defaults to the learning rate of the first optimizer. With several processes, the table has the numbers of
+                each process, or those of rank 0 if its rows are merged.
 
         Returns:
             The row of the `metrics` table: `loss`, `accuracy`, `lr`, `grad_norm`, `seconds`, `samples_per_second`,
-            `skipped`. Values on a GPU are awaited when the row is first read.
+            `skipped`, and the custom metrics. Values on a GPU are awaited when the row is first read.
 
         Raises:
-            TypeError: The metrics table has no such column.
+            TypeError: A name is that of a computed column, or a value is not one number.
         """
-        check_metric_names(metrics)
+        checked = checked_metrics({"loss": loss, **metrics})
         with self.clock.timer or nullcontext(), deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows
-            row = self._end_step(loss, samples, metrics)
+            row = self._end_step(samples, checked)
             self._rule_rows.end_step(self.step + 1)
             if self.budget is not None:
                 self.budget.end_step(
@@ -510,16 +514,14 @@ class Probe:
             self._scheduled.advance(step=self.step + 1, micro_step=0)
             return row
 
-    def _end_step(
-        self, loss: Tensor | float | None, samples: int | None, metrics: dict[str, Tensor | float | None]
-    ) -> Mapping[str, float | None]:
+    def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
         if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
             self.end_micro_step()
         else:
             self.recorder.samples.end()
         skipped = self._hooks.pop_step_skipped()
         seconds = time.perf_counter() - self._step_started_at
-        row = self.write_metrics(loss=loss, samples=samples, seconds=seconds, skipped=skipped, **metrics)
+        row = self._metrics.write(samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()
         self._hooks.update_step_coverage(row)
         self._hooks.end_step()
@@ -536,16 +538,31 @@ class Probe:
         Args:
             seconds: The duration of the step or evaluation, in seconds.
             samples: The number of samples. `samples_per_second` is computed from it.
-            **metrics: Further columns: `loss`, `accuracy`, `grad_norm`, `lr`, `skipped`.
+            **metrics: Further columns: `loss`, `accuracy`, `grad_norm`, `lr`, and numbers of any other name.
 
         Returns:
             The row. Values on a GPU are awaited when the row is first read.
 
         Raises:
-            TypeError: The metrics table has no such column.
+            TypeError: A name is that of a computed column, or a value is not one number.
         """
-        check_metric_names(metrics, "skipped")
-        return self._metrics.write(seconds=seconds, samples=samples, **metrics)
+        return self._metrics.write(seconds=seconds, samples=samples, **checked_metrics(metrics))
+
+    def log(self, **metrics: Tensor | float | None) -> None:
+        """Add numbers to the next row of the `metrics` table: that of the step, or of the evaluation in whose block it is called.
+
+            probe.log(discriminator_loss=loss)
+
+        If a name is logged several times before the row is written, or also passed to `end_step`, the last value counts. Values on a
+        GPU are copied when the row is written.
+
+        Args:
+            **metrics: Numbers by name: of Python, NumPy arrays or tensors with one element.
+
+        Raises:
+            TypeError: A name is that of a computed column, or a value is not one number.
+        """
+        self._metrics.log(metrics)
 
     def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
         """Write rows of the `generated` table for the current micro-step.
@@ -646,6 +663,9 @@ class Probe:
         if self._scheduled.has_opportunities and not self.step and error is None:
             message = "end_step was never called: all rows have step 0, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
+        if self._metrics.unwritten and error is None:
+            names = ", ".join(self._metrics.unwritten)
+            self.event("metrics", f"logged after the last end_step, and in no row of the metrics table: {names}")
         self.recorder.samples.end(is_checked=error is None)
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:

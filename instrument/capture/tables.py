@@ -153,7 +153,7 @@ CUSTOM = Column(
     "custom",
     pa.map_(pa.string(), pa.float64()),
     "",
-    "custom statistics by name; null without any. Readers of this package replace it by one column per statistic",
+    "custom statistics by name, or custom metrics; null without any. Readers of this package replace it by one column per name",
 )
 _UNITS = {
     "count": "elements",
@@ -286,6 +286,7 @@ TABLES: dict[str, Table] = {
                     "",
                     "whether a gradient scaler skipped the step; with several optimizers, the steps of all of them; null without a scaler",
                 ),
+                CUSTOM,
             ),
         ),
         Table(

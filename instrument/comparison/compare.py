@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..analysis.config_comparison import Training, training_of
 from ..analysis.config_fields import to_yaml
+from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..spec.globs import ROOT
@@ -277,6 +279,7 @@ def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataF
             chosen = is_given if condition is None else condition & is_given
             for rows in batches(run, "metrics", [*keys, metric], chosen):
                 parts.append(rows.rename(columns={metric: "value"}).assign(metric=metric))
+        parts += _custom_metrics(run, keys, condition)
         tables.append(pd.concat(parts[1:] or parts).drop_duplicates([*keys, "metric"]))
     if any(table.empty for table in tables):
         return pd.DataFrame(columns=[*keys, "metric", "a", "b", "difference"])
@@ -287,3 +290,14 @@ def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataF
     are_equal = (a == b) | (np.isnan(a) & np.isnan(b))
     difference = np.where(are_equal, 0.0, np.where(np.isnan(relative), np.inf, relative))
     return both[keys].assign(metric=both["metric"], a=a, b=b, difference=difference)
+
+
+def _custom_metrics(run: Run, keys: Sequence[str], condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
+    """Yield the values of each custom metric. The files cannot select its rows."""
+    chosen = ds.field("rank") == 0
+    chosen = chosen if condition is None else condition & chosen
+    for batch in run.scan("metrics", [*keys, *run.custom_metrics], chosen) if run.custom_metrics else ():
+        rows = plain_labels(pa.Table.from_batches([batch]))
+        for metric in run.custom_metrics:
+            given = rows.filter(rows[metric].is_valid()).select([*keys, metric])
+            yield given.to_pandas().rename(columns={metric: "value"}).assign(metric=metric)

@@ -154,6 +154,11 @@ class AttachedProbe(Probe):
         return self.run.custom_statistics
 
     @property
+    def custom_metrics(self) -> tuple[str, ...]:
+        """The names of the custom metrics; see `Run.custom_metrics`."""
+        return self.run.custom_metrics
+
+    @property
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason."""
         return self.run.problems

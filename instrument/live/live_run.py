@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..analysis.custom_columns import custom_statistics_of, with_custom_columns
+from ..analysis.custom_columns import custom_metrics_in, custom_statistics_of, with_custom_columns
 from ..analysis.findings import Finding, Severity, advice_by_rule
 from ..analysis.finite import FINITE_STATISTICS, not_finite_in
 from ..analysis.new_rows import NewRows, RowsRemovedError
@@ -23,6 +23,7 @@ from ..analysis.plot_data import RecordedSeries, in_forward_order
 from ..analysis.run_files import RunFiles
 from ..capture.tables import CUSTOM, TABLES
 from ..errors import InstrumentError, InstrumentWarning
+from ..report.charts import CURVE_KEYS
 from ..rules.step_rows import location_name
 from ..sinks.remote_folder import is_address, moved_to
 from ..spec.schedule import STEP_PHASES
@@ -129,7 +130,7 @@ class LiveRun:
             return [*identity, "position", *STATISTICS, *custom]
         if table in ("effects", "distributions"):
             return [*identity, *(EFFECTS if table == "effects" else COLUMNS)]
-        return ["step", "phase", *METRICS] if table == "metrics" else list(TABLES[table].schema.names)
+        return ["step", "phase", *METRICS, CUSTOM.name] if table == "metrics" else list(TABLES[table].schema.names)
 
     @property
     def is_running(self) -> bool:
@@ -289,12 +290,16 @@ class LiveRun:
             history.add([location for location, _ in parts], numbers, steps[index], own, self.version)
 
     def _add_metrics(self, rows: pa.Table) -> None:
+        rows = with_custom_columns(
+            rows, [name for name in custom_metrics_in(rows[CUSTOM.name].chunks) if name not in CURVE_KEYS]
+        )
+        names = [name for name in rows.schema.names if name not in ("step", "phase")]
         phases = rows["phase"].to_numpy(zero_copy_only=False)
         steps = rows["step"].to_numpy()
         for phase in dict.fromkeys(phases.tolist()):
             here = phases == phase
             values = {}
-            for name in METRICS:
+            for name in names:
                 column, there = _floats(rows[name])[here], rows[name].is_valid().to_numpy(zero_copy_only=False)[here]
                 bad = there & ~np.isfinite(column)
                 if bad.any():

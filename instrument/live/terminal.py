@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..analysis.plot_data import RecordedSeries
 from ..spec.schedule import STEP_PHASES
-from .live_run import LiveRun
+from .live_run import METRICS, LiveRun
 from .step_history import StepHistory
 
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
@@ -113,7 +113,8 @@ def _progress(live: LiveRun) -> Text:
 def _metrics(live: LiveRun) -> Table:
     table = _table("", ("metric", "left"), ("over the steps", "left"), ("last", "right"))
     for phase, history in live.metrics.items():
-        for name in SHOWN_METRICS:
+        custom = (name for name in history.statistics if name not in METRICS)
+        for name in (*SHOWN_METRICS, *custom):
             if name not in history.statistics or (phase not in STEP_PHASES and name == "samples_per_second"):
                 continue
             label = name if phase in STEP_PHASES else f"{phase} {name}"

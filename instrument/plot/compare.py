@@ -50,7 +50,7 @@ def compare(
 
     Args:
         runs: A `Run` that contains several runs, a list of runs, or rows of the metrics or stats table of several runs.
-        y: A metric such as `loss` or `accuracy`, or a statistic such as `l2`.
+        y: A metric such as `loss` or `accuracy`, also a custom one, or a statistic such as `l2`.
         x: An override that differs between the runs, such as `hooks.tame.norm`.
         layer: The layer or parameter, for a statistic.
         hook: Name of the hook that recorded the statistic; required if several hooks did.
@@ -67,11 +67,12 @@ def compare(
             installed.
     """
     several = runs if isinstance(runs, pd.DataFrame) else combine_runs(runs)
-    custom = statistics_in(several) if isinstance(several, pd.DataFrame) else several.custom_statistics
-    check_choice(y, [*METRICS, *STATISTICS, *custom], "y", "unknown metric or statistic")
-    table = "metrics" if y in METRICS else "stats"
+    metrics, statistics = _choices(several)
+    check_choice(y, [*metrics, *statistics], "y", "unknown metric or statistic")
+    table = "metrics" if y in metrics else "stats"
     frame = _frame_of(several, table)
-    overrides = overrides_of(frame, table)
+    custom = () if isinstance(several, pd.DataFrame) else several.custom_columns(table)
+    overrides = overrides_of(frame.drop(columns=[*custom]), table)
     at = _override(x, overrides)
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
@@ -83,6 +84,15 @@ def compare(
     else:
         raise InstrumentError(f"plotting {y} over {x} requires layer=")
     return draw_over_steps(found, overrides) if at is None else draw_over_override(found, at, overrides)
+
+
+def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:
+    """Return the names of the metrics and of the statistics, with custom ones."""
+    if not isinstance(several, pd.DataFrame):
+        return [*METRICS, *several.custom_metrics], [*STATISTICS, *several.custom_statistics]
+    custom = statistics_in(several)
+    is_of_statistics = "layer" in several
+    return [*METRICS, *([] if is_of_statistics else custom)], [*STATISTICS, *(custom if is_of_statistics else [])]
 
 
 def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
@@ -118,12 +128,12 @@ def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
     rows = frame[frame["phase"] == phase]
     check_choice(
         name,
-        [one for one in METRICS if _has(frame, one, phase)],
+        [one for one in dict.fromkeys((*METRICS, name)) if _has(frame, one, phase)],
         "y",
         f"no run has a value of this metric in phase {phase}",
     )
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
-    return Curves(f"{name} ({phase})", METRICS[name], values)
+    return Curves(f"{name} ({phase})", METRICS.get(name, name), values)
 
 
 def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str | None]) -> Curves:

@@ -77,7 +77,12 @@ def patching(
             locations have the statistic, or matplotlib is not installed. The message names the keys in which the runs differ.
     """
     runs = combine_runs(sweep)
-    check_choice(metric, [*METRICS, *STATISTICS, *runs.custom_statistics], "metric", "unknown metric or statistic")
+    check_choice(
+        metric,
+        [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics],
+        "metric",
+        "unknown metric or statistic",
+    )
     grid = intervention_grid(runs, intervention)
     number = _numbers(runs, metric, layer, hook)
     reference = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
@@ -90,7 +95,7 @@ def patching(
 
 def _numbers(runs: Run, metric: str, layer: str | None, hook: str | None) -> Callable[[int], float]:
     """Return a function that returns the metric of a run, by the index of the run."""
-    if metric in METRICS:
+    if metric in METRICS or metric in runs.custom_metrics:
         return lambda index: metric_of(runs, index, metric)
     return lambda index: statistic_of_run(runs, index, metric, layer="" if layer == "." else layer, hook=hook)
 

@@ -42,9 +42,16 @@ def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
         One row per run, indexed by run, and one column per override with more than one value.
     """
     known = TABLES[table].names
-    own = [name for name in frame if name != "run" and name not in known]
+    own = [name for name in frame if name != "run" and name not in known and _is_constant(frame, name)]
     first = frame.drop_duplicates("run").set_index("run")[own]
     return first[[name for name in own if first[name].map(str).nunique() > 1]]
+
+
+def _is_constant(frame: pd.DataFrame, name: str) -> bool:
+    """Return whether a column has one value in each run: a custom statistic or metric is no override."""
+    if not pd.api.types.is_float_dtype(frame[name]):
+        return True
+    return bool((frame.groupby("run")[name].nunique(dropna=False) == 1).all())
 
 
 def labels_of(overrides: pd.DataFrame) -> dict[str, str]:

@@ -35,6 +35,7 @@ EFFECTS_ROOM = 60_000
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
 MIDDLE = 0.5
 METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds")
+CURVE_KEYS = ("first", "last", "groups", "bad")  # of the data of a curve, next to the metrics
 
 
 def charts(run: Run) -> dict[str, Any]:
@@ -142,24 +143,25 @@ def curves(run: Run, most: int = CURVE_POINTS) -> dict[str, Any]:
 
     `bad` has, for each metric, the steps at which the metric was recorded but is not finite.
     """
-    batches = list(run.scan("metrics", ["step", "phase", *METRICS]))
+    names = [*METRICS, *(name for name in run.custom_metrics if name not in CURVE_KEYS)]
+    batches = list(run.scan("metrics", ["step", "phase", *names]))
     if not batches:
         return {}
     table = pa.Table.from_batches(batches)
-    there = {name: table[name].is_valid().to_numpy() for name in METRICS}  # pandas does not distinguish NaN from null
+    there = {name: table[name].is_valid().to_numpy() for name in names}  # pandas does not distinguish NaN from null
     metrics: pd.DataFrame = table.to_pandas()
     metrics["phase"] = metrics["phase"].astype(str)
-    finite = np.isfinite(metrics[list(METRICS)].to_numpy(np.float64))
-    bad = pd.DataFrame({name: there[name] & ~finite[:, i] for i, name in enumerate(METRICS)})
-    known = metrics.assign(**metrics[list(METRICS)].where(finite))
+    finite = np.isfinite(metrics[names].to_numpy(np.float64))
+    bad = pd.DataFrame({name: there[name] & ~finite[:, i] for i, name in enumerate(names)})
+    known = metrics.assign(**metrics[names].where(finite))
     found = {}
     for phase, rows in known.groupby("phase", sort=False):
         groups = groups_of(rows["step"], most)
-        means = rows.groupby(rows["step"].map(groups.number))[list(METRICS)].mean()
-        lost = {name: rows.loc[bad.loc[rows.index, name], "step"].drop_duplicates().tolist() for name in METRICS}
+        means = rows.groupby(rows["step"].map(groups.number))[names].mean()
+        lost = {name: rows.loc[bad.loc[rows.index, name], "step"].drop_duplicates().tolist() for name in names}
         found[str(phase)] = {
             **_steps(groups),
-            **{name: rounded(means[name].to_numpy()) for name in METRICS if means[name].notna().any() or lost[name]},
+            **{name: rounded(means[name].to_numpy()) for name in names if means[name].notna().any() or lost[name]},
             "bad": {name: [steps[i] for i in evenly_spaced(len(steps), most)] for name, steps in lost.items() if steps},
         }
     return found

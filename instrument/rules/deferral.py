@@ -96,7 +96,7 @@ class DeferredSteps:
             if name == TARGETS:
                 values: list[Any] = [0 if each is None else len(each) for each in block.targets[begin:end]]
             else:
-                values = [None if row is None else row[name] for row in block.metrics[begin:end]]
+                values = [None if row is None else row.get(name) for row in block.metrics[begin:end]]
             numbers = np.array(values, np.float64)
             outside = np.flatnonzero(~((numbers >= low) & (numbers <= high)))  # also NaN
             end = next((begin + at for at in outside.tolist() if values[at] is not None), end)

@@ -350,7 +350,7 @@ class StepRows:
 
     def metric(self, name: str) -> float | None:
         """Return a metric of the step; None if there is no value."""
-        value = None if self.metrics is None else self.metrics[name]
+        value = None if self.metrics is None else self.metrics.get(name)
         return None if value is None else float(value)
 
     @property

@@ -95,7 +95,7 @@ class MemorySink:
         return [dict(zip(TABLES[table].names, row, strict=True)) for row in self.rows[table]]
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return the rows of a table as a DataFrame with all columns. Each custom statistic is a column.
+        """Return the rows of a table as a DataFrame with all columns. Each custom statistic or metric is a column.
 
         Args:
             table: The name of the table.
@@ -105,8 +105,9 @@ class MemorySink:
         frame = pd.DataFrame(self.rows[table], columns=list(TABLES[table].names))
         if CUSTOM.name not in frame:
             return frame
-        shapes = [None if shape is None else tuple(shape) for shape in frame[SHAPE.name]]
-        frame[SHAPE.name] = pd.Series(shapes, dtype=object)
+        if SHAPE.name in frame:
+            shapes = [None if shape is None else tuple(shape) for shape in frame[SHAPE.name]]
+            frame[SHAPE.name] = pd.Series(shapes, dtype=object)
         custom = frame.pop(CUSTOM.name)
         names = dict.fromkeys(name for cells in custom.dropna() for name in cells)
         return frame.assign(

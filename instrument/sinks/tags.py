@@ -32,7 +32,7 @@ Fold = Callable[[Sequence[float]], float]
 SCALAR_TABLES = ("stats", "effects", "metrics", "distributions")  # tables with scalars
 ROOT = "_root_"
 _FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the three trackers refuses or replaces
-_CUSTOM = TABLES["stats"].names.index(CUSTOM.name)
+_CUSTOM = {name: table.names.index(CUSTOM.name) for name, table in TABLES.items() if CUSTOM in table.columns}
 _KEY = {column.name: index for index, column in enumerate(IDENTITY)}
 
 
@@ -62,7 +62,7 @@ def scalars(table: str, row: Row) -> Iterator[Scalar]:
         value = row[index]
         if value is not None:
             yield Scalar(f"{tag}/{name}", row[0], float(value), fold)
-    for name, value in dict(row[_CUSTOM] or ()).items() if table == "stats" else ():
+    for name, value in dict(row[_CUSTOM[table]] or ()).items() if table in _CUSTOM else ():
         if value is not None:
             yield Scalar(f"{tag}/{segment(name)}", row[0], value, _mean)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TARGET = "{_target_: package.name, argument: value}"
@@ -39,3 +40,11 @@ class UnknownNameError(ValueError):
     def __init__(self, what: str, name: str, allowed: tuple[str, ...]) -> None:
         self.what, self.name, self.allowed = what, name, allowed
         super().__init__(f"unknown {what} {name!r}")
+
+
+def is_misspelled(name: str, options: Sequence[str]) -> bool:
+    """Return whether a name that can be chosen freely is probably a misspelled one of these options.
+
+    A name that contains an option, such as `loss_2` for `loss`, is a name of its own.
+    """
+    return not any(each in name for each in options) and bool(difflib.get_close_matches(name, options, 1, 0.85))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 from .field_types import Count, Index, Names, NonNegative, Number, Spec, Target
-from .messages import UnknownNameError
+from .messages import UnknownNameError, is_misspelled
 from .statistics import STATISTICS, unreachable_bound
 
 SIMPLE_ACTIONS = ("warn", "stop", "prune", "checkpoint")
@@ -409,7 +409,7 @@ class WatchRule(PersistentRule):
 
     watch: Names = Field(min_length=1, description="The names of hooks; `metrics` for a column of the table `metrics`.")
     stat: str = Field(
-        description="The statistic, also a custom one; with `watch: metrics`, the metric: loss, grad_norm, ..."
+        description="The statistic, also a custom one; with `watch: metrics`, the metric: loss, grad_norm, ..., or a custom one"
     )
     above: Number | None = Field(None, description="The value exceeds this number.")
     below: Number | None = Field(None, description="The value is below this number.")
@@ -420,7 +420,7 @@ class WatchRule(PersistentRule):
             raise ValueError("requires either 'above' or 'below'; write a second rule for the other bound")
         if self.hook:
             raise ValueError("'hook' cannot be combined with 'watch', which names the hooks")
-        if self.is_of_metrics and self.stat not in METRIC_NAMES:
+        if self.is_of_metrics and is_misspelled(self.stat, METRIC_NAMES):
             raise UnknownNameError("metric", self.stat, METRIC_NAMES)
         if self.is_of_metrics and self.stat in NONNEGATIVE_METRICS and self.below is not None and self.below <= 0:
             raise ValueError(f"below ({self.below:g}) cannot be reached: {self.stat} is at least 0")

@@ -1,6 +1,6 @@
 """The objective of a sweep: the number that a sweeper minimizes or maximizes.
 
-loss                                                a metric of the last evaluation
+loss                                                a metric of the last evaluation, also a custom one
 max(stats.abs_max where layer = 'decoder.2')        an aggregate of a table column, with a condition in SQL
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..pip_extras import pip_command
+from ..spec.messages import is_misspelled
 from ..spec.record import names_of_custom_statistics
 
 OBJECTIVE_KEY, DEFAULT = "objective", "loss"
@@ -35,7 +36,7 @@ AGGREGATES = {
 `first` and `last` apply to the mean over the rows of each step; they return the mean at the first and last step.
 """
 ALLOWED = (
-    f"a metric of the last evaluation ({', '.join(METRICS)}), or an aggregate of a table column, such as "
+    f"a metric of the last evaluation ({', '.join(METRICS)}, or a custom one), or an aggregate of a table column, such as "
     "max(stats.abs_max where layer = 'decoder.2')"
 )
 _AGGREGATE_PATTERN = re.compile(r"(\w+)\s*\(\s*(\w+)\.(\w+)(?:\s+where\s+(.+?))?\s*\)", re.IGNORECASE | re.DOTALL)
@@ -68,7 +69,8 @@ class Objective:
         if self.query is None:
             value = metrics.get(self.written)
             if value is None:
-                return None, "the last evaluation has no value for it"
+                known = ", ".join(name for name, number in metrics.items() if number is not None)
+                return None, "the last evaluation has no value for it" + (f"; it has {known}" if known else "")
         else:
             from ..analysis.load import load
 
@@ -95,7 +97,7 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
         ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
             missing.
     """
-    if written in METRICS:
+    if written in METRICS or (written not in _column_names("metrics") and _is_custom_metric(written, METRICS)):
         return Objective(written)
     match = _AGGREGATE_PATTERN.fullmatch(written.strip())
     if match is None:
@@ -109,6 +111,9 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
     _check_known("aggregate", aggregate, list(AGGREGATES), written)
     _check_known("table", table, NUMERIC_TABLES, written)
     custom = [name.lower() for name in names_of_custom_statistics(hooks)] if table == "stats" else []
+    if table == "metrics":  # a task or a callback may add any metric
+        words, known = re.findall(r"\w+", f"{column} {match[4] or ''}".lower()), _column_names(table)
+        custom = [word for word in words if word not in known and _is_custom_metric(word, known)]
     _check_known(f"numeric column of {table}", column, [*_numeric_columns(table), *custom], written)
     once = "" if table == "metrics" else " and not recompute"
     # The newline ends a SQL comment at the end of the condition.
@@ -119,6 +124,16 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
     query = f"select {AGGREGATES[aggregate]} as value, count(*) as rows from ({rows})"
     _check_query(query, table, custom, condition or "")
     return Objective(written, query)
+
+
+def _is_custom_metric(name: str, known: Sequence[str]) -> bool:
+    return name.isidentifier() and not is_misspelled(name, known)
+
+
+def _column_names(table: str) -> list[str]:
+    from ..capture.tables import TABLES
+
+    return [*TABLES[table].names]
 
 
 def _check_known(what: str, name: str, names: Iterable[str], written: str) -> None:

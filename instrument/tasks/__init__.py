@@ -11,6 +11,7 @@ from .base import (
     call_task,
     check_outcome,
     mean_loss,
+    mean_metrics,
 )
 from .forward_only import ForwardOnly
 from .gan import WassersteinGAN
@@ -42,5 +43,6 @@ __all__ = [
     "check_outcome",
     "main_output",
     "mean_loss",
+    "mean_metrics",
     "soft_targets",
 ]

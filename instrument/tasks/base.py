@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from ..capture.metrics import checked_metrics
 from ..errors import InstrumentError
 from ..nested import structure
 
@@ -45,6 +46,8 @@ class Outcome:
         generated: For each sample, what the model generated; empty for other tasks.
         classified: The number of targets from which `correct` was computed, such as the tokens that are not padding. It
             is the weight of the batch in the accuracy over several batches. Default: None, the number of samples.
+        metrics: Further numbers by name, columns of the table `metrics`: scalar tensors or numbers, means over the samples, or over
+            the terms like `loss`.
     """
 
     loss: Tensor | None
@@ -52,6 +55,7 @@ class Outcome:
     correct: Tensor | None = None
     generated: Sequence[Generated] = ()
     classified: Tensor | int | None = None
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
 class WeightedMean(NamedTuple):
@@ -193,11 +197,15 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
         differentiable: Whether gradients of the loss are required. Otherwise, the loss may be missing. Default: True.
 
     Raises:
-        TypeError: The result is not an `Outcome`, or its loss is not a scalar tensor.
+        TypeError: The result is not an `Outcome`, its loss is not a scalar tensor, or one of its metrics has the name of another
+            column or is not one number.
         ValueError: The loss does not depend on any trainable parameter.
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"the task must return instrument.tasks.Outcome, but returned {type(outcome).__name__}")
+    for name in sorted({*outcome.metrics} & {"loss", "lr", "grad_norm"}):
+        raise TypeError(f"{name}: the training loop computes this metric; use another name in Outcome.metrics")
+    checked_metrics(outcome.metrics)
     if outcome.loss is None:
         if differentiable:
             raise TypeError("the task returned no loss, but its gradients are required")
@@ -282,5 +290,27 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = Non
         return None
     if weights is None:
         weights = [outcome.samples for outcome in outcomes]
+    return _mean(losses, weights)
+
+
+def mean_metrics(outcomes: Sequence[Outcome], weights: Sequence[float]) -> dict[str, WeightedMean]:
+    """Return the mean of each further metric over the batches that have it, as scalars without gradient.
+
+    Args:
+        outcomes: The outcome of each batch.
+        weights: The weight of each batch.
+    """
+    means = {}
+    for name in dict.fromkeys(name for outcome in outcomes for name in outcome.metrics):
+        having = [(o, weight) for o, weight in zip(outcomes, weights, strict=True) if name in o.metrics]
+        numbers = [checked_metrics({name: outcome.metrics[name]})[name] for outcome, _ in having]
+        device = next((each.device for each in numbers if isinstance(each, Tensor)), None)
+        values = [torch.as_tensor(each, dtype=torch.float64, device=device).reshape(()) for each in numbers]
+        having_weights = [weight for _, weight in having]
+        means[name] = WeightedMean(_mean(values, having_weights), sum(having_weights))
+    return means
+
+
+def _mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     total = sum(weights)
-    return torch.stack([weighted(loss, weight, total) for loss, weight in zip(losses, weights, strict=True)]).sum()
+    return torch.stack([weighted(value, weight, total) for value, weight in zip(values, weights, strict=True)]).sum()

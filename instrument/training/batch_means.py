@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..distributed.batch_sharding import StepBatches
-from ..tasks import CountsTerms, Outcome, accuracy, mean_loss
+from ..tasks import CountsTerms, Outcome, accuracy, mean_loss, mean_metrics
 from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified
 from .experiment import Experiment
 
@@ -19,12 +19,13 @@ class BatchMeans:
 
     Attributes:
         loss: A scalar; None if the task computes none. If the losses of the task are sums, it is their sum.
-        accuracy: A scalar; None if the task computes none.
+        metrics: The accuracy and the custom metrics of the task by name: scalars; None for an accuracy that the task does not
+            compute.
         classified: The number of targets in the accuracy.
     """
 
     loss: Tensor | None
-    accuracy: Tensor | None
+    metrics: dict[str, Tensor | None]
     classified: Tensor | float
 
 
@@ -47,17 +48,20 @@ def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[l
 
 
 def means_over_processes(experiment: Experiment, outcomes: Sequence[Outcome], weights: Sequence[float]) -> BatchMeans:
-    """Return the loss and accuracy over the batches of all processes.
+    """Return the loss, the accuracy and the custom metrics over the batches of all processes.
 
     Args:
         experiment: The experiment.
-        outcomes: The outcome of each batch of this process. All processes have the same number of batches.
+        outcomes: The outcome of each batch of this process. All processes have the same number of batches and the same metrics.
         weights: The weight of each batch, see `batch_weight`.
     """
+    adds_losses = is_sum(experiment.task)
     loss = WeightedMean(mean_loss(outcomes, weights), sum(weights))
     hits = WeightedMean(accuracy(outcomes), number_classified(outcomes))
-    loss, hits = experiment.strategy.means([loss, hits])
+    custom = mean_metrics(outcomes, [outcome.samples for outcome in outcomes] if adds_losses else weights)
+    loss, hits, *means = experiment.strategy.means([loss, hits, *custom.values()])
     value = loss.value
-    if value is not None and is_sum(experiment.task):
+    if value is not None and adds_losses:
         value = value * (len(outcomes) * experiment.strategy.batch_shard.size)
-    return BatchMeans(value, hits.value, hits.weight)
+    metrics = {"accuracy": hits.value, **{name: mean.value for name, mean in zip(custom, means, strict=True)}}
+    return BatchMeans(value, metrics, hits.weight)

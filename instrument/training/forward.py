@@ -8,6 +8,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
+from ..capture.metrics import custom_metrics_in
 from ..capture.probe import Probe
 from ..distributed.batch_sharding import StepBatches
 from ..nested import to_device
@@ -17,6 +18,8 @@ from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .input_gradients import with_input_gradients
 from .loop import Progress, StepObserver
+
+CUSTOM, WEIGHT = "custom ", "weight of "  # prefixes of the sums of a custom metric
 
 
 def run_forward(
@@ -91,7 +94,7 @@ def forward_step(
     observer.write_generated([astuple(generated) for generated in outcome.generated])
     observer.end_micro_step()
     means = means_over_processes(experiment, [outcome], weights)
-    row = observer.end_step(loss=means.loss, accuracy=means.accuracy, samples=batches.samples)
+    row = observer.end_step(loss=means.loss, **means.metrics, samples=batches.samples)
     return row, total, means.classified
 
 
@@ -136,10 +139,15 @@ class _Sums(Mapping[str, "float | None"]):
         self._add("classified", classified)
         self._add("seconds", seconds)
         self._add("samples", samples)
+        of_metrics = samples if self._adds_losses else weight
+        for name, value in custom_metrics_in(row).items():
+            if value is not None:
+                self._add(f"{CUSTOM}{name}", value * of_metrics)
+                self._add(f"{WEIGHT}{name}", of_metrics)
 
     def _add(self, name: str, value: float | None) -> None:
         """Add a value to a sum; without a value, the sum is None."""
-        so_far = self._sums[name]
+        so_far = self._sums.setdefault(name, 0.0)
         self._sums[name] = None if so_far is None or value is None else so_far + value
 
     def means(self) -> dict[str, float | None]:
@@ -148,7 +156,12 @@ class _Sums(Mapping[str, "float | None"]):
         loss = None if loss is None else loss / (1.0 if self._adds_losses else weight or 1.0)
         accuracy = None if accuracy is None else accuracy / (classified or 1.0)
         seconds, samples = seconds or 0.0, samples or 0.0
-        return {"loss": loss, "accuracy": accuracy, "seconds": seconds, "samples_per_second": samples / seconds}
+        custom = {
+            name: (self[f"{CUSTOM}{name}"] or 0.0) / (self[f"{WEIGHT}{name}"] or 1.0)
+            for name in (key.removeprefix(CUSTOM) for key in self if key.startswith(CUSTOM))
+        }
+        speed = samples / seconds
+        return {"loss": loss, "accuracy": accuracy, "seconds": seconds, "samples_per_second": speed, **custom}
 
     def __getitem__(self, name: str) -> float | None:
         self._read_pending()

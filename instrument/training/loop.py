@@ -169,9 +169,7 @@ def train_step(
     if scheduler is not None:
         scheduler.step()
     means = means_over_processes(experiment, outcomes, weights)
-    return observer.end_step(
-        loss=means.loss, accuracy=means.accuracy, lr=lr, grad_norm=norm, samples=micro_batches.samples
-    )
+    return observer.end_step(loss=means.loss, **means.metrics, lr=lr, grad_norm=norm, samples=micro_batches.samples)
 
 
 def _compute_gradients(
@@ -249,7 +247,7 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
             means = means_over_processes(experiment, outcomes, weights)
             return probe.write_metrics(
                 loss=means.loss,
-                accuracy=means.accuracy,
+                **means.metrics,
                 seconds=time.perf_counter() - started_at,
                 samples=experiment.strategy.total(samples),
             )

@@ -61,7 +61,7 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
         probe.end_micro_step()
         means = means_over_processes(experiment, [outcome], weights)
         seconds = time.perf_counter() - started_at
-        return probe.write_metrics(loss=means.loss, accuracy=means.accuracy, seconds=seconds, samples=batches.samples)
+        return probe.write_metrics(loss=means.loss, **means.metrics, seconds=seconds, samples=batches.samples)
 
 
 def _seed(experiment: Experiment) -> None:

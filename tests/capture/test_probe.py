@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -144,17 +147,104 @@ def test_rows_reach_the_sink_when_the_step_ends(model: nn.Module) -> None:
         assert probe.sink.steps == 1
 
 
-@pytest.mark.parametrize("name", ["perplexity", "samples_per_second", "skipped"])
-def test_metric_without_a_column_is_refused(model: nn.Module, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("samples_per_second", "has its own column 'samples_per_second'"),
+        ("skipped", "has its own column 'skipped'"),
+        ("step", "has its own column 'step'"),
+        ("Loss", "has its own column 'loss'"),
+        ("val loss", "is no name of a metric"),
+    ],
+)
+def test_name_of_a_metric_is_checked(model: nn.Module, name: str, message: str) -> None:
     with probe_of(model, h=RECORD) as probe:
-        with pytest.raises(TypeError, match=rf"unknown metric '{name}'; allowed: loss, accuracy, lr, grad_norm"):
-            probe.end_step(loss=1.0, **{name: 2.0})
+        for call in (probe.end_step, probe.log, partial(probe.write_metrics, seconds=1.0)):
+            with pytest.raises(TypeError, match=rf"{name}.*{message}"):
+                call(**{name: 2.0})
         assert probe.step == 0
-        with probe.evaluating(), pytest.raises(TypeError, match="unknown metric 'perplexity'"):
-            probe.write_metrics(seconds=1.0, perplexity=2.0)
         model(X)
         probe.end_step(loss=1.0)
-    assert [row["loss"] for row in probe.sink.records("metrics")] == [1.0]
+    assert [(row["loss"], row["custom"]) for row in probe.sink.records("metrics")] == [(1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (3, 3.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.array(0.1), 0.1),
+        (np.array([7]), 7.0),
+        (np.array([[2.5]], np.float16), 2.5),
+        ([4], 4.0),
+        (torch.tensor([1.5], dtype=torch.float64, requires_grad=True), 1.5),
+        (torch.tensor(3), 3.0),
+        (math.inf, math.inf),
+        (None, None),
+    ],
+)
+def test_loss_and_metric_of_any_kind_of_number(model: nn.Module, value: object, number: float | None) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        model(X)
+        probe.end_step(loss=value, score=value)
+    (row,) = probe.sink.records("metrics")
+    assert (row["loss"], row["custom"]) == (number, {"score": number})
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["0.5", torch.zeros(2), np.zeros(2), [], {}, 1j, torch.tensor(1j), np.array("x"), np.array(None), [[1], [2, 3]]],
+)
+def test_loss_or_metric_that_is_no_number_is_named(model: nn.Module, value: object) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for name in ("loss", "episode_return"):
+            with pytest.raises(TypeError, match=rf"^{name} must be one real number, but is a "):
+                probe.end_step(**{name: value})
+        assert probe.step == 0
+
+
+def test_logged_metrics_are_in_the_next_row_of_their_phase(model: nn.Module) -> None:
+    number = torch.tensor(1.0)
+    with probe_of(model, h=RECORD) as probe:
+        for step in range(2):
+            model(X)
+            probe.log(entropy=9.0, clipped=number)
+            number += 1  # later changes do not count
+            with probe.evaluating():
+                probe.log(entropy=float(step))
+            probe.log(entropy=0.25, reward=1.0)
+            probe.end_step(loss=0.5, reward=2.0 + step)
+        model(X)
+        probe.end_step()
+    found = [(row["step"], row["phase"], row["loss"], row["custom"]) for row in probe.sink.records("metrics")]
+    assert found == [
+        (0, "eval", None, {"entropy": 0.0}),
+        (0, "train", 0.5, {"entropy": 0.25, "clipped": 1.0, "reward": 2.0}),
+        (1, "eval", None, {"entropy": 1.0}),
+        (1, "train", 0.5, {"entropy": 0.25, "clipped": 2.0, "reward": 3.0}),
+        (2, "train", None, None),
+    ]
+
+
+def test_metric_logged_after_the_last_step_is_an_event(model: nn.Module) -> None:
+    expected = pytest.warns(instrument.InstrumentWarning, match="in no row of the metrics table: reward")
+    with expected, instrument.attach(model, {"h": RECORD}) as probe:
+        model(X)
+        probe.end_step(loss=1.0)
+        probe.log(reward=1.0)
+
+
+def test_metrics_of_an_evaluation_include_logged_ones(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        model(X)
+        probe.end_step()
+        with probe.evaluating():
+            model(X)
+            probe.log(recall=0.5)
+            row = probe.write_metrics(seconds=1.0, loss=2.0)
+    assert (row["recall"], row["loss"]) == (0.5, 2.0)
+    assert [row["phase"] for row in probe.sink.records("metrics")] == ["train", "eval"]
 
 
 def test_evaluation_has_its_own_phase_and_micro_steps(model: nn.Module) -> None:

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 
 import instrument
 from instrument import ConfigError, Probe
+from instrument.errors import HookError
 
 RECORD = {"layers": "*", "action": "record", "tensors": True}
 KINDS: dict[str, Any] = {
@@ -241,6 +242,55 @@ def test_step_announced_by_the_loop_has_to_name_the_optimizer() -> None:
         model.critic(torch.ones(1, 3)).backward()
         probe.before_optimizer_step(critic)
     assert {row["layer"] for row in probe.sink.records("stats")} == {"critic"}
+
+
+@pytest.mark.parametrize("kind", ["parameter_grad", "step_post"])
+def test_missing_and_repeated_announcements_of_steps_are_errors(kind: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    role = {"role": "update"} if kind == "step_post" else {}
+    specs = {"h": {"layers": ".", "kind": kind, "action": "record", **role}}
+    with instrument.attach(model, specs, optimizer=optimizer, steps_by_loop=True) as probe:
+        for repeated in (False, True):
+            model(torch.ones(1, 2)).backward()
+            if repeated:
+                probe.before_optimizer_step()
+                with pytest.raises(HookError, match="called twice before"):
+                    probe.before_optimizer_step()
+                optimizer.step()
+                probe.before_optimizer_step()
+                optimizer.step()
+            else:
+                with pytest.raises(HookError, match=r"ran without probe\.before_optimizer_step"):
+                    optimizer.step()
+            probe.end_step()
+        probe.before_optimizer_step()
+        probe.end_step()  # the step did not follow, as with a gradient scaler that found infinities
+        probe.before_optimizer_step()
+        optimizer.step()
+    with (
+        instrument.attach(model, specs, optimizer=optimizer) as probe,
+        pytest.raises(ValueError, match="requires steps_by_loop=True"),
+    ):
+        probe.before_optimizer_step()
+
+
+def test_closure_can_announce_its_step_several_times() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    specs = {"h": {"layers": ".", "kind": "parameter_grad", "action": "record"}}
+    with instrument.attach(model, specs, optimizer=optimizer, steps_by_loop=True) as probe:
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (model(torch.ones(1, 2)) - 1).square().sum()
+            loss.backward()
+            probe.before_optimizer_step()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+            probe.end_step()
 
 
 @pytest.mark.parametrize("given", [nn.Linear(1, 1), [SGD([torch.ones(1)], lr=0.1), 3]])

@@ -72,6 +72,7 @@ def test_default_rules_are_inactive_without_their_statistics() -> None:
         ),
         ({"watch": "seen", "stat": "std", "below": 0}, ["below (0) cannot be reached: std is at least 0"]),
         ({"watch": "metrics", "stat": "los", "above": 1}, ["unknown metric", "similar  loss"]),
+        ({"watch": "metrics", "stat": "grad_nrom", "above": 1}, ["unknown metric", "similar  grad_norm"]),
         ({"rule": "dead_units", "above": 1}, ["rules.r.above: "]),
         ({"watch": "metrics", "stat": "seconds", "below": 0}, ["below (0) cannot be reached: seconds is at least 0"]),
         ({"rule": "exploding_gradient", "window": 5, "after": 9}, ["after (9) cannot be reached"]),

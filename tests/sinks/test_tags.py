@@ -47,6 +47,14 @@ def test_metrics_are_tagged_by_phase_without_nulls() -> None:
     assert [tag for tag, *_ in scalars("metrics", metrics(3, "eval", accuracy=1.0))] == ["eval/accuracy"]
 
 
+def test_custom_metrics_are_scalars() -> None:
+    found = list(scalars("metrics", metrics(3, loss=0.5, custom={"episode_return": 2.0, "late": None})))
+    assert [(tag, step, value) for tag, step, value, _ in found] == [
+        ("train/loss", 3, 0.5),
+        ("train/episode_return", 3, 2.0),
+    ]
+
+
 def test_every_statistic_is_a_scalar() -> None:
     cells: dict[str, Any] = {name: number for number, name in enumerate(ALL)}
     found = {tag: value for tag, _, value, _ in scalars("stats", row("stats", *key(7), **cells))}

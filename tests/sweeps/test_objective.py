@@ -126,6 +126,25 @@ def test_recomputed_rows_count_once(tmp_path: Path) -> None:
     assert read_objective("sum(metrics.loss)").value_of(tmp_path / "run", {}) == (1.0, "")
 
 
+def test_objective_can_be_a_custom_metric(tmp_path: Path) -> None:
+    custom = [{"episode_return": 4.0, "length": 1.0}, {"episode_return": 6.0, "length": 3.0}, None]
+    write_run(tmp_path / "run", rows={"metrics": [{"step": i, "custom": each} for i, each in enumerate(custom)]})
+    for text, value in {
+        "max(metrics.episode_return)": 6.0,
+        "last(metrics.Episode_Return where length < 2)": 4.0,
+        "mean(metrics.episode_return)": 5.0,
+    }.items():
+        assert read_objective(text).value_of(tmp_path / "run", {}) == (value, "")
+    assert read_objective("episode_return").value_of(tmp_path / "run", {"episode_return": 7.0}) == (7.0, "")
+    value, reason = read_objective("perplexity").value_of(
+        tmp_path / "run", {"loss": 1.0, "recall": 0.5, "accuracy": None}
+    )
+    assert (value, reason) == (None, "the last evaluation has no value for it; it has loss, recall")
+    for misspelled in ("max(metrics.acuracy)", "max(metrics.length where phas = 'eval')"):
+        with pytest.raises(ConfigError, match="similar"):
+            read_objective(misspelled)
+
+
 def train(run: instrument.Run) -> Any:
     return run.metrics[run.metrics.phase == "train"]
 

@@ -7,6 +7,7 @@ from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiers import tiered
@@ -53,6 +54,32 @@ def trained(experiment: Experiment) -> tuple[MemorySink, list[Progress], dict[st
     with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
         last = train(experiment, probe, shown.append)
     return sink, shown, last
+
+
+class Measuring:
+    """A task with further metrics: the mean of the inputs, a number, and one of some batches only."""
+
+    def __call__(self, model: nn.Module, batch: Any) -> Outcome:
+        images, targets = batch
+        found = {"brightness": images.double().mean(), "half": 0.5}
+        if len(images) == 8:
+            found["last"] = np.float32(len(images))
+        return Outcome(nn.functional.cross_entropy(model(images), targets), len(images), metrics=found)
+
+
+def test_metrics_of_a_task_are_means_over_samples() -> None:
+    experiment = prepare_experiment(
+        task={"_target_": f"{__name__}.Measuring"},
+        train={"steps": 1, "batch_size": 20, "eval_every": 1, "accumulate": 3},
+    )
+    sink, _, last = trained(experiment)
+    rows = {row["phase"]: row["custom"] for row in sink.records("metrics")}
+    for phase, samples in (("train", experiment.data.train), ("eval", experiment.data.test)):
+        brightness = np.mean([image.double().mean().item() for image, _ in samples])
+        assert rows[phase]["brightness"] == pytest.approx(brightness, rel=1e-12)
+        assert rows[phase]["half"] == 0.5
+    assert rows["train"]["last"] == 8.0
+    assert last["brightness"] == rows["eval"]["brightness"]
 
 
 def weights(experiment: Experiment) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ function update(report, changes) {
     changes.effects.forEach((one, i) => mergeGroups(report.effects[i], one, ["norm_before", "norm_after", "changed_fraction"].filter((name) => one[name]).map((name) => [report.effects[i][name], one[name]])));
     for (const [phase, one] of Object.entries(changes.metrics)) {
       const known = report.metrics[phase];
-      mergeGroups(known, one, report.metricNames.filter((name) => one[name]).map((name) => [[known[name]], [one[name]]]));
+      mergeGroups(known, one, metricsOf(report, [one]).map((name) => [[known[name]], [one[name]]]));
       known.bad = changes.bad[phase];
     }
     changes.distributions.forEach((one, i) => {

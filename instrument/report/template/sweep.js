@@ -22,7 +22,7 @@ SWEEP.push((report) => {
 
 SWEEP.push((report) => {
   const phases = ["train", "eval"].filter((phase) => report.curves.some((one) => one[phase]));
-  const names = report.metricNames.filter((name) => report.curves.some((one) => phases.some((phase) => one[phase]?.[name])));
+  const names = metricsOf(report, report.curves.flatMap((one) => phases.map((phase) => one[phase] ?? {})));
   if (!names.length) return hide("training");
   fillSelect("training-metric", names);
   fillSelect("training-phase", phases);
@@ -60,9 +60,7 @@ function colourBy(report, id) {
 }
 
 function metricChoices(report) {
-  const names = [...new Set(report.runs.flatMap((run) => Object.keys(run.metrics)))];
-  const order = report.metricNames.filter((name) => names.includes(name));
-  return order.map((name) => [`metric|${name}`, `${name} of the last evaluation`]);
+  return metricsOf(report, report.runs.map((run) => run.metrics)).map((name) => [`metric|${name}`, `${name} of the last evaluation`]);
 }
 
 function statisticChoices(report) {
@@ -75,7 +73,7 @@ function chosenNumbers(report) {
   const isMetric = from === "metric";
   document.getElementById("against-location").closest("label").hidden = isMetric;
   document.getElementById("against-end").closest("label").hidden = isMetric;
-  if (isMetric) return [report.runs.map((run) => run.metrics[name] ?? null), report.metricUnits[name]];
+  if (isMetric) return [report.runs.map((run) => run.metrics[name] ?? null), report.metricUnits[name] ?? name];
   const series = report.series[Number(from)];
   const location = fillSelect("against-location", series.locations);
   const end = document.getElementById("against-end").value;
@@ -224,7 +222,7 @@ function drawRuns(report) {
   if (bad.length) traces.push(crosses(bad, `${metric} of a run not finite`, 1));
   const grouped = report.curves.find((axes) => axes[phase])?.[phase];
   plot("training-chart", traces, {
-    height: 420, xaxis: { title: { text: grouped ? stepTitle(grouped) : "step" } }, yaxis: { title: { text: report.metricUnits[metric] }, type },
+    height: 420, xaxis: { title: { text: grouped ? stepTitle(grouped) : "step" } }, yaxis: { title: { text: report.metricUnits[metric] ?? metric }, type },
     yaxis2: { overlaying: "y", range: [0, 1.04], visible: false, fixedrange: true },
   });
 }

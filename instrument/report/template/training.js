@@ -2,12 +2,19 @@
 
 RUN.push((report) => {
   const phases = [report.metrics.train, report.metrics.eval].filter(Boolean);
-  const names = report.metricNames.filter((name) => phases.some((phase) => phase[name]));
+  const names = metricsOf(report, phases);
   if (!names.length) return hide("training");
   fillSelect("training-metric", names);
   onChange(["training-metric", "training-scale"], () => drawTraining(report));
   drawAndRedraw(() => drawTraining(report));
 });
+
+/** The names of the metrics in some of these curves. Those of every run come first. */
+function metricsOf(report, curves) {
+  const found = new Set(curves.flatMap((one) => Object.keys(one)));
+  for (const key of ["groups", "first", "last", "bad"]) found.delete(key);
+  return [...report.metricNames.filter((name) => found.delete(name)), ...found];
+}
 
 function drawTraining(report) {
   const metric = document.getElementById("training-metric").value;
@@ -30,7 +37,7 @@ function drawTraining(report) {
   plot("training-chart", traces, {
     height: 320 + 24 * lanes.length,
     xaxis: { title: { text: widest > 1 ? `step (means of up to ${widest.toLocaleString()})` : "step" }, anchor: lanes.length ? "y3" : "y" },
-    yaxis: { title: { text: report.metricUnits[metric] }, domain: [share, 1], type },
+    yaxis: { title: { text: report.metricUnits[metric] ?? metric }, domain: [share, 1], type },
     yaxis2: { overlaying: "y", range: [0, 1.05], visible: false, fixedrange: true },
     yaxis3: {
       domain: [0, Math.max(0, share - 0.06)], type: "category", categoryarray: lanes.map(plain).reverse(), categoryorder: "array",
