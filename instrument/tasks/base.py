@@ -294,7 +294,7 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = Non
 
 
 def mean_metrics(outcomes: Sequence[Outcome], weights: Sequence[float]) -> dict[str, WeightedMean]:
-    """Return the mean of each further metric over the batches that have it, as scalars without gradient.
+    """Return the mean of each further metric over the batches that have it.
 
     Args:
         outcomes: The outcome of each batch.
@@ -302,12 +302,12 @@ def mean_metrics(outcomes: Sequence[Outcome], weights: Sequence[float]) -> dict[
     """
     means = {}
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome.metrics):
-        having = [(o, weight) for o, weight in zip(outcomes, weights, strict=True) if name in o.metrics]
+        having = [(o, weight) for o, weight in zip(outcomes, weights, strict=True) if o.metrics.get(name) is not None]
         numbers = [checked_metrics({name: outcome.metrics[name]})[name] for outcome, _ in having]
         device = next((each.device for each in numbers if isinstance(each, Tensor)), None)
         values = [torch.as_tensor(each, dtype=torch.float64, device=device).reshape(()) for each in numbers]
-        having_weights = [weight for _, weight in having]
-        means[name] = WeightedMean(_mean(values, having_weights), sum(having_weights))
+        known = [weight for _, weight in having]
+        means[name] = WeightedMean(_mean(values, known) if values else None, sum(known))
     return means
 
 

@@ -22,6 +22,8 @@ def cell(draw: random.Random, dtype: pa.DataType, step: int, nulls: float) -> An
         return step + draw.randrange(100)
     if pa.types.is_floating(dtype):
         return draw.uniform(-1.0, 1.0)
+    if pa.types.is_map(dtype):
+        return {"score": draw.uniform(-1.0, 1.0)}
     return draw.choice(["a"] * 50 + ["\u00e4", "b" * 300, ""])
 
 
