@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -47,7 +47,7 @@ def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
     return first[[name for name in own if first[name].map(str).nunique() > 1]]
 
 
-def _is_constant(frame: pd.DataFrame, name: str) -> bool:
+def _is_constant(frame: pd.DataFrame, name: Hashable) -> bool:
     """Return whether a column has one value in each run: a custom statistic or metric is no override."""
     if not pd.api.types.is_float_dtype(frame[name]):
         return True
