@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -42,12 +42,12 @@ def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
         One row per run, indexed by run, and one column per override with more than one value.
     """
     known = TABLES[table].names
-    own = [name for name in frame if name != "run" and name not in known and _is_constant(frame, name)]
+    own = [str(name) for name in frame if name != "run" and name not in known and _is_constant(frame, str(name))]
     first = frame.drop_duplicates("run").set_index("run")[own]
     return first[[name for name in own if first[name].map(str).nunique() > 1]]
 
 
-def _is_constant(frame: pd.DataFrame, name: Hashable) -> bool:
+def _is_constant(frame: pd.DataFrame, name: str) -> bool:
     """Return whether a column has one value in each run: a custom statistic or metric is no override."""
     if not pd.api.types.is_float_dtype(frame[name]):
         return True
