@@ -21,7 +21,7 @@ from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
-METRICS = ("train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
+METRICS = ("train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 Steps = Callable[[int, int], None]
 
 

@@ -30,7 +30,7 @@ from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover as recover_files
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
-METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
+METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 STEPS = 12
 
 

@@ -99,8 +99,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "swap": {"action": "modify", "fn": "swap", "samples": [2, 0]},
     "from_sample": {"action": "modify", "fn": "patch", "from_sample": 0, "samples": [1, 2]},
     "units": {"action": "modify", "fn": "sign", "units": [0, 1, 3]},
-    "heads": {"action": "record", "heads": {"of": 2, "take": [1]}},
     "slice": {"action": "clip", "norm": 0.1, "slice": "1:"},
+    "heads": {"action": "record", "heads": {"of": 2, "take": [1]}},
     "when": {"action": "clip", "norm": 0.1, "when": {"stat": "l2", "above": 1, "times": "median", "after": 1}},
     "when_std": {"action": "scale", "factor": 0.5, "when": {"stat": "rms", "below": 1, "times": "std", "after": 1}},
     "record_when": {"action": "record", "histogram": True, "when": {"stat": "l2", "above": 0}},
@@ -123,8 +123,8 @@ def possible(change: str, kind: str) -> bool:
     if change == "reverse":
         return kind.startswith("forward") or kind == "function"
     return not (
-        kind == "parameter_grad" and change in ("clip_samples", "channels", "swap", "from_sample")
-    )  # parameter_grad has no samples, and its own shape
+        kind == "parameter_grad" and change in ("clip_samples", "channels", "heads", "swap", "from_sample")
+    )  # parameter_grad has no samples and no heads, and its own shape
 
 
 @pytest.mark.combinations

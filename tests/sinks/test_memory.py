@@ -5,7 +5,7 @@ from __future__ import annotations
 from instrument import MemorySink
 from instrument.capture.tables import TABLES
 
-ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
+ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 
 
 def test_records_have_column_names_and_written_order() -> None:

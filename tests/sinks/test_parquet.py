@@ -34,7 +34,7 @@ from instrument.sinks.parquet import ParquetSink
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)
+METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 
 
 def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:

@@ -104,7 +104,7 @@ def test_error_in_the_writer_thread_is_raised_in_the_loop(
     monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
     sink = ParquetSink(tmp_path)
     sink.keep(KEY, [3], torch.zeros(3))
-    sink.write("metrics", [(0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None)])
+    sink.write("metrics", [(0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)])
     sink.end_step()
     with monkeypatch.context() as patch:
         patch.setattr(sink._writers["tensors"], "append", lambda batch: fail(sink._writers["tensors"], batch))
