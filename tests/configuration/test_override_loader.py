@@ -70,8 +70,8 @@ def test_known_fields_are_overridden_without_a_plus() -> None:
         *(
             "hooks.tame.every=5",
             "hooks.tame.scope=tensor",
-            "hooks.tame.heads.of=4",
-            "hooks.tame.heads.take=[0,3]",
+            "hooks.noisy.heads.of=4",
+            "hooks.noisy.heads.take=[0,3]",
             "hooks.noisy.mean=0.5",
             "hooks.activations.tensors=true",
         ),
@@ -82,7 +82,7 @@ def test_known_fields_are_overridden_without_a_plus() -> None:
     config = parsed(composed(*overrides)[1])
     assert config.hooks["tame"].every == 5
     assert config.hooks["mine"].every == 9
-    assert (config.hooks["tame"].heads.of, config.hooks["tame"].heads.take) == (4, (0, 3))
+    assert (config.hooks["noisy"].heads.of, config.hooks["noisy"].heads.take) == (4, (0, 3))
     assert (config.data.slice.stride, config.data.slice.classes, config.data.eval_slice.stop) == (2, (1, 2), 64)
     assert (config.train.checkpoint.every, config.budget.time, config.sink.mlflow) == (7, 0.05, True)
     assert config.apply["init"].model_extra == {"nonlinearity": "relu", "mode": "fan_out"}
