@@ -66,6 +66,7 @@ class HookSet:
         self.steps_by_loop = steps_by_loop
         self.steps: StepWatch | None = None
         self._groups: list[HookGroup] = []
+        self._acting_first: list[ModuleHooks] = []  # also after the hooks were removed
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
         self._scaler_watch: ScalerWatch | None = None
@@ -106,6 +107,8 @@ class HookSet:
             never_suspended={part for encoder in encoders for part in encoder.modules()},
         ):
             self._groups.append(group)
+            if isinstance(group, ModuleHooks) and (group.early or group.prepend):
+                self._acting_first.append(group)
             self._attach(group)
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
@@ -148,8 +151,9 @@ class HookSet:
                 torch.compiler.reset()
 
     def end_step(self) -> None:
-        """Report replaced modules and parameters, and end the calls of modules that an interrupt left unfinished."""
+        """Report replaced modules and hooks of other code, and end the calls of modules that an interrupt left unfinished."""
         self.report_replacements()
+        self.report_overtaking_hooks()
         if self._functions is not None:
             self._functions.mode.leave_all()
         if self._announced is not None:
@@ -203,6 +207,20 @@ class HookSet:
                 attached.count_exempt(OTHER_STEP)
         for attached in scheduled:
             attached.update_coverage(SKIPPED_STEP if skipped else None)
+
+    def report_overtaking_hooks(self) -> None:
+        """Report each hook of other code that got an output before an intervention changed it, once for each module."""
+        for group in self._acting_first:
+            for hook, attached in group.overtaken_by.items():
+                if attached is not None:
+                    group.overtaken_by[hook] = None  # reported
+                    site = attached.site
+                    self.event(
+                        "hook_order",
+                        f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {hook} gets the unchanged output, because it "
+                        "was registered later, with prepend=True; attach the hooks after that, or attach them again",
+                        layer=site.layer.name,
+                    )
 
     def report_replacements(self) -> None:
         """Report modules and parameters that were replaced during training, and attach parameter hooks again."""

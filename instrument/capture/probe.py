@@ -666,6 +666,7 @@ class Probe:
         if self._metrics.unwritten and error is None:
             names = ", ".join(self._metrics.unwritten)
             self.event("metrics", f"logged after the last end_step, and in no row of the metrics table: {names}")
+        self._hooks.report_overtaking_hooks()
         self.recorder.samples.end(is_checked=error is None)
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:

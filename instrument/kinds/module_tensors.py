@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..containers import copied_containers, write_back
 from ..lazy_compiler import exclude_from_graphs
 from ..nested import join_arguments, map_tensors, returned_value, split_arguments
+from ..spec.field_types import describe_callable
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock
@@ -54,6 +55,10 @@ class ModuleHooks(InertWhenCopied):
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
         suspend: Whether the hooks may be suspended.
         early: Whether the forward hook runs before those of other code that are registered already.
+
+    Attributes:
+        overtaken_by: The hooks of other code that were prepended later, each with an intervention that changes the output after
+            it.
     """
 
     plain: PlainModuleHooks | None = None  # the scheduled sites, if all of them record plain tensors
@@ -88,19 +93,26 @@ class ModuleHooks(InertWhenCopied):
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
         self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
+        self.overtaken_by: dict[str, AttachedHook | None] = {}
+        self.intervenes_first: AttachedHook | None = (
+            None  # a scheduled intervention on outputs that other hooks should get
+        )
+        self._first_hook = self._own_hook = -1  # keys among the forward hooks of the module
 
     def attach(self) -> None:
         """Register both hooks."""
         before, after = self._bound(ModuleHooks.before), self._bound(ModuleHooks.after)
         options: dict[str, bool] = {"prepend": self.prepend, "with_kwargs": True}
         self.hooks.add(self.module.register_forward_pre_hook(before, **options))
-        self.hooks.add(self.module.register_forward_hook(after, **options, always_call=self.always_call))
+        handle = self.module.register_forward_hook(after, **options, always_call=self.always_call)
+        self.hooks.add(handle)
+        registered = cast("OrderedDict[int, Callable[..., Any]]", self.module._forward_hooks)
         if self.early:
-            registered = cast("OrderedDict[int, Callable[..., Any]]", self.module._forward_hooks)
             others = list(registered.items())[:-1]
             first = max((index for index, (_, hook) in enumerate(others, 1) if _stays_before(hook)), default=0)
             for each, _ in others[first:]:
                 registered.move_to_end(each)
+        self._first_hook, self._own_hook = next(iter(registered)), handle.id
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of this object that torch.compile does not trace.
@@ -119,6 +131,8 @@ class ModuleHooks(InertWhenCopied):
         self.pre = [attached for kind, _, attached in roles if kind == "forward_pre"]
         self.forward_input = [attached for kind, role, attached in roles if kind == "forward" and role == "input"]
         self.output = [attached for kind, role, attached in roles if kind == "forward" and role == "output"]
+        interventions = [attached for attached in self.output if not attached.is_record_hook]
+        self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
         # The sites that can change an incoming gradient come before those of full_backward, which record it.
         first = [
             attached
@@ -191,6 +205,8 @@ class ModuleHooks(InertWhenCopied):
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if (call := self.calls.leave()) is None:  # its start was not seen
             return None
+        if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
+            self._note_overtaking_hooks()
         new = given = returned_value(output, args, kwargs)
         remaining = self.output
         if self.plain is not None:
@@ -213,6 +229,17 @@ class ModuleHooks(InertWhenCopied):
             new = self.output_gradients.register(module, new, call, held)
         write_back(call.copies)
         return None if new is given or output is None else new
+
+    def _note_overtaking_hooks(self) -> None:
+        """Note the hooks of other code that run before this one although they were registered later."""
+        registered = list(self.module._forward_hooks.items())
+        self._first_hook = registered[0][0]
+        for key, hook in registered:
+            if key == self._own_hook:
+                break
+            is_ours = isinstance(getattr(hook, "__self__", None), InertWhenCopied)
+            if key > self._own_hook and not (is_ours or _stays_before(hook)):
+                self.overtaken_by.setdefault(describe_callable(hook), self.intervenes_first)
 
     def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, held: Any = ()) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""

@@ -503,6 +503,7 @@ RESERVED = frozenset(
         "flight_recorder",
         "graph_break",
         "hidden_module",
+        "hook_order",
         "init_from",
         "interrupted",
         "no_end_step",

@@ -95,6 +95,36 @@ def test_explicit_prepend_false_acts_after_other_hooks() -> None:
     assert collected[0].all()
 
 
+@pytest.mark.parametrize("options", [{}, {"prepend": True}, {"every": 2}], ids=["early", "prepended", "suspended"])
+def test_hook_that_is_prepended_later_is_reported_once(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Identity())
+    collected: list[Tensor] = []
+    ablate = {**ZERO, "layers": "0", **options}
+    with instrument.attach(model, {"ablate": ablate, "seen": {**RECORD, "layers": "0"}}, rules=None) as probe:
+        model[0].register_forward_hook(lambda module, args, output: collected.append(output))  # acts after ours
+        for _ in range(2):  # as code that registers its hooks for each pass
+            handle = model[0].register_forward_hook(lambda module, args, output: collected.append(output), prepend=True)
+            for _ in range(2):
+                model(torch.ones(1))
+                probe.end_step()
+            handle.remove()
+    assert [tensor.item() for tensor in collected[:2]] == [1.0, 0.0]
+    events = probe.events.query("rule == 'hook_order'")
+    assert events.layer.tolist() == ["0"]
+    assert events.severity.tolist() == ["warning"]
+    assert "hook 'ablate' (forward) on 0: <lambda> at test_hooks_of_libraries.py" in events.message.item()
+    assert "attach the hooks after that" in events.message.item()
+
+
+@pytest.mark.parametrize("options", [{"prepend": False}, {"when": {"stat": "mean", "above": 5}, "start": 1}])
+def test_hook_before_an_intervention_that_acts_last_or_never_is_not_reported(options: dict[str, Any]) -> None:
+    model = nn.Identity()
+    with instrument.attach(model, {"ablate": {**ZERO, "layers": ".", **options}}, rules=None) as probe:
+        model.register_forward_hook(lambda module, args, output: None, prepend=True)
+        model(torch.ones(1))
+    assert not len(probe.events.query("rule == 'hook_order'"))
+
+
 def test_interventions_of_several_probes_act_in_the_order_of_attaching() -> None:
     model = nn.Identity()
     scale = {"h": {"layers": ".", "kind": "forward", "action": "scale", "factor": 4.0}}
