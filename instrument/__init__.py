@@ -6,6 +6,7 @@ run = instrument.load("runs/mine")
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from .rules.step_rows import StepRows
     from .sinks.memory import MemorySink
     from .tasks import CountsTerms, Outcome, SelectsTargets, Task
+
+# `python -m instrument.report` imports this package before the module of the command; its name follows `-m`.
+if sys.argv[:1] == ["-m"] and f"{sys.orig_argv[-len(sys.argv)]}.".startswith(f"{__name__}."):
+    from .cli.interrupts import end_with_one_line
+
+    end_with_one_line()
 
 __all__ = [
     "AlreadyAttachedError",
@@ -67,7 +74,7 @@ __all__ = [
     "report",
 ]
 
-# Modules are imported on first access: reading a run does not need torch, and `__main__` handles Ctrl-C during its imports.
+# Modules are imported on first access: reading a run does not need torch.
 _LAZY = {
     "AlreadyAttachedError": ".errors",
     "AttachedProbe": ".integrations.attached_probe",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+from .cli.interrupts import end_with_one_line
 
 
 def main() -> None:
     """Run the command line and end the process."""
-    try:  # the imports take a noticeable time
-        from .cli.command import command
-        from .cli.job import job
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+    end_with_one_line()
+    from .cli.command import command
+    from .cli.job import job
+
     command(job)
 
 

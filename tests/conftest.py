@@ -277,6 +277,7 @@ def _exit_code_of_replay(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[st
 def _code_of(main: Callable[[], int | None], monkeypatch: pytest.MonkeyPatch, line: list[str]) -> int:
     monkeypatch.setattr(sys, "argv", line)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the command replaces
     try:
         code = main() or 0
     except SystemExit as stop:

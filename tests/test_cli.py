@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ TABLES = (
     "generated",
     "samples",
 )
+MAIN = 'if __name__ == "__main__":'
 TIMES = ["seconds", "samples_per_second"]
 SHORT = ("+exp=mnist_hooks", "data=digits", "data.dataset.size=28", "train.steps=6", "hooks.digit_maps.steps=[0]")
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
@@ -475,20 +477,41 @@ def test_existing_sweep_is_not_overwritten(sweep_of_four: tuple[Answer, Path], c
     assert files(Path("out")) == before
 
 
-@pytest.mark.parametrize("module", ["instrument.cli.command", "instrument.cli.job"])
-def test_interrupted_import_ends_with_one_line(
-    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, module: str
-) -> None:
+# Runs each command as `python -m` or the installed script does, in a forked process, and interrupts its first import.
+INTERRUPTED = """
+import os, runpy, sys
+for command in sys.argv[1:]:
+    if child := os.fork():
+        print(command, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
     class Interrupted:
         @staticmethod
-        def find_spec(name: str, path: object = None, target: object = None) -> None:
-            if name == module:
+        def find_spec(name, path=None, target=None):
+            before = "instrument", "instrument.__main__", "instrument.cli", "instrument.cli.interrupts", command
+            if name.partition(".")[0] not in sys.stdlib_module_names and name not in (*before, command + ".__main__"):
                 raise KeyboardInterrupt
+    sys.meta_path.insert(0, Interrupted)
+    if command == "script":
+        from instrument.__main__ import main
+        main()
+    sys.orig_argv, sys.argv = [sys.executable, "-m", command, "RUN"], ["-m", "RUN"]
+    runpy._run_module_as_main(command)
+"""
 
-    monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
-    answer = cli("model=mlp")
-    assert (answer.code, answer.err.split()) == (130, ["interrupted"])
+
+def test_interrupted_import_of_any_command_ends_with_one_line(tmp_path: Path) -> None:
+    package = Path(instrument.__file__).parent
+    sources = [*package.glob("*.py"), *package.glob("*/__main__.py")]
+    names = [
+        ".".join(file.relative_to(package.parent).with_suffix("").parts) for file in sources if MAIN in file.read_text()
+    ]
+    commands = ["script", *(name.removesuffix(".__main__") for name in names)]
+    assert {"instrument", "instrument.report", "instrument.export"} < {*commands}
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run([sys.executable, script, *commands], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.splitlines() == [f"{command} 130" for command in commands]
+    assert done.stderr.split() == ["interrupted"] * len(commands)
 
 
 def test_interrupt_before_the_job_ends_with_one_line(
