@@ -678,10 +678,7 @@ class Probe:
                 self._rule_rows.end_step(self.step)
             self.recorder.end_step(any_scheduled=False)
             self.flush()
-            for hook in self.recorder.flight_recorder.unwritten:
-                rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
-                message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
-                self.event("flight_recorder", message, severity="info")
+            self._report_unfired()
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
             self.event("ranks", message)
@@ -704,6 +701,15 @@ class Probe:
             rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
             self.event(rule, f"{type(error).__name__}: {error}", severity="error")
         self.sink.end_step()
+
+    def _report_unfired(self) -> None:
+        """Write an event for each rule that could not fire, and for each hook whose tensors no rule wrote."""
+        for message in self.rules.unread:
+            self.event("metrics", message)
+        for hook in self.recorder.flight_recorder.unwritten:
+            rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
+            message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
+            self.event("flight_recorder", message, severity="info")
 
     def flush(self) -> None:
         """Pass the rows of all completed steps to the sink and to the rules.

@@ -348,7 +348,7 @@ TABLES: dict[str, Table] = {
                     "rule",
                     _LABEL,
                     "",
-                    "name of the rule in the configuration that fired, such as non_finite; of other events: coverage, dropped, "
+                    "name of the rule in the configuration that fired, such as non_finite; of other events: coverage, dropped, metrics, "
                     "budget, fallback, hidden_module, fast_path, replaced, optimizer, clipping, init_from, data, output, no_end_step, "
                     "hook_order, ranks, compiled, graph_break, device_statistics, recording, tracking, remote, control, resumed, "
                     "restarted, replay, counterfactual, error, interrupted",

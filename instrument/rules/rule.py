@@ -110,6 +110,10 @@ class CatalogueRule(Rule, Generic[SpecT]):
         """
         return None
 
+    def unread(self) -> str:
+        """Return why the rule could never fire in the steps that it read; empty if it could."""
+        return ""
+
     def advance(self, steps: QuietSteps) -> None:
         """Change the state as by reading steps within the bounds. Default: they do not change it."""
 

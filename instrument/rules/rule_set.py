@@ -188,6 +188,11 @@ class RuleSet:
                 message = f"rule {name} fired {MOST_EVENTS + 1} times; further ones are not reported"
                 self._write(RuleEvent(name, rows.step, message, "info", None, None, None, None))
 
+    @property
+    def unread(self) -> list[str]:
+        """Why rules could never fire in the steps that they read; see `CatalogueRule.unread`."""
+        return [text for rule in self._rules.values() if isinstance(rule, CatalogueRule) and (text := rule.unread())]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries."""
         self._deferred.catch_up()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import Problem, similar_names
 from ..spec.rules import WatchRule
 from .rule import BoundsRule, CatalogueRule, Firing
 from .step_rows import Bounds, Location, StepRows
@@ -40,9 +41,13 @@ class WatchMetric(CatalogueRule[WatchRule]):
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)
         self._times = 0
+        self._names: dict[str, str] = {}  # the metrics until the watched one has a value, with a phase of each
 
     def update(self, rows: StepRows) -> Iterator[Firing]:
         value = rows.metric(self.spec.stat)
+        if not self._is_read and rows.metrics is not None:
+            named = {name: rows.phase for name, number in rows.metrics.items() if number is not None}
+            self._names = self._names | named if rows.is_training else named | self._names
         if not rows.is_training or value is None:
             return
         is_above = self.spec.above is not None and value > self.spec.above
@@ -56,10 +61,25 @@ class WatchMetric(CatalogueRule[WatchRule]):
     def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
         low = -math.inf if self.spec.below is None else self.spec.below
         high = math.inf if self.spec.above is None else self.spec.above
-        return None if self._times else Bounds(self.spec.stat, low, high)
+        return Bounds(self.spec.stat, low, high) if self._is_read and not self._times else None
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the metric had a value in a training step."""
+        return self._names.get(self.spec.stat) == "train"
+
+    def unread(self) -> str:
+        if self._is_read or not self._names:
+            return ""
+        message = "no training step has a value of this metric"
+        if self.spec.stat in self._names:
+            message += f", only the phase {self._names[self.spec.stat]!r}"
+        names = [name for name, phase in self._names.items() if phase == "train"]
+        where, similar = f"rules.{self.spec.name}.stat", similar_names(self.spec.stat, names)
+        return str(Problem(where, message, self.spec.stat, names, similar))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"times": self._times}
+        return {"times": self._times, "names": self._names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._times = state["times"]
+        self._times, self._names = state["times"], dict(state["names"])

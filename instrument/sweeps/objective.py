@@ -69,15 +69,19 @@ class Objective:
         if self.query is None:
             value = metrics.get(self.written)
             if value is None:
-                known = ", ".join(name for name, number in metrics.items() if number is not None)
-                return None, "the last evaluation has no value for it" + (f"; it has {known}" if known else "")
+                known = [name for name, number in metrics.items() if number is not None]
+                return None, "the last evaluation has no value for it" + _alternatives(
+                    known, similar_names(self.written, known)
+                )
         else:
             from ..analysis.load import load
 
             try:
                 (row,) = load(folder).sql(self.query).to_dict("records")
             except InstrumentError as error:
-                return None, f"the condition failed: {_first_line(error).removeprefix('run.sql: ')}"
+                reason = f"the query failed: {_first_line(error).removeprefix('run.sql: ')}"
+                problem = error.problems[0] if isinstance(error, ConfigError) else None  # an unknown column
+                return None, reason + (_alternatives(problem.allowed, problem.similar) if problem else "")
             if not row["rows"]:
                 return None, "no row that meets the condition has a value in this column"
             value = row["value"]
@@ -182,6 +186,11 @@ def _check_query(query: str, table: str, custom: Iterable[str], condition: str) 
             raise ConfigError(
                 Problem(OBJECTIVE_KEY, f"cannot parse the condition: {message}", condition, names, like)
             ) from None
+
+
+def _alternatives(names: Sequence[str], similar: Sequence[str]) -> str:
+    """Return the end of a reason: the metrics or columns that exist, and the most similar ones."""
+    return (f"; it has {', '.join(names)}" if names else "") + (f"; similar: {', '.join(similar)}" if similar else "")
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -51,6 +52,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             model(torch.ones(1, 2))
             probe.log(val_return=torch.tensor(7))
     return path
+
+
+def watched(stat: str) -> dict[str, Any]:
+    return {"low": {"watch": "metrics", "stat": stat, "below": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("stat", "expected"),
+    [
+        (
+            "epsiode_return",
+            "no training step has a value of this metric.*allowed  .*episode_return.*similar  episode_return",
+        ),
+        ("recall", "no training step has a value of this metric, only the phase 'eval'"),
+        ("grad_norm", "no training step has a value of this metric"),
+    ],
+)
+def test_rule_on_a_metric_without_values_is_reported(stat: str, expected: str) -> None:
+    model = nn.Linear(2, 2)
+    warned = pytest.warns(instrument.InstrumentWarning, match=f"(?s)rules.low.stat: {expected}")
+    with warned, instrument.attach(model, HOOKS, rules=watched(stat)) as probe:
+        for step in range(3):
+            model(torch.ones(1, 2))
+            probe.end_step(loss=1.0, **({"episode_return": 1.0} if step else {}))
+        with probe.evaluating():
+            model(torch.ones(1, 2))
+            probe.log(recall=0.5)
+    (event,) = probe.run.events.query("rule == 'metrics'").to_dict("records")
+    assert event["severity"] == "warning"
+
+
+def test_rule_reads_a_metric_from_its_first_value(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Linear(2, 2)
+    with instrument.attach(model, HOOKS, rules=watched("late")) as probe:
+        for step in range(100):
+            model(torch.ones(1, 2))
+            probe.end_step(loss=1.0, **({"late": 1.0} if step == 98 else {}))
+    assert probe.run.events.empty
+    assert not recwarn
 
 
 def test_every_reader_has_one_column_for_each_metric(folder: Path) -> None:

@@ -140,6 +140,14 @@ def test_objective_can_be_a_custom_metric(tmp_path: Path) -> None:
         tmp_path / "run", {"loss": 1.0, "recall": 0.5, "accuracy": None}
     )
     assert (value, reason) == (None, "the last evaluation has no value for it; it has loss, recall")
+    reason = read_objective("epsiode_return").value_of(tmp_path / "run", {"loss": 1.0, "episode_return": 7.0})[1]
+    assert reason.endswith("it has loss, episode_return; similar: episode_return")
+    for text in ("max(metrics.epsiode_return)", "max(metrics.length where epsiode_return > 2)"):
+        value, reason = read_objective(text).value_of(tmp_path / "run", {})
+        assert value is None
+        assert 'column "epsiode_return" not found' in reason
+        assert "it has step, " in reason
+        assert reason.endswith("similar: episode_return")
     for misspelled in ("max(metrics.acuracy)", "max(metrics.length where phas = 'eval')"):
         with pytest.raises(ConfigError, match="similar"):
             read_objective(misspelled)
@@ -171,7 +179,7 @@ def mine(finished: Path, tmp_path: Path) -> Path:
         ("accuracy", {"loss": 1.0, "accuracy": None}, "the last evaluation has no value for it"),
         ("max(stats.l2 where layer = 'decoder.2')", {}, "no row that meets the condition"),
         ("max(stats.dead_fraction)", {}, "no row that meets the condition"),  # not among the recorded statistics
-        ("max(stats.l2 where layer::int = 3)", {}, "the condition failed: Conversion Error"),
+        ("max(stats.l2 where layer::int = 3)", {}, "the query failed: Conversion Error"),
     ],
 )
 def test_missing_or_non_finite_objective_has_a_reason(
