@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+
+from ..capture.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 
 _listeners: list[Callable[[list[Tensor]], None]] = []
 
@@ -22,18 +23,28 @@ def _observed(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) 
     return clip_grad_norm_(clipped, *args, **kwargs)
 
 
-@contextmanager
+@signal_safe_contextmanager
 def before_clipping(listener: Callable[[list[Tensor]], None]) -> Iterator[None]:
     """Call a function before each call of `torch.nn.utils.clip_grad_norm_`, for the duration of a `with` block.
 
     Args:
         listener: The function. It gets the parameters whose gradients are clipped.
     """
-    _listeners.append(listener)
     try:
-        torch.nn.utils.clip_grad_norm_ = _observed
-        yield
-    finally:
-        _listeners.remove(listener)
+        try:
+            with uninterrupted():
+                _listeners.append(listener)
+                torch.nn.utils.clip_grad_norm_ = _observed
+            yield
+        finally:
+            _remove(listener)
+    finally:  # a signal can arrive before `_remove` defers it
+        _remove(listener)
+
+
+def _remove(listener: Callable[[list[Tensor]], None]) -> None:
+    with uninterrupted():
+        if listener in _listeners:
+            _listeners.remove(listener)
         if not _listeners and torch.nn.utils.clip_grad_norm_ is _observed:
             torch.nn.utils.clip_grad_norm_ = clip_grad_norm_

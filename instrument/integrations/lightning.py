@@ -109,11 +109,11 @@ class LightningCallback(TrainerCallbackBase, Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Detach the hooks."""
-        self._stack.close()
+        self._detach()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Detach the hooks and record the error."""
-        self._stack.__exit__(type(exception), exception, exception.__traceback__)
+        self._detach(exception)
 
 
 def _clipping(trainer: Trainer, module: LightningModule) -> str | None:

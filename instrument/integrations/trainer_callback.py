@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
 from ..capture.collectives import own_rank
+from ..capture.deferred_interrupts import signal_safe_contextmanager
 from ..capture.phase_watch import PhaseWatch
 from ..spec.spec_file import Specs
 from .attach import attach
@@ -43,7 +44,7 @@ class TrainerCallbackBase:
         self.overwrite = overwrite
         self.seed = seed
         self.rules = rules
-        self._stack = ExitStack()
+        self._block: AbstractContextManager[None] = nullcontext()  # in which the hooks are attached
         self._probe: AttachedProbe | None = None
 
     @property
@@ -61,20 +62,44 @@ class TrainerCallbackBase:
     def _is_attached(self) -> bool:
         return self._probe is not None and not self._probe.clock.closed
 
-    def _attach(self, model: nn.Module, *, clipped_by: str | None, **more: Any) -> None:
-        """Attach to the model until the exit stack is closed.
+    def _attach(
+        self,
+        model: nn.Module,
+        *,
+        clipped_by: str | None,
+        around: AbstractContextManager[None] | None = None,
+        **more: Any,
+    ) -> None:
+        """Attach to the model until `_detach`. After an exception or an interrupt, nothing is attached.
 
         Args:
             model: The model.
             clipped_by: The setting with which the trainer clips gradients; None if it does not.
+            around: A context manager to enter before, and to leave after the hooks are detached. Default: none.
             more: Further arguments of `instrument.attach`.
         """
+        block = self._attached(model, clipped_by, around or nullcontext(), more)
+        try:
+            block.__enter__()
+            self._block = block
+        except BaseException as error:
+            block.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def _detach(self, error: BaseException | None = None) -> None:
+        """Detach the hooks, if they are attached. `error` is the exception that ended the training, if any."""
+        self._block.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+
+    @signal_safe_contextmanager
+    def _attached(
+        self, model: nn.Module, clipped_by: str | None, around: AbstractContextManager[None], more: dict[str, Any]
+    ) -> Iterator[None]:
         settings: dict[str, Any] = {"overwrite": self.overwrite, "seed": self.seed, "rules": self.rules, **more}
-        context = attach(model, self.specs, out=self.out, steps_by_loop=True, **settings)
-        self._probe = self._stack.enter_context(context)
-        self._watch = self._probe.follow_model()
-        if clipped_by is not None:
-            self._report_clipping(self._probe, clipped_by)
+        with around, attach(model, self.specs, out=self.out, steps_by_loop=True, **settings) as self._probe:
+            self._watch = self._probe.follow_model()
+            if clipped_by is not None:
+                self._report_clipping(self._probe, clipped_by)
+            yield
 
     def _report_clipping(self, probe: AttachedProbe, clipped_by: str) -> None:
         """Write an event about the side of the clip at which hooks see gradients. Print it if there are such hooks."""

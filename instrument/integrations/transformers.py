@@ -47,7 +47,7 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.__exit__(kind, error, trace)
+        self._detach(error)
 
     _batch_size: int | None = None
     _first_epoch = True
@@ -65,26 +65,25 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
         self._attach(
             more["model"],
             clipped_by=f"max_grad_norm={args.max_grad_norm}" if self._clips else None,
+            around=before_clipping(self._before_clipping),
             optimizer=optimizer,
             scaler=getattr(optimizer, "scaler", None),
             step=state.global_step,
             epoch=int(state.epoch or 0),
         )
-        self._stack.enter_context(before_clipping(self._before_clipping))
         if restart is not None:
             self.probe.event("restarted", restart, severity="info")
 
     def _discard(self, args: TrainingArguments, state: TrainerState) -> str | None:
         """Detach the hooks of a training that ended with an error, and return a message if the Trainer repeats it."""
         if not args.auto_find_batch_size:
-            error: Exception = RuntimeError("the training ended before the Trainer called on_train_end")
-            self._stack.__exit__(type(error), error, None)
+            self._detach(RuntimeError("the training ended before the Trainer called on_train_end"))
             return None
         message = (
             f"the training started again with batch size {state.train_batch_size}: with batch size {self._batch_size}, it ran "
             f"out of memory after {self.probe.step} steps, whose rows were discarded (auto_find_batch_size)"
         )
-        self._stack.__exit__(DiscardedRunError, DiscardedRunError(message), None)
+        self._detach(DiscardedRunError(message))
         return message
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **more: Any) -> None:
@@ -140,4 +139,4 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Detach the hooks."""
-        self._stack.close()
+        self._detach()

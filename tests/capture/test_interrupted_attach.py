@@ -15,9 +15,12 @@ import pytest
 import torch
 from tiers import tiered
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.overrides import _get_current_function_mode_stack
 
 import instrument
+from instrument.integrations.clipping import before_clipping
+from instrument.integrations.trainer_callback import TrainerCallbackBase
 from instrument.sinks.lock import is_locked
 
 RECORD = {"layers": "*", "kind": "forward", "action": "record"}
@@ -33,6 +36,7 @@ HOOKS: dict[str, Any] = {
     "loaded": {**RECORD, "kind": "load_state_dict_pre"},
     "functions": {**RECORD, "kind": "function", "layers": "1", "functions": "relu"},
 }
+RECORDED = {"seen": HOOKS["seen"]}
 TRIALS = 8
 NEVER = 10**9
 
@@ -120,6 +124,37 @@ def test_interrupt_at_any_line_leaves_no_hook(part: str, offset: int) -> None:
         assert not _get_current_function_mode_stack(), trace.location
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, trace.location
         assert not isinstance(caught.value.__context__, KeyboardInterrupt), trace.location
+
+
+@pytest.mark.parametrize("part", ["attach", "detach"])
+@pytest.mark.parametrize("offset", tiered([None, *range(16)], quick=[None]))
+def test_interrupt_of_a_trainer_callback_at_any_line_leaves_no_hook(part: str, offset: int | None) -> None:
+    def run(trace: InterruptAtLine) -> list[str]:
+        """Return the hooks that are left while the interrupt is handled: its traceback refers to all local variables."""
+        model, optimizer = network()
+        callback = TrainerCallbackBase(RECORDED, rules=None)
+        try:
+            sys.settrace(trace if part == "attach" else None)
+            callback._attach(model, clipped_by=None, around=before_clipping(lambda _: None), optimizer=optimizer)
+            sys.settrace(trace if part == "detach" else None)
+            callback._detach()
+            sys.settrace(None)
+        except KeyboardInterrupt as error:
+            if part == "detach":  # as at the end of the `with` block, or in `on_exception`
+                callback._detach(error)
+            return hooks_left(model, optimizer)
+        return hooks_left(model, optimizer)
+
+    run(InterruptAtLine(NEVER))  # imports what attaching needs
+    complete = InterruptAtLine(NEVER)
+    assert not run(complete)
+    lines = NEVER - complete.remaining
+    step = lines // TRIALS
+    for line in (1, 2, lines - 1, lines) if offset is None else range(1 + offset * step // 16, lines, step):
+        trace = InterruptAtLine(line)
+        assert not run(trace), trace.location
+        assert trace.location
+        assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_, trace.location
 
 
 @pytest.mark.parametrize("number", range(1, 9))
