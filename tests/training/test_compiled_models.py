@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import Answer
 from tiers import tiered
 from torch import nn
 from training_runs import train_here
 
 import instrument
 from instrument import ConfigError
+from instrument.plan.hook_plan import make_plan
+from instrument.spec.spec_file import read_specs
+from instrument.training.compiled_models import SLOWDOWN, cost_of_hooks
 
 HOOKS = {
     "seen": {"layers": "*", "kind": "forward", "action": "record"},
@@ -115,13 +119,24 @@ def test_fullgraph_is_refused_with_the_supported_kinds() -> None:
 
 
 @pytest.mark.parametrize("backend", tiered(["eager", "inductor"], quick=["eager"]))
-def test_run_with_compile_reports_graph_breaks(workdir: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_run_with_compile_reports_graph_breaks_and_their_cost(
+    cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     hook = "+hooks.seen={layers:layers.*,kind:forward,action:record}"
-    run = train_here(workdir / "out", *SMALL, "train.compile=true", hook)
+    answer = cli(*SMALL, "train.compile=true", hook, "hydra.run.dir=out")
+    assert answer.code == 0, answer.err
+    (line,) = [line for line in answer.out.splitlines() if line.startswith("compile ")]
+    assert line == f"compile     hooks on modules break the compiled graph: {SLOWDOWN}"
+    run = instrument.load("out")
     assert run.coverage.fired.tolist() == [3]
     (message,) = run.events.query("rule == 'graph_break'").message
     assert "graph breaks" in message
+
+
+def test_hooks_outside_of_modules_cost_nothing_in_compiled_code() -> None:
+    hooks = read_specs({"sums": {"layers": ".", "kind": "post_accumulate_grad", "action": "record"}})
+    assert cost_of_hooks(make_plan(hooks, nn.Linear(2, 2))) is None
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
