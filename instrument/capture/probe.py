@@ -621,12 +621,10 @@ class Probe:
         self._write_event((event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about))
 
     def _write_event(self, row: Row) -> None:
-        rule, message, severity = row[3:6]
+        message, severity = row[4:6]
         if severity == "warning":
             self.written_warnings.append(message)
-        # A resumed run counts the same rows as an uninterrupted one.
-        write = self.sink.write if rule == "resumed" else self.recorder.write
-        write("events", [row])
+        self.recorder.write("events", [row])
 
     def _write_kept(self, hook: str, reason: str) -> None:
         """Write the tensors that a hook with `keep` has in memory, and an event. The sink has them when this returns."""

@@ -310,7 +310,11 @@ class _Training:
                 trains = experiment.config.mode == "train"
                 if self.parts is not None:
                     work = "training" if trains else "the run"
-                    probe.event("resumed", f"{work} continues after {probe.step} steps", severity="info")
+                    message = f"{work} continues after {probe.step} steps"
+                    # Not counted by the recorder: a resumed run counts the same rows as an uninterrupted one.
+                    self.several.write(
+                        "events", [(probe.step, own_rank(), None, "resumed", message, "info", *[None] * 3)]
+                    )
                 if self.parts is not None or not trains:
                     last = self.state["metrics"]
                 restore_random(self.state, experiment.device)
