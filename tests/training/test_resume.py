@@ -70,7 +70,7 @@ def check_equal(uninterrupted: instrument.Run, killed: instrument.Run) -> None:
 
     states = [Checkpoints(run.path, 1).load() for run in (uninterrupted, killed)]
     assert states[0]["step"] == states[1]["step"] == uninterrupted.info["config"]["train"]["steps"]
-    for name in ("model", "buffers", "optimizer", "random", "batches"):
+    for name in ("model", "buffers", "optimizer", "random", "batches", "probe"):
         assert identical(states[0][name], states[1][name]), name
     weights = killed.metrics[killed.metrics.phase == "train"].loss
     assert weights.iloc[-1] < weights.iloc[0], "the loss should decrease"
