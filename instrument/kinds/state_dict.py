@@ -21,32 +21,43 @@ from .hook_group_interface import InertWhenCopied
 from .optimizer_owners import Owners
 from .reasons import CHECKPOINT, NO_STATE
 
+_HOOKS = {
+    "state_dict_pre": "saving",
+    "state_dict_post": "saved",
+    "load_state_dict_pre": "loading",
+    "load_state_dict_post": "loaded",
+}
 
-class StateDictHooks(InertWhenCopied):
-    """The sites of the four state-dict kinds with role `entry` at one module."""
 
-    def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        self.module = module
+class _HooksOfKinds:
+    """Hooks of the four state-dict kinds on a module or an optimizer: the methods in `_HOOKS`."""
+
+    def __init__(self, owner: nn.Module | Optimizer, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
+        self.owner = owner
         self.clock = clock
         self.by_kind = {
-            kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER
+            kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _HOOKS
         }
         self.handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Register a hook for each kind that has a site."""
-        for kind, hook in (
-            ("state_dict_pre", self.saving),
-            ("state_dict_post", self.saved),
-            ("load_state_dict_pre", self.loading),
-            ("load_state_dict_post", self.loaded),
-        ):
+        for kind, hook in _HOOKS.items():
             if self.by_kind[kind]:
                 # PyTorch sets an attribute on one of them, which a bound method does not allow.
-                self.handles.append(getattr(self.module, _REGISTER[kind])(partial(hook)))
+                self.handles.append(getattr(self.owner, f"register_{kind}_hook")(partial(getattr(self, hook))))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""
+
+    def detach(self) -> None:
+        """Remove the hooks in reverse order."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+class StateDictHooks(_HooksOfKinds, InertWhenCopied):
+    """The sites of the four state-dict kinds with role `entry` at one module."""
 
     def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
         """The hook before a state dict is created: the values to be saved."""
@@ -83,39 +94,15 @@ class StateDictHooks(InertWhenCopied):
                 attached.count_opportunity()
                 attached.count_miss(f"the state dict has no entry {attached.site.own_name!r} of this module")
 
-    def detach(self) -> None:
-        """Remove the hooks in reverse order."""
-        while self.handles:
-            self.handles.pop().remove()
 
-
-class OptimizerStateDictHooks:
+class OptimizerStateDictHooks(_HooksOfKinds):
     """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
     def __init__(
         self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, attached_hooks, clock)
         self.owners = owners
-        self.clock = clock
-        self.by_kind = {
-            kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _REGISTER
-        }
-        self.handles: list[RemovableHandle] = []
-
-    def attach(self) -> None:
-        """Register a hook for each kind that has a site."""
-        for kind, hook in (
-            ("state_dict_pre", self.saving),
-            ("state_dict_post", self.saved),
-            ("load_state_dict_pre", self.loading),
-            ("load_state_dict_post", self.loaded),
-        ):
-            if self.by_kind[kind]:
-                self.handles.append(getattr(self.optimizer, _REGISTER[kind])(hook))
-
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""
 
     def saving(self, optimizer: Optimizer) -> None:
         """The hook before a state dict is created."""
@@ -159,19 +146,6 @@ class OptimizerStateDictHooks:
             new = attached.fire(entry[name].detach(), attached.site.own_name)
             if not attached.is_record_hook:
                 entry[name] = new
-
-    def detach(self) -> None:
-        """Remove the hooks in reverse order."""
-        while self.handles:
-            self.handles.pop().remove()
-
-
-_REGISTER = {
-    "state_dict_pre": "register_state_dict_pre_hook",
-    "state_dict_post": "register_state_dict_post_hook",
-    "load_state_dict_pre": "register_load_state_dict_pre_hook",
-    "load_state_dict_post": "register_load_state_dict_post_hook",
-}
 
 
 def _scheduled(attached_hooks: Iterable[AttachedHook], clock: Clock) -> list[AttachedHook]:

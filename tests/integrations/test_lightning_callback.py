@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from clipped_gradients import check_recorded, keep_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -270,27 +271,9 @@ def test_evaluations_without_training_are_not_recorded() -> None:
 def test_parameter_grad_is_before_the_clip_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     hooks = {name: {**HOOKS[name], "tensors": True} for name in ("raw", "used")}
     module, callback = module_of(), callback_of(hooks, rules=None)
-    complete: dict[str, torch.Tensor] = {}
-
-    def keep(parameter: torch.Tensor, name: str) -> None:
-        assert parameter.grad is not None
-        complete[name] = parameter.grad.clone()
-
-    for name, parameter in module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda each, name=name: keep(each, name))
+    complete = keep_gradients(module)
     fit(module, callback, accumulate_grad_batches=2, gradient_clip_val=0.05)
-    recorded = {
-        hook: {f"{row['layer']}.{row['path']}": torch.tensor(row["values"]) for _, row in found.iterrows()}
-        for hook, found in callback.probe.tensors(step=3).groupby("hook")
-    }
-    assert recorded["raw"].keys() == complete.keys()
-    assert all(torch.equal(recorded["raw"][name], gradient) for name, gradient in complete.items())
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in complete.values()]
-    for parameter, gradient in zip(parameters, complete.values(), strict=True):
-        parameter.grad = gradient.clone()
-    torch.nn.utils.clip_grad_norm_(parameters, 0.05)
-    for parameter, name in zip(parameters, complete, strict=True):
-        assert torch.equal(recorded["used"][name], parameter.grad)  # type: ignore[arg-type]
+    check_recorded(callback.probe, 3, complete, 0.05)
     (event,) = callback.probe.events.query("rule == 'clipping'").message
     assert "gradient_clip_val=0.05" in event
     assert "before the clip" in event

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from clipped_gradients import check_recorded, keep_gradients
 from torch import nn
 
 import instrument
@@ -367,31 +368,13 @@ def test_parameter_grad_is_before_the_clip_of_the_trainer(
     accumulate: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, original = Small(), torch.nn.utils.clip_grad_norm_
-    complete: dict[str, torch.Tensor] = {}
-
-    def keep(parameter: torch.Tensor, name: str) -> None:
-        assert parameter.grad is not None
-        complete[name] = parameter.grad.clone()
-
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda each, name=name: keep(each, name))
+    complete = keep_gradients(model)
     with callback_of(GRADIENTS, rules=None) as callback:
         trainer_of(
             model, tmp_path, [callback], max_steps=3, gradient_accumulation_steps=accumulate, max_grad_norm=0.05
         ).train()
     assert torch.nn.utils.clip_grad_norm_ is original
-    recorded = {
-        hook: {f"{row.layer}.{row.path}": torch.tensor(row["values"]) for _, row in found.iterrows()}
-        for hook, found in callback.probe.tensors(step=2).groupby("hook")
-    }
-    assert recorded["raw"].keys() == complete.keys()
-    assert all(torch.equal(recorded["raw"][name], gradient) for name, gradient in complete.items())
-    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in complete.values()]
-    for parameter, gradient in zip(parameters, complete.values(), strict=True):
-        parameter.grad = gradient.clone()
-    original(parameters, 0.05)
-    for parameter, name in zip(parameters, complete, strict=True):
-        assert torch.equal(recorded["used"][name], parameter.grad)  # type: ignore[arg-type]
+    check_recorded(callback.probe, 2, complete, 0.05)
     stats = callback.probe.stats
     norms = [stats[stats.hook == hook].l2.tolist() for hook in ("raw", "pre")]
     assert norms[0] == norms[1]
