@@ -104,6 +104,30 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
     return Training(index, info["seed"], rest | _used(config, info), specs, interventions)
 
 
+def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) -> list[Training]:
+    """Return trainings whose configuration is their overrides: further values follow from these, in the same sweep.
+
+    Args:
+        run: Several runs.
+        all_trainings: The trainings; see `trainings`.
+    """
+    return [
+        Training(
+            one.index,
+            one.seed,
+            {
+                "ranks": one.rest["ranks"],
+                "device": one.rest.get("device"),
+                "the folder of the sweep": str(run.folders[one.index].parent),
+                **{key: value for key, value in _relevant(run.infos[one.index]["overrides"]).items() if key != "seed"},
+            },
+            {},
+            {},
+        )
+        for one in all_trainings
+    ]
+
+
 def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
     """Return the overrides in which several runs differ, without those that do not affect training.
 
@@ -121,9 +145,13 @@ def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         runs: The overrides of each run, by key.
     """
-    keys = dict.fromkeys(key for overrides in runs for key in overrides)
-    relevant = [key for key in keys if key.partition(".")[0] not in IGNORED_KEYS]
-    return [key for key in relevant if len({str(overrides.get(key)) for overrides in runs}) > 1]
+    keys = dict.fromkeys(key for overrides in runs for key in _relevant(overrides))
+    return [key for key in keys if len({str(overrides.get(key)) for overrides in runs}) > 1]
+
+
+def _relevant(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the overrides that can affect training."""
+    return {key: value for key, value in overrides.items() if key.partition(".")[0] not in IGNORED_KEYS}
 
 
 def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:

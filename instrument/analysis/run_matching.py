@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InstrumentError, Problem, similar_names
-from .config_comparison import DONE, HOOKS, IGNORED_KEYS, Training, differing_overrides, trainings
+from .config_comparison import (
+    DONE,
+    HOOKS,
+    IGNORED_KEYS,
+    Training,
+    differing_overrides,
+    trainings,
+    trainings_by_overrides,
+)
 from .config_fields import canonical_json, to_yaml
 from .run_tables import RunTables
 
@@ -65,11 +73,13 @@ class RunMatches:
 def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:
     """Match the runs that differ in one key, comparing each value with a baseline.
 
-    A run without the hook that contains the key is matched with the runs that have the hook and differ in nothing else.
+    A run without the hook that contains the key is matched with the runs that have the hook and differ in nothing else. If an
+    override selects several keys, such as `exp`, or if other keys are interpolated from it, the runs of a sweep match that have
+    the same other overrides.
 
     Args:
         run: Several runs.
-        key: Configuration key: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`.
+        key: Configuration key or override: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`, `exp`.
         baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
             before true); else the first value.
         by: Other keys whose values separate comparisons.
@@ -78,11 +88,44 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
         InstrumentError: The runs do not differ in the key, the key or the value does not exist, or no two runs match.
     """
     all_trainings, left_out = trainings(run)
-    path = key.split(".")
+    by_values = [_values_by_run(run, name, all_trainings) for name in by]
+    unmatched: list[dict[int, str]] = []
+    for compared, path in _comparisons(run, key, all_trainings):
+        found = _match(run, key, path, compared, baseline, by_values)
+        if found.matches:
+            return replace(found, left_out=dict(sorted((left_out | found.left_out).items())))
+        unmatched.append(found.left_out)
+    reasons = [f"{run_name(run, index)}: {reason}" for index, reason in sorted((left_out | unmatched[0]).items())]
+    more = [f"... ({len(reasons)} in all)"] if len(reasons) > MOST_NAMES else []
+    raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MOST_NAMES], *more]))
+
+
+def _comparisons(
+    run: RunTables, key: str, all_trainings: Sequence[Training]
+) -> Iterator[tuple[Sequence[Training], Sequence[str]]]:
+    """Yield the trainings to compare and the path of the key: by their configuration, and by their overrides."""
+    is_override = key.partition(".")[0] not in ("seed", *IGNORED_KEYS) and any(
+        key in run.infos[training.index]["overrides"] for training in all_trainings
+    )
+    if not is_override or any(key in config_keys(training) for training in all_trainings):
+        yield all_trainings, key.split(".")
+    if is_override:
+        yield trainings_by_overrides(run, all_trainings), [key]
+
+
+def _match(
+    run: RunTables,
+    key: str,
+    path: Sequence[str],
+    all_trainings: Sequence[Training],
+    baseline: Any,
+    by_values: Sequence[Mapping[int, Any]],
+) -> RunMatches:
+    """Match trainings. The result can be empty, and `left_out` has the reasons of these trainings only."""
+    left_out: dict[int, str] = {}
     latest = _latest(run, all_trainings, path, left_out)
-    groups = _groups(run, key, latest)
-    _check_differs(run, "effects_of", key, all_trainings, groups)
-    by_values = [_values_by_run(run, name, all_trainings, latest) for name in by]
+    groups = _groups(run, key, path, latest)
+    _check_differs(run, "effects_of", key, groups)
     baseline_group = groups[_baseline_position(key, groups, baseline)]
     baseline_index = _BaselineIndex(baseline_group.members, path)
     baseline_text = f"{key}={baseline_group.text}"
@@ -100,11 +143,7 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
     left_out |= {
         baseline_run.index: unmatched for baseline_run in baseline_group.members if baseline_run.index not in used
     }
-    if not matches:
-        reasons = [f"{run_name(run, index)}: {reason}" for index, reason in sorted(left_out.items())]
-        more = [f"... ({len(reasons)} in all)"] if len(reasons) > MOST_NAMES else []
-        raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MOST_NAMES], *more]))
-    return RunMatches(baseline_group.label, matches, dict(sorted(left_out.items())))
+    return RunMatches(baseline_group.label, matches, left_out)
 
 
 @dataclass
@@ -172,11 +211,11 @@ def _latest(
     return sorted(last.values(), key=lambda training: training.index)
 
 
-def _groups(run: RunTables, key: str, all_trainings: Sequence[Training]) -> list[_Group]:
+def _groups(run: RunTables, key: str, path: Sequence[str], all_trainings: Sequence[Training]) -> list[_Group]:
     """Return the runs grouped by value, in order of first appearance."""
     groups_by_value: dict[str, _Group] = {}
     for training in all_trainings:
-        value = training.at(key.split("."))
+        value = training.at(path)
         groups_by_value.setdefault(canonical_json(value), _Group(value, value, [])).members.append(training)
     groups = list(groups_by_value.values())
     collections = [group for group in groups if isinstance(group.value, Mapping | list)]
@@ -190,20 +229,19 @@ def _groups(run: RunTables, key: str, all_trainings: Sequence[Training]) -> list
     return groups
 
 
-def _values_by_run(
-    run: RunTables, key: str, all_trainings: Sequence[Training], latest: Sequence[Training]
-) -> dict[int, Any]:
+def _values_by_run(run: RunTables, key: str, all_trainings: Sequence[Training]) -> dict[int, Any]:
     """Return the value of another key for each run, by index of the run."""
-    groups = _groups(run, key, latest)
-    _check_differs(run, "by", key, all_trainings, groups)
+    compared, path = next(_comparisons(run, key, all_trainings))
+    groups = _groups(run, key, path, compared)
+    _check_differs(run, "by", key, groups)
     return {training.index: group.label for group in groups for training in group.members}
 
 
-def _check_differs(
-    run: RunTables, where: str, key: str, all_trainings: Sequence[Training], groups: Sequence[_Group]
-) -> None:
+def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group]) -> None:
     if len(groups) > 1:
         return
+    all_trainings = trainings(run)[0]
+    overrides = {name for training in all_trainings for name in run.infos[training.index]["overrides"]}
     keys = dict.fromkeys(node for training in all_trainings for node in config_keys(training))
     differing = comparable_keys(run, all_trainings)
     more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
@@ -214,7 +252,7 @@ def _check_differs(
         message = "runs are paired by their seed, so its effect cannot be estimated"
     elif key.partition(".")[0] in IGNORED_KEYS:
         message = "this key does not affect training"
-    elif key not in keys:
+    elif key not in keys and key not in overrides:
         message = "no run has this key in its configuration"
     else:
         lines = [f"{where}: all {len(all_trainings)} finished runs have {key}={groups[0].text}", *_not_done(run, key)]
@@ -224,10 +262,9 @@ def _check_differs(
 
 
 def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[str]:
-    """Return the keys in which runs differ: overrides of configuration keys; without them, keys of the configuration."""
-    keys = {node for training in all_trainings for node in config_keys(training)}
+    """Return the keys in which runs differ: the overrides; without them, keys of the configuration."""
     overrides = differing_overrides(run, {training.index for training in all_trainings})
-    return [name for name in overrides if name in keys] or _differing_leaves(all_trainings)
+    return [name for name in overrides if name != "seed"] or _differing_leaves(all_trainings)
 
 
 def _not_done(run: RunTables, key: str) -> Iterator[str]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -107,8 +108,8 @@ def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> P
     settings = [override for override in overrides if "=" in override]
     for override in OverridesParser.create().parse_overrides(settings):
         value, options = override.value(), _options(override.key_or_group, folders)
-        names = value if isinstance(value, list) else [value]
-        if options and not all(isinstance(name, str) for name in names):
+        names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+        if options and not all(isinstance(name, str | QuotedString) for name in names):
             return Problem(
                 override.key_or_group,
                 f"must name one of the config files in conf/{override.key_or_group}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -87,9 +87,16 @@ def _rows(run: Run, run_data: Sequence[RunData], shown: list[str], metrics: list
                 "page": quote(f"{name_of(run, folder)}/{FILE}") if (folder / FILE).exists() else None,
                 "status": info["status"],
                 "seed": info["seed"],
-                "overrides": [to_yaml(asked[key]) if key in asked else "" for key in shown],
+                "overrides": [_override_text(asked, key) for key in shown],
                 "metrics": [format_number(info["metrics"].get(name)) for name in metrics],
                 "note": info.get("error") or (str(data.warnings) if data.warnings else ""),
             }
         )
     return rows
+
+
+def _override_text(overrides: Mapping[str, Any], key: str) -> str:
+    """Return an override as text; null for a field of a mapping that is null, and empty without an override."""
+    parents = key.split(".")
+    removed = any(overrides.get(".".join(parents[:count]), "") is None for count in range(1, len(parents)))
+    return to_yaml(overrides[key]) if key in overrides else "null" if removed else ""

@@ -125,6 +125,34 @@ def test_config_group_options_are_compared_by_name(tmp_path: Path) -> None:
     assert values == {"{_target_: MLP, sizes: [64, 10]}", "{_target_: MLP, sizes: [64, 32, 10]}"}
 
 
+CONFIGS = {
+    "exp": {"some": {"optimizer": {"lr": 0.1}, "train": {"steps": 5}}, "other": {"optimizer": {"lr": 0.2}, "model": {"width": 2}}},
+    "vars.rate": {0.1: {"vars": {"rate": 0.1}, "optimizer": {"lr": 0.1}}, 0.2: {"vars": {"rate": 0.2}, "optimizer": {"lr": 0.2}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", CONFIGS)
+def test_overrides_that_set_several_keys_are_compared(tmp_path: Path, key: str) -> None:
+    values = CONFIGS[key]
+    for i, (seed, batch, value) in enumerate(product((1, 2), (8, 16), values)):
+        config = {**values[value], "data": {"batch": batch}}
+        overrides = {key: value, "data.batch": batch, "seed": seed, "sink.wandb": i}
+        write_run(tmp_path / str(i), config=config, seed=seed, overrides=overrides)
+    run = instrument.load(tmp_path)
+    first, second = values
+    assert match_indices(run, key) == [(second, 1, 0), (second, 3, 2), (second, 5, 4), (second, 7, 6)]
+    assert match_indices(run, key, second) == [(first, 0, 1), (first, 2, 3), (first, 4, 5), (first, 6, 7)]
+    assert [one.by for one in match_runs(run, key, by=["data.batch"]).matches] == [(8,), (16,), (8,), (16,)]
+    assert [one.by for one in match_runs(run, "data.batch", by=[key]).matches] == [(first,), (second,)] * 2
+
+
+def test_overrides_of_different_sweeps_are_not_compared(tmp_path: Path) -> None:
+    for i, (value, config) in enumerate(CONFIGS["exp"].items()):
+        write_run(tmp_path / f"sweep{i}" / "0", config=config, overrides={"exp": value})
+    with pytest.raises(instrument.InstrumentError, match=r"it also differs .* in the folder of the sweep"):
+        match_runs(instrument.load(tmp_path), "exp")
+
+
 def test_last_of_repeated_runs_counts(tmp_path: Path) -> None:
     run = sweep(tmp_path, (1, clip_config(0.1)), (1, clip_config(1)), (1, clip_config(1)), (1, clip_config(0.1)))
     assert match_indices(run, "hooks.tame.norm") == [(1.0, 2, 3)]
@@ -177,13 +205,14 @@ def test_hook_order_is_part_of_the_training(tmp_path: Path) -> None:
         ),
         ("train.step", ["no run has this key", "similar  train.steps"]),
         ("seed", ["paired by their seed"]),
+        ("optimizer.seed", ["no run has this key"]),
         ("name", ["this key does not affect training"]),
     ],
 )
 def test_key_without_differences_is_reported(tmp_path: Path, key: str, words: list[str]) -> None:
     for i, (norm, steps) in enumerate([(0.1, 9), (1, 9), (1, 8)]):
         config = clip_config(norm, train={"steps": steps}, optimizer={"lr": 0.1}, name=f"n{i}")
-        overrides = {"exp": "some", "hooks.tame.norm": norm, "train.steps": steps, "optimizer.lr": 0.1}
+        overrides = {"exp": "some", "hooks.tame.norm": norm, "train.steps": steps, "optimizer.lr": 0.1, "seed": 0}
         write_run(tmp_path / str(i), config=config, overrides=overrides)
     with pytest.raises(instrument.InstrumentError) as error:
         match_runs(instrument.load(tmp_path), key)

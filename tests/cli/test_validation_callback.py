@@ -68,6 +68,12 @@ def test_custom_launcher_is_reported_by_its_name(cli: Cli, monkeypatch: pytest.M
     assert "    given    ours\n" in answer.err
 
 
+def test_swept_groups_are_no_error_of_another_override(cli: Cli) -> None:
+    answer = cli("-m", "model=mlp,'lenet'", "apply=null")
+    assert answer.code == 2
+    assert answer.err.startswith("\napply: must name one of the config files")
+
+
 @pytest.mark.parametrize("values", ["1,range(2,4)", "range(0,3,0)"])
 def test_invalid_sweep_values_are_named(cli: Cli, values: str) -> None:
     answer = cli("-m", *TINY, f"seed={values}", "hydra.sweep.dir=out")

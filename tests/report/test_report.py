@@ -393,6 +393,7 @@ SWEPT_KEYS: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ),
     ("hooks.tame", [{**CLIP, "norm": 1.0}, {**CLIP, "norm": 2.0}], {}, "norm: 2.0 compared with norm: 1.0"),
     ("hooks.tame.norm", [1.0, 2.0], {}, "2.0 compared with 1.0"),
+    ("exp", [{"lr": 1, "steps": 2}, {"lr": 2, "steps": 1}], {"overrides": ["one", "two"]}, "two compared with one"),
 ]
 
 
@@ -406,6 +407,8 @@ def test_sweep_page_has_the_effect_of_each_key(
             config: Any = value
             for name in reversed(key.split(".")):
                 config = {name: config}
+            if key == "exp":  # not a key of the configuration
+                config = value
             if key == "hooks.tame.norm":
                 config["hooks"]["tame"] = {**CLIP, "norm": value}
             overrides = {key: override, "seed": seed}
@@ -443,6 +446,12 @@ def test_swept_mappings_have_a_column_per_differing_field(tmp_path: Path) -> Non
     assert words["overrides"] == ["hooks.tame.norm"]
     assert [row["overrides"] for row in words["rows"]] == [["1.0"], ["2.0"]]
     assert [row["overrides"] for row in data["runs"]] == [{"hooks.tame.norm": 1.0}, {"hooks.tame.norm": 2.0}]
+    metrics = {"loss": 0.5}
+    write_run(tmp_path / "2", config={"hooks": {"tame": None}}, overrides={"hooks.tame": None}, metrics=metrics)
+    write_run(tmp_path / "3", config={"hooks": {"tame": {**CLIP, "norm": 3.0}}}, metrics=metrics)
+    words = content(instrument.load(tmp_path))[0]
+    assert [row["overrides"] for row in words["rows"]] == [["1.0"], ["2.0"], ["null"], [""]]
+    assert [(pair["hook"], pair["settings"]) for pair in words["pairs"]] == [("tame", "norm: 3.0")]
 
 
 # --------------------------------------------------------------------------------------------------------- the command

@@ -178,8 +178,8 @@ function plainLevel(level) {
 }
 
 function ordered(levels) {
-  const known = [...new Set(levels)];
-  return known.every((level) => typeof level === "number") ? known.sort((a, b) => a - b) : known;
+  const known = [...new Set(levels)], isNumber = (level) => typeof level === "number";
+  return [...known.filter(isNumber).sort((a, b) => a - b), ...known.filter((level) => !isNumber(level))];
 }
 
 function mean(values) {
