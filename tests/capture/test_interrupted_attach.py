@@ -62,6 +62,8 @@ class InterruptAtLine:
         is_expression = frame.f_code.co_name == "<genexpr>"  # Python ignores exceptions while it closes one
         if is_expression or (file.name != "contextlib.py" and "instrument" not in file.parts):
             return None
+        if isinstance(sys.exc_info()[1], StopIteration):  # Python 3.11 would handle it forever after such an interrupt
+            return self
         self.remaining -= event == "line"
         if self.remaining <= 0 and not self.location:
             self.location = f"{file.name}:{frame.f_lineno}"
