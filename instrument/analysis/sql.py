@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from ..capture.tables import CUSTOM, TABLES
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from ..spec.statistics import REMAINDERS
 from ..pip_extras import pip_command
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
@@ -123,10 +124,14 @@ class _Views:
             connection.execute(f"create view {name} as {rows}")
 
     def _with_custom_columns(self, rows: str, table: str) -> str:
-        """Return the query of rows with one column per custom statistic or metric."""
-        custom = self.queried.custom(table)
+        """Return the query of rows with one column per custom statistic or metric.
+
+        The remainders of 64-bit integers are columns if the query names them: most tables have none.
+        """
+        remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
+        custom = [*self.queried.custom(table), *remainders]
         before, after = self.queried.columns(table)
-        names = [*before, *self.queried.own_columns(table), *after]
+        names = [*before, *self.queried.own_columns(table), *remainders, *after]
         expressions = [
             f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
             for name in names

@@ -239,7 +239,14 @@ def test_extremes_of_64_bit_integers_are_exact(tmp_path: Path) -> None:
         for tensor in given:
             model(tensor)
         probe.end_step()
-    stats = instrument.load(tmp_path / "run").stats
+    run = instrument.load(tmp_path / "run")
+    stats = run.stats
+    exact = "(max::hugeint + coalesce(max_remainder, 0)::int)"
+    assert run.sql(f"select {exact}::varchar as max from stats order by position")["max"].tolist() == [
+        str(round(max(tensor.tolist()))) for tensor in given
+    ]
+    assert run.sql(f"select max({exact}::bigint) as max from stats where max <= 2^63")["max"].tolist() == [2**63 - 1]
+    assert "max_remainder" not in run.sql("select * from stats")
     for tensor, (_, row) in zip(given, stats.iterrows(), strict=True):
         numbers = tensor.tolist()
         assert (int(row["min"]), int(row["max"])) == (int(min(numbers)), int(max(numbers)))
