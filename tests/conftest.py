@@ -61,7 +61,7 @@ LONGEST = {
 EXPENSIVE = {
     "processes": re.compile("fork_server|distributed_runs"),
     "browser": re.compile("playwright|new_page"),
-    "libraries": re.compile("transformers|timm|lightning"),
+    "libraries": re.compile(r"transformers|timm|lightning|torch\.testing\._internal"),
     "trackers": re.compile("tracker_files"),
     "search": re.compile("sweeper=search"),
     "buckets": re.compile(r"\bbucket: str"),
