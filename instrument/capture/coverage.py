@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from torch import nn
-
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.reasons import (
+    INLINED,
     NO_FUNCTION,
     NO_VISIBLE_FUNCTION,
     NOT_CALLED,
@@ -22,7 +21,7 @@ from ..kinds.reasons import (
     in_another_phase,
     phase_never_entered,
 )
-from ..plan.modules import Layer, Layers
+from ..plan.modules import Layers
 from .recorder import Recorder, count_at_site
 from .sink_interface import EventWriter
 from .tables import NEVER_DUE, is_incomplete
@@ -97,17 +96,11 @@ def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     if reason != NOT_CALLED:
         return reason
     layer = attached.site.layer
-    return fused_attention_reason(layer.module, _parents(layer, layers)) or (
+    if layers.is_inlined(layer):
+        return INLINED
+    return fused_attention_reason(layer.module, layers.parents(layer)) or (
         NOT_CALLED_COPIED if attached.copied else reason
     )
-
-
-def _parents(layer: Layer, layers: Layers) -> list[nn.Module]:
-    """Return the modules that contain a layer, innermost first."""
-    names = [name.split(".") for name in layer.names if name]
-    paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
-    inside = [other for other in layers if not paths.isdisjoint(other.names)]
-    return [other.module for other in sorted(inside, key=lambda other: -other.depth)]
 
 
 def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: EventWriter) -> None:

@@ -24,6 +24,10 @@ PROJECTION = (
     "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
     "module or the parameters"
 )
+INLINED = (
+    "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
+    "of the graph, or hook the parameters"
+)
 SCRIPT = (
     "it is a TorchScript module, whose calls PyTorch shows to no hook: hook the module around it, or its parameters"
 )

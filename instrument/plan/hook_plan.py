@@ -116,9 +116,10 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     if spec.definition.family == "module":
         called = [layer for layer in selected if not layer.is_container]
         if not called:
-            raise ConfigError(_containers_problem(spec, selected, where))
+            raise ConfigError(_containers_problem(spec, selected, layers, where))
         check_heads(spec, called, layers, where)
-        return [Site(spec, layer) for layer in called]
+        # Coverage reports those that a graph inlines.
+        return [Site(spec, layer) for layer in selected if not layer.is_container or layers.is_inlined(layer)]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
     if spec.tensor_role == "buffer":
@@ -128,13 +129,15 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
     return _parameter_sites(spec, selected, layers, where)
 
 
-def _containers_problem(spec: HookSpec, selected: list[Layer], where: str) -> Problem:
+def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Problem:
+    inlined = "the graph of torch.fx or torch.export runs their operations itself: use kind function at the module of the graph"
     return Problem(
         f"{where}.layers",
         "the matched modules are containers, which are never called",
         given=list(spec.globs),
         allowed=shorten([f"{layer.label} ({layer.type})" for layer in selected]),
-        similar=[f"{layer.name}.*" for layer in selected[:3]],
+        similar=[f"{layer.name}.*" for layer in selected[:3] if layer.module._modules],
+        fix=inlined if any(map(layers.is_inlined, selected)) else "",
     )
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
 
@@ -200,6 +201,22 @@ class Layers:
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self.layers)
+
+    def parents(self, layer: Layer) -> list[nn.Module]:
+        """Return the modules that contain a layer, innermost first."""
+        names = [name.split(".") for name in layer.names if name]
+        paths = {".".join(parts[:depth]) for parts in names for depth in range(len(parts))}
+        inside = [other for other in self if not paths.isdisjoint(other.names)]
+        return [other.module for other in sorted(inside, key=lambda other: -other.depth)]
+
+    def is_inlined(self, layer: Layer) -> bool:
+        """Return whether a graph of `torch.fx` or `torch.export` runs the operations of the module itself.
+
+        Such a graph keeps an empty module, for its parameters and its submodules.
+        """
+        return type(layer.module) is nn.Module and any(
+            isinstance(parent, GraphModule) for parent in self.parents(layer)
+        )
 
     @cached_property
     def by_module(self) -> dict[int, Layer]:

@@ -525,6 +525,49 @@ def test_clean_model_gives_no_false_alarm(name: str) -> None:
     }  # a module whose input is data has no input gradient
 
 
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x)).tanh()
+
+
+GRAPHS: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
+    "fx": (
+        lambda: torch.fx.symbolic_trace(Encoder()),
+        ["layers"],
+        ["layers.0", "layers.1", "head"],
+    ),
+    "export": (
+        lambda: torch.export.export(Encoder(), (torch.ones(3, 4),)).module(check_guards=False),
+        ["layers", "layers.0", "head"],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", tiered(GRAPHS, quick=["fx"]))
+def test_modules_that_a_graph_inlines_are_reported(name: str) -> None:
+    make, inlined, called = GRAPHS[name]
+    model, batch = make(), torch.randn(3, 4)
+    baseline = model(batch)
+    hooks = {"seen": hook("**", "forward"), "functions": {**hook(".", "function"), "functions": "*"}}
+    with pytest.warns(InstrumentWarning, match="runs its operations itself"), instrument.attach(model, hooks) as probe:
+        assert torch.equal(model(batch), baseline)
+        probe.end_step()
+    coverage = {row["layer"]: (row["fired"], row["cause"]) for row in probe.coverage() if row["hook"] == "seen"}
+    assert coverage == {"": (1, ""), **dict.fromkeys(called, (1, "")), **dict.fromkeys(inlined, (0, reasons.INLINED))}
+    seen = [row["path"].partition(".")[0] for row in probe.sink.records("stats") if row["hook"] == "functions"]
+    assert seen == ["linear", "relu", "linear", "tanh"]
+    with (
+        pytest.raises(instrument.ConfigError, match="use kind function at the module of the graph"),
+        instrument.attach(model, {"seen": hook(inlined[-1], "forward")}),
+    ):
+        pass
+
+
 def test_fast_path_disabled_by_hooks_is_reported() -> None:
     """An encoder in eval mode runs one fused kernel, unless a module inside it has hooks."""
     torch.manual_seed(0)
