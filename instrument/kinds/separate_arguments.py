@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from ..plan.shape_inference import preserve_random_state
 from .clock import graph_task
 from .gradient_hooks import Hook, TensorGradientHook
 
-_CONTAINERS = (list, dict, set, deque)
 _SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -88,7 +87,7 @@ class SeparateArguments:
     def __init__(self, inputs: Inputs, hooks: dict[str, Hook]) -> None:
         self.inputs = inputs
         self.hooks = hooks
-        self.copy = _copy(inputs.module, {})  # with the attributes from before the call
+        self.copy = _copy(inputs.module)  # with the attributes from before the call
         self.versions = self._versions()
         self.random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self.cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -106,12 +105,12 @@ class SeparateArguments:
         if not given.isdisjoint(map(id, outputs)) or not _is_simple(self.inputs.arguments):
             return False
         writes = self._versions() != self.versions  # to its arguments or parameters
-        if writes or any(map(is_sharded, self.inputs.module.parameters())):
+        if self.copy is None or writes or any(map(is_sharded, self.inputs.module.parameters())):
             return False
         separate = {id(tensors[path]) for path in self.hooks}
         aliases = {path: tensor.detach().requires_grad_() for path, tensor in tensors.items() if id(tensor) in separate}
         try:
-            again = [tensor for _, tensor in iter_tensors(self._run(aliases)) if tensor.requires_grad]
+            again = [tensor for _, tensor in iter_tensors(self._run(self.copy, aliases)) if tensor.requires_grad]
         except Exception:  # the module depends on more than its arguments
             return False
         if [tensor.shape for tensor in again] != [tensor.shape for tensor in outputs]:
@@ -125,8 +124,8 @@ class SeparateArguments:
         tensors = [tensor for _, tensor in iter_tensors(self.inputs.arguments)]
         return [tensor._version for tensor in (*tensors, *self.inputs.module.parameters()) if not tensor.is_inference()]
 
-    def _run(self, aliases: dict[str, Tensor]) -> Any:
-        """Return the output of a copy of the module, which gets the aliases as arguments."""
+    def _run(self, module: nn.Module, aliases: dict[str, Tensor]) -> Any:
+        """Return the output of the copy of the module, which gets the aliases as arguments."""
         _, arguments, positional = self.inputs
         arguments = map_tensors(arguments, lambda path, tensor: aliases.get(path, tensor.detach()))
         args, kwargs = split_arguments(arguments, positional)
@@ -138,25 +137,31 @@ class SeparateArguments:
             torch.set_rng_state(own)
             if self.cuda_states:
                 torch.cuda.set_rng_state_all(self.cuda_states)
-            return self.copy(*args, **kwargs)
+            return module(*args, **kwargs)
 
 
-def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Return a copy of a module and its submodules that shares the parameters and has no hooks."""
-    if module in copies:
-        return copies[module]
-    new = copies[module] = module.__new__(type(module))
-    for name, value in module.__dict__.items():
-        if name.endswith("_hooks") and isinstance(value, OrderedDict):
-            new.__dict__[name] = OrderedDict()
-        else:
-            new.__dict__[name] = copy.copy(value) if isinstance(value, _CONTAINERS) else value
-    new.__dict__["_compiled_call_impl"] = None
-    for name, buffer in module._buffers.items():
-        new._buffers[name] = None if buffer is None else buffer.detach().clone()
-    for name, child in module._modules.items():
-        new._modules[name] = None if child is None else _copy(child, copies)
-    return new
+def _copy(module: nn.Module) -> nn.Module | None:
+    """Return a copy of a module and its submodules that shares the parameters and has no hooks.
+
+    None if an attribute cannot be copied: the second evaluation could change it.
+    """
+    copies: dict[nn.Module, nn.Module] = {part: part.__new__(type(part)) for part in module.modules()}
+    known: dict[int, Any] = {id(part): new for part, new in copies.items()}
+    known |= {id(parameter): parameter for parameter in module.parameters()}
+    try:
+        for part, new in copies.items():
+            for name, value in part.__dict__.items():
+                if name.endswith("_hooks") and isinstance(value, OrderedDict):
+                    new.__dict__[name] = OrderedDict()
+                    continue
+                for _, tensor in iter_tensors(value):  # `deepcopy` refuses tensors of a graph
+                    if id(tensor) not in known:
+                        known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                new.__dict__[name] = copy.deepcopy(value, known)
+            new.__dict__["_compiled_call_impl"] = None
+    except Exception:  # from the attributes of users
+        return None
+    return copies[module]
 
 
 def _is_simple(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,20 @@ import instrument
 RECORD = {"kind": "full_backward", "action": "record", "stats": "none", "tensors": True}
 
 
+class Cache:
+    """An object that a module writes to."""
+
+    count = 0
+    last: Any = None
+
+
 class Weighted(nn.Module):
     """A sum of nested arguments with the weights 2, 3, 5, ... It has dropout, a buffer and attributes that it changes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dropout, self.calls, self.seen = nn.Dropout(0.5), 0, []
+        self.cache, self.generator, self.last = Cache(), torch.Generator().manual_seed(5), torch.zeros(())
         self.register_buffer("sum", torch.zeros(3))
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +48,10 @@ class Weighted(nn.Module):
         with torch.no_grad():
             self.sum += parts[0].sum(0)
         weighted = [factor * part for factor, part in zip((2, 3, 5, 7, 11), parts, strict=False)]
-        return self.dropout(torch.stack(weighted).sum(0)) * self.calls
+        self.last = self.dropout(torch.stack(weighted).sum(0)) * self.calls  # a tensor of the graph
+        self.cache.count += 1
+        random = 1 + torch.randint(3, (), generator=self.generator)
+        return self.last * self.cache.count * random if self.training else self.last
 
 
 class Net(nn.Module):
@@ -79,8 +91,11 @@ def train(net: Net, shape: tuple[int, ...]) -> None:
 
 def state_of(net: Net) -> list[Any]:
     random = torch.get_rng_state()
-    attributes = [getattr(net.inner, "calls", None), getattr(net.inner, "seen", None)]
-    return [*(p.grad for p in net.parameters()), *net.buffers(), random, *attributes]
+    inner = net.inner
+    state = (
+        [inner.calls, inner.seen, inner.cache.count, inner.generator.get_state()] if isinstance(inner, Weighted) else []
+    )
+    return [*(p.grad for p in net.parameters()), *net.buffers(), random, *state]
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -185,13 +200,12 @@ class Cached(nn.Module):
         return a * b
 
 
-class Cache:
-    count = 0
-
-
-@pytest.mark.parametrize("name", ["in place", "cache"])
+@pytest.mark.parametrize("name", ["in place", "cache", "lock"])
 def test_module_that_cannot_be_evaluated_again_is_reported(name: str) -> None:
     model, cache = (WritesInPlace(), ()) if name == "in place" else (Cached(), (Cache(),))
+    if name == "lock":  # it cannot be copied
+        model, cache = nn.Bilinear(3, 3, 3), ()
+        model.lock = threading.Lock()
     h = torch.ones(3, requires_grad=True)
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}) as probe:
         hidden = h * 1.0
