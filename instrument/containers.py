@@ -31,7 +31,7 @@ def entries(value: Any) -> Sequence[tuple[Any, Any]]:
     """
     if type(value) in _ATOMS or isinstance(value, _OPAQUE):
         return ()
-    if isinstance(value, Mapping):
+    if type(value) is dict or isinstance(value, Mapping):  # the first condition is for speed
         return [*value.items()]  # not by the iteration over the value, which may yield samples
     if isinstance(value, _SEQUENCES):
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -154,7 +154,7 @@ def map_leaves(
 
 def _replace(known: Mapping[int, _Container], changed: Sequence[_Container], held: Any) -> None:
     """Set `new` of all containers that change, because a leaf or a container in them changes."""
-    held_ids = _containers_in(held)
+    held_ids = _containers_in(held) if held else ()
     waiting, copies, fixed = [*changed], [], []
     seen: set[int] = set()
     while waiting:
@@ -267,16 +267,16 @@ class CopiedContainer(NamedTuple):
     contents: dict[Hashable, Any]
 
 
-def copied_containers(original: Any, new: Any) -> list[CopiedContainer]:
-    """Return the containers in a value that `map_leaves` copied, without tuples and read-only mappings.
+def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> list[CopiedContainer]:
+    """Return the containers in arguments that `map_leaves` copied, without tuples and read-only mappings.
 
     Args:
-        original: The value, which is a container.
+        original: The arguments.
         new: The result of `map_leaves`.
     """
     found: dict[int, CopiedContainer] = {}
     visited: set[int] = set()
-    waiting = [(original, new)]
+    waiting = [(old, new[name]) for name, old in original.items()]
     while waiting:
         old, copied = waiting.pop()
         if old is copied or id(copied) in visited or isinstance(old, Tensor):

@@ -211,7 +211,7 @@ def test_writes_to_a_copy_reach_the_original() -> None:
     node.children.append(node)
     original = {"x": x, "gone": kept, "old": kept, "items": [x, kept, kept], "node": node}
     new = map_tensors(original, lambda _, tensor: tensor + 1 if tensor is x else tensor)
-    copies = copied_containers(original, new)
+    copies = copied_containers({"0": original}, {"0": new})
     del new["gone"]
     new["old"] = new["h"] = replaced
     new["self"] = new
@@ -237,7 +237,7 @@ def test_deletions_from_a_copy_reach_the_original() -> None:
     x = torch.zeros(1)
     original = ([x, x, x], SimpleNamespace(x=x, y=x))
     new = map_tensors(original, plus_one)
-    copies = copied_containers(original, new)
+    copies = copied_containers({"0": original}, {"0": new})
     del new[0][1:]
     del new[1].y
     write_back(copies)

@@ -88,7 +88,9 @@ class TrainerCallbackBase:
 
     def _detach(self, error: BaseException | None = None) -> None:
         """Detach the hooks, if they are attached. `error` is the exception that ended the training, if any."""
-        self._block.__exit__(None if error is None else type(error), error, error and error.__traceback__)
+        self._block.__exit__(
+            None if error is None else type(error), error, None if error is None else error.__traceback__
+        )
 
     @signal_safe_contextmanager
     def _attached(

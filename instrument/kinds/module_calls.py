@@ -85,10 +85,16 @@ class Call:
 
 
 class Calls:
-    """The calls of one module. Several are active at once if the module calls itself, or runs in several threads."""
+    """The calls of one module. Several are active at once if the module calls itself, or runs in several threads.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        clock: The clock of the probe.
+        note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
+    """
+
+    def __init__(self, clock: Clock, *, note_inputs: bool = True) -> None:
         self.clock = clock
+        self.note_inputs = note_inputs
         self.micro_step_index = -1
         self._indices = count()
         self._lock = threading.Lock()
@@ -133,7 +139,7 @@ class Calls:
         index = origin = self._original_index(segments) if is_recomputed else next(self._indices)
         if is_in_backward and not is_recomputed and self._repeatable:
             origin = self._repeated_index(inputs, index)
-        elif not (is_in_backward or segments):
+        elif self.note_inputs and not (is_in_backward or segments):
             self._note_inputs(index, inputs)
         for segment, is_being_recomputed in segments:
             if is_being_recomputed:

@@ -32,7 +32,7 @@ from .tensor_gradients import InputGradients, OutputGradients
 from .together import act_together, groups_of, is_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
+_FORWARD = ("forward_pre", "forward")
 
 _UNMEASURED = nullcontext()
 _transform = (
@@ -81,7 +81,9 @@ class ModuleHooks(InertWhenCopied):
         self.always_call = always_call
         self.early = early
         self.active = False
-        self.calls = Calls(clock)
+        # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
+        only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
+        self.calls = Calls(clock, note_inputs=not only_values)
         for attached in attached_hooks:
             attached.module_calls = self.calls
         # Sites that are not scheduled; empty after the next call of the module.
