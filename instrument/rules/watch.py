@@ -13,7 +13,10 @@ from ..spec.rules import WatchRule
 from .rule import BoundsRule, CatalogueRule, Firing
 from .step_rows import Bounds, Location, StepRows
 
-ADVICE = "Compare it with the steps before, and repeat them with more hooks: python -m instrument.replay."
+ADVICE = (
+    "Compare it with the steps before, and repeat them with more hooks. For runs of python -m instrument, use "
+    "python -m instrument.replay."
+)
 
 
 class WatchStatistic(BoundsRule[WatchRule]):
