@@ -17,7 +17,7 @@ from torch_geometric.data import Batch, Data
 from instrument.containers import copied_containers, write_back
 from instrument.nested import iter_tensors, map_tensors, number_of_samples, structure, to_device
 
-DEPTH = 20_000  # far beyond Python's limit of recursion
+DEPTH = 1500  # more than the limit of recursion
 
 
 class Samples(MutableMapping):  # type: ignore[type-arg]

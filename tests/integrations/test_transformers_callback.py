@@ -452,7 +452,7 @@ def test_epoch_that_is_ended_early_counts_as_an_epoch(tmp_path: Path) -> None:
     assert callback.probe.stats.epoch.tolist() == [0, 0, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("fails_at", "where"), [(0, "memory"), (2, "folder")])
+@pytest.mark.parametrize(("fails_at", "where"), [(2, "folder"), pytest.param(0, "memory", marks=pytest.mark.slow)])
 def test_auto_find_batch_size_discards_the_failed_attempt(fails_at: int, where: str, tmp_path: Path) -> None:
     model = Small(fails_at, largest_batch=7)
     out = None if where == "memory" else tmp_path / "run"
