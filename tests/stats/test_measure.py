@@ -444,7 +444,8 @@ def test_law_5_for_any_float32_and_dimension_order(array: np.ndarray[Any, Any], 
 @given(npst.arrays(np.float64, st.integers(0, 30), elements=st.floats(allow_nan=True, allow_infinity=True)))
 def test_law_5_for_any_float64_with_representable_sums(array: np.ndarray[Any, Any]) -> None:
     wanted = reference(array)
-    if wanted["l1"] == math.inf or wanted["l2"] == math.inf:
+    # A number that differs from the right one by less than the tolerance of law 5 may be infinite, too.
+    if any((wanted[name] or 0.0) * (1 + 1e-5) == math.inf for name in ("l1", "l2")):
         return
     for implementation in ALL_IMPLEMENTATIONS:
         assert_law_5(implementation(torch.from_numpy(array)), wanted)
