@@ -224,6 +224,7 @@ class FunctionHooks(InertWhenCopied):
         module: The module.
         attached_hooks: The sites.
         clock: The clock of the probe.
+        calls: The calls of the module.
         threads: The mode of each thread.
         suspend: Whether the hooks may be suspended.
     """
@@ -235,6 +236,7 @@ class FunctionHooks(InertWhenCopied):
         module: nn.Module,
         attached_hooks: Sequence[AttachedHook],
         clock: Clock,
+        calls: Calls,
         threads: FunctionThreads,
         *,
         suspend: bool = True,
@@ -243,7 +245,8 @@ class FunctionHooks(InertWhenCopied):
         self.attached_hooks = attached_hooks
         self.clock = clock
         self.threads = threads
-        self.calls = Calls(clock)
+        self.calls = calls
+        self.calls.add_group()
         self.leaf_hooks = LeafHooks(clock)
         for attached in attached_hooks:
             attached.module_calls = self.calls
@@ -278,7 +281,7 @@ class FunctionHooks(InertWhenCopied):
         with self.clock.timer or _UNMEASURED:
             frame, _ = module_frame()
             if frame is not None:
-                call = self.calls.enter(args)
+                call = self.calls.enter(self, args)
                 running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks, plain=self.plain)
                 self.threads.mode.enter(running)
 
@@ -311,7 +314,7 @@ class FunctionHooks(InertWhenCopied):
             frame, has_raised = module_frame()
             running = self.threads.mode.leave(frame)
             if isinstance(running, HookedModule):
-                self.calls.leave()
+                self.calls.leave(self)
                 running.update_coverage(has_raised=has_raised)
 
     def detach(self) -> None:

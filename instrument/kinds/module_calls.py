@@ -87,41 +87,66 @@ class Call:
 class Calls:
     """The calls of one module. Several are active at once if the module calls itself, or runs in several threads.
 
+    The hook groups of a module share this object, so that a call has the same index in all of them.
+
     Args:
         clock: The clock of the probe.
+
+    Attributes:
         note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
+        is_shared: Whether the module has several hook groups.
     """
 
-    def __init__(self, clock: Clock, *, note_inputs: bool = True) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.note_inputs = note_inputs
+        self.note_inputs = self.is_shared = self._has_group = False
         self.micro_step_index = -1
         self._indices = count()
         self._lock = threading.Lock()
-        self._active: dict[int, list[Call]] = {}  # by thread
+        self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
+        # By thread, if the object is shared: the call that started last, and the groups that have seen its start.
+        self._started: dict[int, tuple[Call, set[object]]] = {}
         self.call_indices: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
         # The backward pass, and the number of its calls so far.
         self.recompute_progress: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
         self._repeatable: list[tuple[int, Memory]] = []  # calls that a backward pass may repeat, and their inputs
         self._most_repeatable = _FEW_CALLS
 
-    def enter(self, inputs: Iterable[Any] = ()) -> Call:
-        """Start a call. `inputs` are the arguments of the module."""
+    def add_group(self, *, note_inputs: bool = True) -> None:
+        """Add a hook group; `note_inputs`: whether it needs to know which calls repeat an earlier one."""
+        self.is_shared, self._has_group = self._has_group, True
+        self.note_inputs |= note_inputs
+
+    def enter(self, group: object, inputs: Iterable[Any] = ()) -> Call:
+        """Start a call in a hook group. `inputs` are the arguments of the module."""
         micro_step_index = self.clock.micro_step_index
         if self.micro_step_index != micro_step_index:
             self._begin(micro_step_index)
-        active = self._active.get(_thread())
+        key = _thread(), group
+        active = self._active.get(key)
         if active is None:
-            active = self._active.setdefault(_thread(), [])
+            active = self._active.setdefault(key, [])
         elif active and active[0].micro_step_index != micro_step_index:  # an exception ended it
             active.clear()
-        if graph_task() == -1 and _is_grad_enabled() and _packing_hooks(True) is None:
+        if self.is_shared and (other := self._started_by_others(group)) is not None:
+            call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment)
+        elif graph_task() == -1 and _is_grad_enabled() and _packing_hooks(True) is None:
             index = next(self._indices)
             call = Call(index, index, micro_step_index)
         else:
             call = self._enter_segment(inputs, active)
         active.append(call)
+        if self.is_shared:
+            self._started.setdefault(key[0], (call, set()))[1].add(group)
         return call
+
+    def _started_by_others(self, group: object) -> Call | None:
+        """Return the call whose start other groups have seen, and this one sees now; None if it sees a start first."""
+        call, groups = self._started.get(_thread(), (None, ()))
+        if call is not None and group not in groups and call.micro_step_index == self.micro_step_index:
+            return call
+        self._started.pop(_thread(), None)
+        return None
 
     def _begin(self, micro_step_index: int) -> None:
         """Start to count the calls of a micro-step. Several threads may do so at once."""
@@ -150,9 +175,12 @@ class Calls:
         segment = segments[0][0] if segments else None
         return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment)
 
-    def leave(self) -> Call | None:
-        """End the last active call of this thread; None if its start was not seen."""
-        active = self._active.get(_thread())
+    def leave(self, group: object) -> Call | None:
+        """End the last active call of this thread in a hook group; None if its start was not seen."""
+        key = _thread(), group
+        active = self._active.get(key)
+        if self.is_shared:
+            self._started.pop(key[0], None)
         return active.pop() if active else None
 
     @property

@@ -51,6 +51,7 @@ class ModuleHooks(InertWhenCopied):
         module: The module.
         attached_hooks: The sites.
         clock: The clock of the probe.
+        calls: The calls of the module.
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
         suspend: Whether the hooks may be suspended.
@@ -68,6 +69,7 @@ class ModuleHooks(InertWhenCopied):
         module: nn.Module,
         attached_hooks: Sequence[AttachedHook],
         clock: Clock,
+        calls: Calls,
         *,
         prepend: bool = False,
         always_call: bool = False,
@@ -83,7 +85,8 @@ class ModuleHooks(InertWhenCopied):
         self.active = False
         # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
         only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
-        self.calls = Calls(clock, note_inputs=not only_values)
+        self.calls = calls
+        self.calls.add_group(note_inputs=not only_values)
         for attached in attached_hooks:
             attached.module_calls = self.calls
         # Sites that are not scheduled; empty after the next call of the module.
@@ -156,7 +159,7 @@ class ModuleHooks(InertWhenCopied):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if self.plain is not None and _transform() is None:
-            call = self.calls.enter((*args, *kwargs.values()) if kwargs else args)
+            call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
             if self.plain.changes_gradient:
                 self.output_gradients.store_arguments(args, kwargs, call)
             return None
@@ -180,7 +183,7 @@ class ModuleHooks(InertWhenCopied):
                     attached.count_opportunity()
                     attached.count_miss(TRANSFORMED)
             return None
-        call = self.calls.enter((*args, *kwargs.values()))
+        call = self.calls.enter(self, (*args, *kwargs.values()))
         if not (self.pre or self.input_gradients.is_requested or self.output_gradients.attached_hooks):
             return None
         original = new = join_arguments(args, kwargs)
@@ -205,7 +208,7 @@ class ModuleHooks(InertWhenCopied):
             return self._after(module, args, kwargs, output)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if (call := self.calls.leave()) is None:  # its start was not seen
+        if (call := self.calls.leave(self)) is None:  # its start was not seen
             return None
         if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
             self._note_overtaking_hooks()

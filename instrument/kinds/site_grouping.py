@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +15,7 @@ from .function_pauses import FunctionPauses
 from .functions import FunctionHooks, FunctionThreads
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
+from .module_calls import Calls
 from .module_tensors import ModuleHooks
 from .optimizer import StepHooks
 from .optimizer_owners import Owners
@@ -46,6 +49,7 @@ def group_sites(
     threads = FunctionThreads([spec for spec in specs.values() if spec.definition.of_functions], clock)
     early = _early_sites(attached_hooks)
     groups: dict[Location, list[AttachedHook]] = {}
+    calls: defaultdict[nn.Module, Calls] = defaultdict(partial(Calls, clock))
     for attached in attached_hooks:
         groups.setdefault((*_location(attached), attached in early), []).append(attached)
     for (group_type, _, prepend, always_call, is_early), sites in groups.items():
@@ -55,13 +59,20 @@ def group_sites(
         if group_type is ModuleHooks:
             suspend = module not in never_suspended
             yield ModuleHooks(
-                module, sites, clock, prepend=prepend, always_call=always_call, suspend=suspend, early=is_early
+                module,
+                sites,
+                clock,
+                calls[module],
+                prepend=prepend,
+                always_call=always_call,
+                suspend=suspend,
+                early=is_early,
             )
         elif group_type is FunctionHooks:
             suspend = module not in never_suspended
-            yield FunctionHooks(module, sites, clock, threads, suspend=suspend)
+            yield FunctionHooks(module, sites, clock, calls[module], threads, suspend=suspend)
         elif group_type is ModuleBackwardHooks:
-            yield ModuleBackwardHooks(module, sites, clock, prepend=prepend)
+            yield ModuleBackwardHooks(module, sites, clock, calls[module], prepend=prepend)
         elif group_type is StateDictHooks:
             yield StateDictHooks(module, sites, clock)
         elif group_type is GradientHooks:

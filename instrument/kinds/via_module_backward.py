@@ -40,7 +40,13 @@ class ModuleBackwardHooks(InertWhenCopied):
     """
 
     def __init__(
-        self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock, *, prepend: bool = False
+        self,
+        module: nn.Module,
+        attached_hooks: Sequence[AttachedHook],
+        clock: Clock,
+        calls: Calls,
+        *,
+        prepend: bool = False,
     ) -> None:
         if module._is_full_backward_hook is False:
             site = attached_hooks[0].site
@@ -54,7 +60,8 @@ class ModuleBackwardHooks(InertWhenCopied):
         self.attached_hooks = attached_hooks
         self.clock = clock
         self.returns_tensor = True  # whether the output is a tensor, not a tuple
-        self.calls = Calls(clock)
+        self.calls = calls
+        self.calls.add_group()
         for attached in attached_hooks:
             attached.module_calls = self.calls
         # The calls whose gradients are expected, by PyTorch's object for the backward hooks of one call.
@@ -84,11 +91,11 @@ class ModuleBackwardHooks(InertWhenCopied):
         """Start a call."""
         if self.clock.closed:
             return
-        self.calls.enter(args)
+        self.calls.enter(self, args)
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """Count the call, the gradients to expect, and the sites that cannot get one."""
-        if self.clock.closed or (call := self.calls.leave()) is None or call.graph_is_discarded:
+        if self.clock.closed or (call := self.calls.leave(self)) is None or call.graph_is_discarded:
             return
         self.returns_tensor = isinstance(output, Tensor)
         if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in iter_tensors(output)):

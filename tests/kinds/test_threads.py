@@ -72,6 +72,34 @@ def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> Non
         assert values["after", call] == 2 * values["before", call]
 
 
+def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
+    """An intervention and a hook on functions have hook groups of their own."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 2.0)
+    record = {"layers": ".", "action": "record", "stats": ["mean"]}
+    specs = {
+        "input": {**record, "kind": "forward_pre"},
+        "output": {**record, "kind": "forward"},
+        "half": {"layers": ".", "kind": "forward", "action": "scale", "factor": 0.5},
+        "function": {**record, "kind": "function", "functions": "linear"},
+        "module": {**record, "kind": "full_backward", "role": "grad_output", "via": "module"},
+    }
+    with instrument.attach(model, specs) as probe:
+
+        def call(index: int) -> None:
+            for i in range(CALLS):
+                number = float(index * CALLS + i + 1)
+                (model(torch.full((1, 1), number, requires_grad=True)) * number).sum().backward()
+
+        in_threads(call)
+        probe.end_step()
+    means = probe.stats.pivot(index="call", columns="hook", values="mean")
+    assert len(means) == THREADS * CALLS
+    assert (means.output == 2 * means.input).all()
+    assert (means.function == 2 * means.input).all()
+    assert (means.module == means.input).all()
+
+
 def test_counters_hold_while_steps_end() -> None:
     """One thread ends steps while the others call the model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
