@@ -191,7 +191,7 @@ class RunTables:
             The rows of all runs, without the columns `run`, `seed` and the overrides.
 
         Raises:
-            ValueError: The table does not exist.
+            ValueError: The table, or one of the columns, does not exist.
         """
         check_table(table)
         custom = self._custom(table, columns)
@@ -214,7 +214,7 @@ class RunTables:
             Arrow record batches with these columns, run by run.
 
         Raises:
-            ValueError: The table does not exist.
+            ValueError: The table, or one of the columns, does not exist.
         """
         check_table(table)
         custom = self._custom(table, columns)
@@ -227,10 +227,15 @@ class RunTables:
                     yield batch
 
     def _custom(self, table: str, columns: Sequence[str]) -> list[str]:
-        """Return those columns that are custom statistics or metrics."""
+        """Return those columns that are custom statistics or metrics; see `scan` for errors."""
         standard = TABLES[table].schema.names
-        unknown = [name for name in columns if name not in standard]
-        return [name for name in unknown if name in self.custom_columns(table)]
+        custom = [name for name in columns if name not in standard]
+        known = self.custom_columns(table) if custom else ()
+        if unknown := [name for name in custom if name not in known]:
+            raise ValueError(
+                f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"
+            )
+        return custom
 
     def count(self, table: str) -> int:
         """Return the number of rows of a table, without reading the rows.

@@ -183,6 +183,15 @@ def test_unknown_table_is_refused(tmp_path: Path) -> None:
             read()
 
 
+@pytest.mark.parametrize("name", ["leyer", "run"])
+def test_unknown_column_is_refused(tmp_path: Path, name: str) -> None:
+    run = instrument.load(make_run(tmp_path / "run"))
+    for read in (lambda: run.read("stats", ["step", name]), lambda: [*run.scan("stats", ["step", name])]):
+        with pytest.raises(ValueError, match=rf"table 'stats' has no column '{name}'; its columns are step, .*layer"):
+            read()
+    assert not run.problems
+
+
 @pytest.mark.parametrize("name", ["leyer", "values", "shape"])
 def test_tensor_filter_by_an_unknown_column_is_refused(tmp_path: Path, name: str) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
