@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 # `python -m instrument.report` imports this package before the module of the command; its name follows `-m`.
 if sys.argv[:1] == ["-m"] and f"{sys.orig_argv[-len(sys.argv)]}.".startswith(f"{__name__}."):
-    from .cli.interrupts import end_with_one_line
+    from .cli.interrupts import handle_interrupts
 
-    end_with_one_line()
+    handle_interrupts()
 
 __all__ = [
     "AlreadyAttachedError",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from .cli.interrupts import end_with_one_line
+from .cli.interrupts import handle_interrupts
 
 
 def main() -> None:
     """Run the command line and end the process."""
-    end_with_one_line()
+    handle_interrupts()
     from .cli.command import command
     from .cli.job import job
 

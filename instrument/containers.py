@@ -83,14 +83,14 @@ class _Container:
     Attributes:
         value: The container.
         entries: Its entries.
-        users: The containers that contain it.
+        parents: The containers that contain it.
         replaced: The new leaves, by the index of their entry.
         new: The container that replaces it.
     """
 
     value: Any
     entries: Sequence[tuple[Any, Any]]
-    users: list[_Container] = dataclasses.field(default_factory=list)
+    parents: list[_Container] = dataclasses.field(default_factory=list)
     replaced: dict[int, Any] = dataclasses.field(default_factory=dict)
     new: Any = _MISSING
 
@@ -109,7 +109,7 @@ class _Container:
 
 
 def map_leaves(
-    value: Any, change: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool], path: str = "", *, held: Any = ()
+    value: Any, change: Callable[[str, Any], Any], is_leaf: Callable[[Any], bool], path: str = "", *, in_place: Any = ()
 ) -> Any:
     """Return a value with each leaf replaced by `change(path, leaf)`. Repeated and cyclic references are kept.
 
@@ -118,7 +118,7 @@ def map_leaves(
         change: Takes the path and the leaf, in the order of `leaves`. It returns the same object to keep a leaf.
         is_leaf: See `leaves`.
         path: The path of `value` itself.
-        held: Values whose containers other code reads: those are changed in place, unless they are read-only.
+        in_place: Values whose containers other code reads: those are changed in place, unless they are read-only.
 
     Returns:
         The same object if it is unchanged or was changed in place; otherwise a copy. A copy shares what is unchanged.
@@ -145,16 +145,16 @@ def map_leaves(
             prefix = f"{path}." if path else ""
             waiting += [(f"{prefix}{found[i][0]}", found[i][1], container, i) for i in reversed(range(len(found)))]
         if user is not None:
-            container.users.append(user)
+            container.parents.append(user)
     if changed:
-        _replace(known, changed, held)
+        _replace(known, changed, in_place)
         return value if (root := known[id(value)]).new is _MISSING else root.new
     return value
 
 
-def _replace(known: Mapping[int, _Container], changed: Sequence[_Container], held: Any) -> None:
+def _replace(known: Mapping[int, _Container], changed: Sequence[_Container], in_place: Any) -> None:
     """Set `new` of all containers that change, because a leaf or a container in them changes."""
-    held_ids = _containers_in(held) if held else ()
+    in_place_ids = _containers_in(in_place) if in_place else ()
     waiting, copies, fixed = [*changed], [], []
     seen: set[int] = set()
     while waiting:
@@ -162,11 +162,11 @@ def _replace(known: Mapping[int, _Container], changed: Sequence[_Container], hel
         if id(container) in seen:
             continue
         seen.add(id(container))
-        if id(container.value) in held_ids and container.is_writable:
+        if id(container.value) in in_place_ids and container.is_writable:
             container.new = container.value
             copies.append(container)
             continue  # the containers around it still contain the same object
-        waiting += container.users
+        waiting += container.parents
         if is_modifiable(container.value):
             container.new = _shallow_copy(container.value)
             copies.append(container)

@@ -29,20 +29,20 @@ def iter_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     return leaves(value, _is_tensor, path)
 
 
-def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "", *, held: Any = ()) -> Any:
+def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "", *, in_place: Any = ()) -> Any:
     """Return the value with each tensor replaced by `fn(path, tensor)`.
 
     If `fn` returns all tensors unchanged, the result is the same object as `value`. Otherwise containers are copied,
-    not modified, except those in `held`.
+    not modified, except those in `in_place`.
 
     Args:
         value: A tensor, or tensors in tuples, lists, mappings, dataclasses and similar objects; see
             `instrument.containers.entries`.
         fn: Takes the path and the tensor, and returns the new tensor.
         path: The path of `value` itself.
-        held: Values whose containers other code reads. They are changed in place where they allow it.
+        in_place: Values whose containers other code reads. They are changed in place where they allow it.
     """
-    return map_leaves(value, fn, _is_tensor, path, held=held)
+    return map_leaves(value, fn, _is_tensor, path, in_place=in_place)
 
 
 def _is_tensor(value: Any) -> bool:

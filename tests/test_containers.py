@@ -115,14 +115,14 @@ def test_map_copies_the_containers_of_any_class(make: Callable[..., Any]) -> Non
 @pytest.mark.parametrize("make", MODIFIABLE.values(), ids=MODIFIABLE)
 def test_held_container_is_changed_in_place(make: Callable[..., Any]) -> None:
     value = make(x=torch.zeros(1), y=torch.ones(1))
-    assert map_tensors((value, torch.zeros(1)), plus_one, held={"batch": [value]})[0] is value
+    assert map_tensors((value, torch.zeros(1)), plus_one, in_place={"batch": [value]})[0] is value
     assert values_of(value) == {"x": 1.0, "y": 2.0}
 
 
 @pytest.mark.parametrize("make", READ_ONLY.values(), ids=READ_ONLY)
 def test_held_container_that_is_read_only_is_copied(make: Callable[..., Any]) -> None:
     value = make(x=torch.zeros(1), y=torch.ones(1))
-    assert values_of(map_tensors(value, plus_one, held=(value,))) == {"x": 1.0, "y": 2.0}
+    assert values_of(map_tensors(value, plus_one, in_place=(value,))) == {"x": 1.0, "y": 2.0}
     assert values_of(value) == {"x": 0.0, "y": 1.0}
 
 
@@ -172,7 +172,7 @@ def test_cyclic_references_are_visited_once_and_kept() -> None:
     assert all(child.parent is new for child in new.children)
     assert all(child.parent is root for child in root.children)
     assert structure(root).startswith("Node(x=float32 [1], parent=NoneType, children=[Node(x=float32 [1], parent=...")
-    assert map_tensors(root, plus_one, held=root) is root
+    assert map_tensors(root, plus_one, in_place=root) is root
     assert values_of(root) == {"x": 1.0, "children.0.x": 2.0, "children.1.x": 3.0}
 
 

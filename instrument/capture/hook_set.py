@@ -153,7 +153,7 @@ class HookSet:
     def end_step(self) -> None:
         """Report replaced modules and hooks of other code, and end the calls of modules that an interrupt left unfinished."""
         self.report_replacements()
-        self.report_overtaking_hooks()
+        self.report_hook_order()
         if self._functions is not None:
             self._functions.mode.leave_all()
         if self._announced is not None:
@@ -208,12 +208,12 @@ class HookSet:
         for attached in scheduled:
             attached.update_coverage(SKIPPED_STEP if skipped else None)
 
-    def report_overtaking_hooks(self) -> None:
+    def report_hook_order(self) -> None:
         """Report each hook of other code that got an output before an intervention changed it, once for each module."""
         for group in self._acting_first:
-            for hook, attached in group.overtaken_by.items():
+            for hook, attached in group.earlier_hooks.items():
                 if attached is not None:
-                    group.overtaken_by[hook] = None  # reported
+                    group.earlier_hooks[hook] = None  # reported
                     site = attached.site
                     self.event(
                         "hook_order",

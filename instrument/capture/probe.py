@@ -663,8 +663,10 @@ class Probe:
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         if self._metrics.unwritten and error is None:
             names = ", ".join(self._metrics.unwritten)
-            self.event("metrics", f"logged after the last end_step, and in no row of the metrics table: {names}")
-        self._hooks.report_overtaking_hooks()
+            self.event(
+                "metrics", f"metrics that were logged after the last end_step are missing in the metrics table: {names}"
+            )
+        self._hooks.report_hook_order()
         self.recorder.samples.end(is_checked=error is None)
         if isinstance(error, Exception):
             for hook in self.recorder.flight_recorder.steps:

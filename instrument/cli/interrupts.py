@@ -1,4 +1,4 @@
-"""Ctrl-C in a command, also while its modules are imported, which takes a noticeable time."""
+"""Ctrl-C in a command, also while its modules are imported."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 from types import TracebackType
 
 
-def end_with_one_line() -> None:
-    """From now on, an interrupt that no code handles ends the process with exit code 130 and one line instead of a traceback."""
+def handle_interrupts() -> None:
+    """Make an interrupt that no code handles end the process with exit code 130 and one line instead of a traceback."""
     sys.excepthook = _end
 
 

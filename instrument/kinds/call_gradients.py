@@ -26,10 +26,10 @@ class CallGradients:
         attached_hooks: The sites.
         call: The call.
         clock: The clock of the probe.
-        held: See `map_tensors`.
+        in_place: See `map_tensors`.
     """
 
-    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, held: Any = ()) -> None:
+    def __init__(self, attached_hooks: Sequence[AttachedHook], call: Call, clock: Clock, in_place: Any = ()) -> None:
         self.attached_hooks = (
             [attached for attached in attached_hooks if not attached.is_record_hook]
             if call.graph_is_discarded
@@ -37,7 +37,7 @@ class CallGradients:
         )
         self.call = call
         self.clock = clock
-        self.held = held
+        self.in_place = in_place
         self.has_tensors = False
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
@@ -179,7 +179,7 @@ class CallGradients:
         if not self.aliases:
             return value
         return map_tensors(
-            value, lambda path, tensor: self.aliases.get(self._key(path, tensor), tensor), held=self.held
+            value, lambda path, tensor: self.aliases.get(self._key(path, tensor), tensor), in_place=self.in_place
         )
 
     def count_opportunities(self, *, missing_is_expected: bool) -> None:

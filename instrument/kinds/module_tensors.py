@@ -58,7 +58,7 @@ class ModuleHooks(InertWhenCopied):
         early: Whether the forward hook runs before those of other code that are registered already.
 
     Attributes:
-        overtaken_by: The hooks of other code that were prepended later, each with an intervention that changes the output after
+        earlier_hooks: The hooks of other code that were prepended later, each with an intervention that changes the output after
             it.
     """
 
@@ -98,7 +98,7 @@ class ModuleHooks(InertWhenCopied):
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
         self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
-        self.overtaken_by: dict[str, AttachedHook | None] = {}
+        self.earlier_hooks: dict[str, AttachedHook | None] = {}
         self.intervenes_first: AttachedHook | None = (
             None  # a scheduled intervention on outputs that other hooks should get
         )
@@ -211,7 +211,7 @@ class ModuleHooks(InertWhenCopied):
         if (call := self.calls.leave(self)) is None:  # its start was not seen
             return None
         if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
-            self._note_overtaking_hooks()
+            self._note_earlier_hooks()
         new = given = returned_value(output, args, kwargs)
         remaining = self.output
         if self.plain is not None:
@@ -227,15 +227,15 @@ class ModuleHooks(InertWhenCopied):
         if self.forward_input:
             self._act(self.forward_input, join_arguments(args, kwargs), call)
         # The caller reads the containers that it passed, also if the module returns them.
-        held = (args, kwargs)
+        in_place = (args, kwargs)
         if remaining:
-            new = self._act(remaining, new, call, held)
+            new = self._act(remaining, new, call, in_place)
         if self.output_gradients.attached_hooks:
-            new = self.output_gradients.register(module, new, call, held)
+            new = self.output_gradients.register(module, new, call, in_place)
         write_back(call.copies)
         return None if new is given or output is None else new
 
-    def _note_overtaking_hooks(self) -> None:
+    def _note_earlier_hooks(self) -> None:
         """Note the hooks of other code that run before this one although they were registered later."""
         registered = list(self.module._forward_hooks.items())
         self._first_hook = registered[0][0]
@@ -244,9 +244,9 @@ class ModuleHooks(InertWhenCopied):
                 break
             is_ours = isinstance(getattr(hook, "__self__", None), InertWhenCopied)
             if key > self._own_hook and not (is_ours or _stays_before(hook)):
-                self.overtaken_by.setdefault(describe_callable(hook), self.intervenes_first)
+                self.earlier_hooks.setdefault(describe_callable(hook), self.intervenes_first)
 
-    def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, held: Any = ()) -> Any:
+    def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, in_place: Any = ()) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
@@ -267,9 +267,9 @@ class ModuleHooks(InertWhenCopied):
         new = value
         for group in groups_of(active_hooks, is_together):
             if not is_together(group[0]):
-                new = map_tensors(new, partial(act, group), held=held)
+                new = map_tensors(new, partial(act, group), in_place=in_place)
                 continue
-            new, obstacle = act_together(group[0], new, firing, held=held)
+            new, obstacle = act_together(group[0], new, firing, in_place=in_place)
             if obstacle is None:
                 fired.add(group[0])
             else:

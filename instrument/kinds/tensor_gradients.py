@@ -208,12 +208,12 @@ class OutputGradients:
         call.versions = versions_of(inputs)
         call.inputs_are_data = not any(tensor.requires_grad for tensor in inputs)
 
-    def register(self, module: nn.Module, output: Any, call: Call, held: Any = ()) -> Any:
-        """Register hooks for all output tensors. Return the output for the caller; `held`: see `map_tensors`."""
+    def register(self, module: nn.Module, output: Any, call: Call, in_place: Any = ()) -> Any:
+        """Register hooks for all output tensors. Return the output for the caller; `in_place`: see `map_tensors`."""
         groups, joins = gradient_groups(self.attached_hooks, output)
         # The hook that is next to the caller sees its gradients first.
         for group in reversed(groups):
-            gradients = CallGradients(group, call, self.clock, held)
+            gradients = CallGradients(group, call, self.clock, in_place)
             if joins and is_together(group[0]):
                 output = gradients.join(output)
             else:

@@ -55,7 +55,7 @@ def is_together(attached: AttachedHook) -> bool:
 
 
 def act_together(
-    attached: AttachedHook, value: Any, firing: Firing, root: str = "", *, held: Any = ()
+    attached: AttachedHook, value: Any, firing: Firing, root: str = "", *, in_place: Any = ()
 ) -> tuple[Any, str | None]:
     """Run a hook on all tensors of a value.
 
@@ -64,7 +64,7 @@ def act_together(
         value: A tensor or nested tensors.
         firing: Which of several firings this is.
         root: The path of the value.
-        held: See `map_tensors`.
+        in_place: See `map_tensors`.
 
     Returns:
         The new value; and why the hook did not run, or None.
@@ -75,7 +75,7 @@ def act_together(
     if not tensors:
         return value, next(iter(obstacles.values()), None) or attached.no_tensor_reason(value, root)
     new = attached.fire_together(tensors, firing)
-    return map_tensors(value, new.get, root, held=held), None
+    return map_tensors(value, new.get, root, in_place=in_place), None
 
 
 def join_gradients(tensors: Sequence[Tensor], hook: GradientsHook) -> tuple[Tensor, ...]:

@@ -154,7 +154,7 @@ def test_rows_reach_the_sink_when_the_step_ends(model: nn.Module) -> None:
         ("skipped", "has its own column 'skipped'"),
         ("step", "has its own column 'step'"),
         ("Loss", "has its own column 'loss'"),
-        ("val loss", "is no name of a metric"),
+        ("val loss", "is not a valid name of a metric"),
     ],
 )
 def test_name_of_a_metric_is_checked(model: nn.Module, name: str, message: str) -> None:
@@ -228,7 +228,7 @@ def test_logged_metrics_are_in_the_next_row_of_their_phase(model: nn.Module) -> 
 
 
 def test_metric_logged_after_the_last_step_is_an_event(model: nn.Module) -> None:
-    expected = pytest.warns(instrument.InstrumentWarning, match="in no row of the metrics table: reward")
+    expected = pytest.warns(instrument.InstrumentWarning, match="are missing in the metrics table: reward")
     with expected, instrument.attach(model, {"h": RECORD}) as probe:
         model(X)
         probe.end_step(loss=1.0)
