@@ -59,7 +59,7 @@ def test_root_is_a_dot_and_unscheduled_hooks_are_reported() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:FutureWarning", "ignore::instrument.InstrumentWarning")
 @pytest.mark.parametrize("kind", ["forward", "full_backward", "parameter_grad_micro"])
-def test_torchscript_modules_have_a_reason_and_their_parameters_have_hooks(kind: str) -> None:
+def test_torchscript_modules_have_a_reason_and_parameter_hooks(kind: str) -> None:
     scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     model = nn.Sequential(scripted, nn.Linear(4, 2))
     hooks = {"r": {"layers": "**", "kind": kind, "action": "record"}}

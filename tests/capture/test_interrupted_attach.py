@@ -205,7 +205,7 @@ def test_later_registration_that_fails_registers_nothing() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_interrupts_while_detaching_are_raised_once_when_all_rows_are_written(times: int) -> None:
+def test_interrupts_while_detaching_are_raised_after_all_rows(times: int) -> None:
     model = nn.Linear(2, 2)
     probes: list[Any] = []
 

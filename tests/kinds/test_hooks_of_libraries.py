@@ -117,7 +117,7 @@ def test_hook_that_is_prepended_later_is_reported_once(options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("options", [{"prepend": False}, {"when": {"stat": "mean", "above": 5}, "start": 1}])
-def test_hook_before_an_intervention_that_acts_last_or_never_is_not_reported(options: dict[str, Any]) -> None:
+def test_hook_before_a_last_or_unscheduled_intervention_is_valid(options: dict[str, Any]) -> None:
     model = nn.Identity()
     with instrument.attach(model, {"ablate": {**ZERO, "layers": ".", **options}}, rules=None) as probe:
         model.register_forward_hook(lambda module, args, output: None, prepend=True)

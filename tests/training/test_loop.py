@@ -249,7 +249,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_accumulation_of_weighted_losses_gives_the_gradient_of_one_batch(name: str) -> None:
+def test_accumulated_weighted_losses_have_the_gradient_of_one_batch(name: str) -> None:
     task = {**CONFIG["task"], "loss": LOSSES[name], **(ONE_HOT if name in ("distributions", "bce", "bce_sum") else {})}
     config = {"task": task, "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.0}}
     experiment = prepare_experiment(
