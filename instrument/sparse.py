@@ -1,4 +1,4 @@
-"""Sparse tensors: their stored values, and the tensors with other values in the same places."""
+"""Sparse tensors: their stored values, and the replacement of these."""
 
 from __future__ import annotations
 

@@ -75,12 +75,12 @@ class Context:
             `together: true`, the path of the function call, or empty.
         moment: Step, micro-step, epoch and phase.
         call: The index of the module's call within the micro-step, from 0. -1 if activation checkpointing recomputes a call
-            of which it is unknown.
+            whose index is unknown.
         backward: The index of the tensor's gradient, from 0. A double backward pass gives a second gradient, and so does a
             second pass through a retained graph. 0 for other tensors.
         recompute: Whether activation checkpointing recomputes the forward pass.
-        origin: The index of the call that this one repeats in the backward pass, with the same random numbers. None, or `call`,
-            if it repeats none. -1 if it is unknown.
+        origin: The index of the call that this one repeats in the backward pass, with the same random numbers. None, or the same as
+            `call`, if this call repeats no other one. -1 if it is unknown.
         value: For a gradient: the detached tensor that it belongs to, if available. For an update: the parameter after
             the update. Otherwise None.
         values: With `together: true`, for gradients: the detached tensors that they belong to, by path. Otherwise empty.

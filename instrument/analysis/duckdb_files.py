@@ -55,7 +55,7 @@ class DuckDBFiles(AbstractFileSystem):  # type: ignore[misc]
         return [path] if path in self._names else cast(list[str], self._files.glob(path, **options))
 
     def info(self, path: str, **options: Any) -> dict[str, Any]:
-        """Return what is known about a file."""
+        """Return the entry of a file: its name, size and type."""
         return cast(dict[str, Any], self._files.info(path, **options))
 
     def modified(self, path: str) -> Any:

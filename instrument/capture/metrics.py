@@ -43,7 +43,7 @@ def checked_metrics(metrics: Mapping[str, Any], *internal: str) -> dict[str, Ten
             raise TypeError(f"{name}: the metrics table has its own column {name.lower()!r}; use another name")
         if not name.isidentifier():
             raise TypeError(
-                f"{name!r} is no name of a metric: use letters, digits and underscores, such as 'episode_return'"
+                f"{name!r} is not a valid name of a metric: use letters, digits and underscores, such as 'episode_return'"
             )
     return {name: _number(name, value) for name, value in metrics.items()}
 

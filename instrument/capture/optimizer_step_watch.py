@@ -141,10 +141,10 @@ class AnnouncedSteps(_OptimizerWatch):
         self._announced.discard(optimizer)
 
     def announce(self, optimizers: Sequence[Optimizer]) -> None:
-        """Note that a step follows.
+        """Record that the loop makes a step next.
 
         Raises:
-            HookError: It was announced before, and did not follow.
+            HookError: The step that was announced before did not follow.
         """
         if any(each in self._announced and each not in self._stepping for each in optimizers):
             raise HookError(

@@ -45,7 +45,7 @@ class LightningCallback(TrainerCallbackBase, Callback):
     _steps_done = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the hooks. Before, Lightning has not restored the step and the epoch."""
+        """Attach the hooks. Lightning has restored the step and the epoch by now."""
         self._steps_done = trainer.global_step  # of all optimizers together
         several = len(trainer.optimizers) > 1
         self._attach(

@@ -28,9 +28,7 @@ INLINED = (
     "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
     "of the graph, or hook the parameters"
 )
-SCRIPT = (
-    "it is a TorchScript module, whose calls PyTorch shows to no hook: hook the module around it, or its parameters"
-)
+SCRIPT = "it is a TorchScript module, for which PyTorch calls no hooks: hook the module around it, or its parameters"
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
 NO_GRAPH = (

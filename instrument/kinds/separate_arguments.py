@@ -77,7 +77,7 @@ class SeparateGradients:
 
 
 class SeparateArguments:
-    """Evaluates a module again with separate arguments. To be created before the module runs.
+    """Evaluates a module again with separate arguments. Create it before the module runs.
 
     Args:
         inputs: What the module is called with.

@@ -11,7 +11,7 @@ from ..spec.rules import ExplodingActivationRule, ExplodingGradientRule
 from .rule import Firing, LocatedRule, extended, pack, unpack
 from .step_rows import Bounds, Chosen, FloatArray, IndexArray, QuietSteps, StepRows, quiet_values
 
-FEWEST = 2  # previous values: a first value alone, such as that behind weights of zero, is no reference
+FEWEST = 2  # required previous values: a single one, such as that of weights that start at zero, is no reference
 SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
 GrowthT = TypeVar("GrowthT", bound=ExplodingGradientRule | ExplodingActivationRule)
 
@@ -31,8 +31,9 @@ class Windows:
     """The last values at each location.
 
     The median is only computed if a value exceeds `factor` times a lower bound of it, because the median of every location
-    would cost more than all rules together. Before `after` values exist, it is the square of `factor`. The lower bound is half
-    of the smallest positive value: the median of an even number of values can be the mean of zero and this value.
+    would cost more than all rules together. Before `after` values exist, the square of `factor` is used instead of `factor`.
+    The lower bound is half of the smallest positive value: the median of an even number of values can be the mean of zero and
+    this value.
 
     Args:
         spec: The fields of the rule.

@@ -14,7 +14,7 @@ from .rule import CatalogueRule, Firing
 from .step_rows import Bounds, QuietSteps, StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
-FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, is no measure of the others
+FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
 LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 

@@ -77,8 +77,8 @@ class DataConfig(Spec):
     """The dataset, and its slices for training and evaluation."""
 
     dataset: Target = Field(
-        description="A callable that returns a dataset with a length, or an iterable one. It gets the split of a slice as `split`, or as "
-        "`train=True` or `False`, if it has this parameter and the configuration does not set it."
+        description="A callable that returns a dataset with a length, or an iterable one. It gets the split of a slice as "
+        "`train=True` or `False`, or else as `split`, if it has this parameter and the configuration does not set it."
     )
     root: str = Field(
         "data", description="The folder of datasets on disk. The environment variable INSTRUMENT_DATA overrides it."

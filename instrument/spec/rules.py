@@ -112,7 +112,7 @@ class NonFiniteRule(RuleBase):
     """A recorded tensor contains NaN or infinity, or the loss is not finite.
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
-    a softmax turns into zeros: those of an argument do not count unless the loss of the step is not finite, and those of an output
+    a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
     do not count if it is finite. The values of layers with weights are no masks.
     """
 
@@ -131,7 +131,7 @@ class _GrowthRule(RuleBase):
     after: Count = Field(10, description="How many previous values have to exist.")
     above: NonNegative | None = Field(
         None,
-        description="The value exceeds this number, whatever the previous values are; null: any value may be usual.",
+        description="The value exceeds this number, whatever the previous values are; null: no absolute bound.",
     )
 
     @model_validator(mode="after")
@@ -145,7 +145,7 @@ class ExplodingGradientRule(_GrowthRule):
     """The `l2` of a gradient is far above the median of its previous values.
 
     A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
-    `factor: 100`. The size itself is no fault: it is proportional to the scale of the loss, such as a sum over samples.
+    `factor: 100`. The norm itself is no reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
     """
 
     rule: Literal["exploding_gradient"]
@@ -239,12 +239,13 @@ class UnchangedParameterRule(PersistentRule):
 class ZeroLearningRateRule(PersistentRule):
     """The learning rate is exactly 0: no parameter of the first group changes.
 
-    A linear warm-up starts with 0 for one step, hence several steps in succession. The number is that of `unchanged_parameter`.
+    A linear warm-up starts with 0 for one step, hence several steps in succession. The default of `for` is that of
+    `unchanged_parameter`.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
     rule: Literal["zero_learning_rate"]
-    for_: Count = Field(3, alias="for", description="In how many steps in succession.")
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
 
 
 class UpdateRatioRule(PersistentRule):
@@ -274,8 +275,8 @@ class LossNotDecreasingRule(RuleBase):
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small
     learning rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window.
     A loss that becomes negative, such as that of a Wasserstein critic, is no measure of an error and does not count. Neither does
-    one that rises and falls, such as that of a generator whose opponent learns too: the means of the quarters of the window have to
-    be equal to 5%, or to rise from each quarter to the next.
+    one that rises and falls, such as that of a generator whose opponent learns too: the rule fires only if the means of the quarters
+    of the window are equal within 5%, or never fall from one quarter to the next.
     """
 
     source: ClassVar[Literal["stats", "metrics", "samples"]] = "metrics"
@@ -287,8 +288,8 @@ class LossNotDecreasingRule(RuleBase):
 class LossSpikeRule(RuleBase):
     """The training loss is far above the median of the previous losses, and undoes half of what was learned.
 
-    It is also above twice the largest of the last `after` losses, since losses such as those of episodes vary a lot. A
-    ratio of losses with both signs means nothing. If a loss was negative, `factor` therefore refers to the difference from the
+    It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of
+    episodes. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the
     median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at
     least two) is reported at once.
     """
@@ -316,8 +317,8 @@ class OverfitRule(PersistentRule):
     """The evaluation loss is far above the training loss since the last evaluation, and above its own minimum.
 
     The rise above the minimum exceeds 10% of the minimum, and 10% of the decrease from the first training loss to the minimum: the
-    loss of a few wrong but confident predictions rises in healthy trainings too. Negative losses do not count: their ratio means
-    nothing.
+    loss of a few wrong but confident predictions rises in healthy trainings too. Negative losses do not count: their ratio has no
+    meaning.
     SageMaker Debugger (Overfit) has a ratio of 0.1, which most trainings on little data exceed.
     """
 

@@ -17,7 +17,7 @@ _DTYPES = (torch.int64, torch.uint64)
 
 
 def remainders(tensor: Tensor, names: Sequence[str], values: Values) -> dict[str, float]:
-    """Return what the statistics of a tensor lack to the exact integers.
+    """Return the differences between the exact integers and the rounded statistics of a tensor.
 
     Args:
         tensor: Any tensor.

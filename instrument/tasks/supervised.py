@@ -16,7 +16,7 @@ class Supervised(HasLoss):
     """A loss of the model output and the targets. A batch is a pair (inputs, targets).
 
     The loss uses one tensor of the output. If a model returns several, such as the logits and the auxiliary logits of
-    Inception, the run reports which one, and which others get no gradient. `output` selects another one. To train
+    Inception, the run reports which tensor the loss uses, and which get no gradient. `output` selects another one. To train
     with several, such as with the auxiliary logits, write a [custom task](../guides/custom.md#a-custom-task).
 
     Integer targets that the loss ignores (its `ignore_index`, such as -100 for the cross entropy) have no weight. All other
