@@ -49,7 +49,7 @@ def replace_values(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same values, as a node of its own in the graph: a view; of a sparse tensor, a copy."""
+    """Return a tensor with the same values as a separate node of the graph: a view, or a copy of a sparse tensor."""
     return tensor.clone() if is_sparse(tensor) else tensor.view_as(tensor)
 
 

@@ -113,14 +113,14 @@ def test_map_copies_the_containers_of_any_class(make: Callable[..., Any]) -> Non
 
 
 @pytest.mark.parametrize("make", MODIFIABLE.values(), ids=MODIFIABLE)
-def test_held_container_is_changed_in_place(make: Callable[..., Any]) -> None:
+def test_container_of_the_caller_is_changed_in_place(make: Callable[..., Any]) -> None:
     value = make(x=torch.zeros(1), y=torch.ones(1))
     assert map_tensors((value, torch.zeros(1)), plus_one, in_place={"batch": [value]})[0] is value
     assert values_of(value) == {"x": 1.0, "y": 2.0}
 
 
 @pytest.mark.parametrize("make", READ_ONLY.values(), ids=READ_ONLY)
-def test_held_container_that_is_read_only_is_copied(make: Callable[..., Any]) -> None:
+def test_read_only_container_of_the_caller_is_copied(make: Callable[..., Any]) -> None:
     value = make(x=torch.zeros(1), y=torch.ones(1))
     assert values_of(map_tensors(value, plus_one, in_place=(value,))) == {"x": 1.0, "y": 2.0}
     assert values_of(value) == {"x": 0.0, "y": 1.0}

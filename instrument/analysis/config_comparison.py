@@ -105,7 +105,7 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
 
 
 def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) -> list[Training]:
-    """Return trainings whose configuration is their overrides: further values follow from these, in the same sweep.
+    """Return trainings with their overrides as configuration: within a sweep, these determine all other values.
 
     Args:
         run: Several runs.

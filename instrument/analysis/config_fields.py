@@ -20,8 +20,8 @@ def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, A
         values: All values that the key has in several runs.
 
     Returns:
-        Values by key: of the fields of the mapping that another mapping lacks, or has with another value. If the value is
-        no mapping or has no such field, of `key` itself.
+        The values of those fields that another mapping lacks, or has with another value, by key. If the value is not a
+        mapping or has no such field, the value of `key` itself.
     """
     if not isinstance(value, Mapping):
         return {key: value}

@@ -63,7 +63,7 @@ def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
-    """Replace the extremes that float64 rounds by exact integers, in place. Such a column becomes one of objects.
+    """Replace the extremes that float64 rounds by exact integers, in place. Such a column then has the dtype object.
 
     Args:
         frame: Rows of `stats`.

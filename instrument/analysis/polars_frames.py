@@ -143,7 +143,7 @@ class _Collection:
         return left[RUN].to_list()
 
     def _table_files(self) -> TableFiles:
-        """Return the files of the selected runs after checking what polars does not check."""
+        """Return the files of the selected runs, after verifying their checksums, which polars does not verify."""
         table, files = self.source.table, self.source.queried.files
 
         def check(run: int) -> None:

@@ -26,7 +26,7 @@ def checked_metrics(metrics: Mapping[str, Any], *internal: str) -> dict[str, Ten
     """Check the names and values of metrics, and convert NumPy arrays and sequences of one number.
 
     Args:
-        metrics: The metrics by name. A name without a column of its own is a custom metric.
+        metrics: The metrics by name. A name without its own column is a custom metric.
         internal: Names of computed columns that are allowed, for calls by this package.
 
     Returns:

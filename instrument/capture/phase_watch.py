@@ -17,7 +17,7 @@ from .scheduled_hooks import ScheduledHooks
 
 
 class PhaseWatch(InertWhenCopied):
-    """Sets the phase to what the model does when it is called: `train` or `eval`.
+    """Sets the phase from the mode of the model at each call: `train` or `eval`.
 
     Between two steps, the phase is `eval` from a call in evaluation mode or without gradients until the next other call.
     Within a step, a call in evaluation mode interrupts the training for its duration.
@@ -74,7 +74,7 @@ class PhaseWatch(InertWhenCopied):
         self._in_step = False
 
     def observe(self) -> None:
-        """Set the phase to what the model does now. Call it between two calls of the model."""
+        """Set the phase from the current mode of the model. Call it between two calls of the model."""
         self._change(self._phase_of_model())
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002

@@ -250,7 +250,7 @@ class Probe:
         self._scheduled.set_phase(phase)
 
     def follow_model(self) -> PhaseWatch:
-        """From now on, set the phase to what the model does at each call. For the callbacks of trainers.
+        """From now on, set the phase from the mode of the model at each call. For the callbacks of trainers.
 
         Returns:
             The object that sets it, which has to be notified of steps.

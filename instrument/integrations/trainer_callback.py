@@ -104,7 +104,7 @@ class TrainerCallbackBase:
             yield
 
     def _report_clipping(self, probe: AttachedProbe, clipped_by: str) -> None:
-        """Write an event about the side of the clip at which hooks see gradients. Print it if there are such hooks."""
+        """Write an event that states which gradients hooks see around the clip. Print it if there are such hooks."""
         message = (
             f"the trainer clips gradients ({clipped_by}). Hooks of kind parameter_grad and step_pre, and the rules that read "
             "them, see the gradients before the clip; kind step_post with role param_grad sees the clipped gradients"

@@ -42,7 +42,7 @@ class CallGradients:
         # By path, why a tensor that gets a gradient cannot be read.
         self.unreadable: dict[str, str] = {}
         self.expected_paths: set[str] = set()
-        # The identities of tensors that have a gradient of their own at each path. Others have one at all paths.
+        # The identities of tensors that have a separate gradient at each path. Others have one gradient at all paths.
         self.separate: set[int] = set()
         self.registered: set[tuple[AttachedHook, int | str]] = set()
         self.aliases: dict[int | str, Tensor] = {}

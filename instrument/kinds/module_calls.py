@@ -5,7 +5,7 @@ random numbers. The order within the micro-step does not identify a call: segmen
 module may occur in several segments, several times.
 
 Other code calls modules in a backward pass too: the adjoint of a differential equation, reversible blocks, and custom
-implementations of checkpointing. Each of these calls has an index of its own. If it gets the same tensors as an earlier call,
+implementations of checkpointing. Each of these calls has its own index. If it gets the same tensors as an earlier call,
 interventions repeat the random numbers of that call.
 """
 

@@ -35,7 +35,7 @@ def group_sites(
     steps_by_loop: bool = False,
     never_suspended: Collection[nn.Module] = (),
 ) -> Iterator[HookGroup]:
-    """Yield the hook groups of all sites. None is attached.
+    """Yield the hook groups of all sites. They are not attached yet.
 
     Args:
         attached_hooks: The sites.

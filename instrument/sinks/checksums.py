@@ -83,7 +83,7 @@ def column_ranges(metadata: pq.FileMetaData, names: Collection[str] | None = Non
 class CheckedFile(io.RawIOBase):
     """A Parquet file that verifies what is read.
 
-    Each thread has a position of its own, so that several threads can read.
+    Each thread has its own position, so that several threads can read.
 
     Args:
         file: The file.

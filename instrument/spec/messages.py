@@ -45,6 +45,6 @@ class UnknownNameError(ValueError):
 def is_misspelled(name: str, options: Sequence[str]) -> bool:
     """Return whether a name that can be chosen freely is probably a misspelled one of these options.
 
-    A name that contains an option, such as `loss_2` for `loss`, is a name of its own.
+    A name that contains an option, such as `loss_2` for `loss`, is not a misspelling.
     """
     return not any(each in name for each in options) and bool(difflib.get_close_matches(name, options, 1, 0.85))

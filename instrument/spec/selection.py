@@ -120,7 +120,7 @@ def _checked(field: str, indices: Sequence[int], size: int, of: str) -> tuple[in
 
 
 def _check_heads(heads: Heads, shape: Sequence[int], *, features_last: bool) -> None:
-    """Refuse `heads` if they are a dimension of their own, such as in [N, heads, T, D] and [N, T, heads, D].
+    """Refuse `heads` if the tensor has a separate dimension of heads, such as in [N, heads, T, D] and [N, T, heads, D].
 
     Args:
         heads: The selected heads.

@@ -11,7 +11,7 @@ from ..errors import ConfigError, Problem
 from ..plan.hook_plan import HookPlan
 from ..spec.kinds import KINDS
 
-# Of `docs/performance.md`.
+# from `docs/performance.md`
 SLOWDOWN = "in benchmarks, steps took 2 to 3 times as long with a hook on every module, scheduled or not"
 
 

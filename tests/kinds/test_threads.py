@@ -196,7 +196,7 @@ def test_gradients_of_batches_in_flight_belong_to_their_calls(kind: str, ends_mi
 
 
 @pytest.mark.parametrize("via", ["tensor", "module"])
-def test_interleaved_passes_of_one_leaf_are_told_apart(via: str) -> None:
+def test_interleaved_passes_of_one_leaf_are_separated(via: str) -> None:
     """The same leaf is in flight twice. The factor of each call is its gradient."""
 
     class Scaled(nn.Module):

@@ -50,7 +50,7 @@ RECORDED = {"layers": "**", "kind": "step_post", "action": "record"}
         (0.1, "update", True, "unchanged_parameter"),
     ],
 )
-def test_standstill_is_reported_in_a_run_of_four_steps(rate: float, role: str, zeroed: bool, rule: str) -> None:
+def test_training_without_updates_is_reported_in_four_steps(rate: float, role: str, zeroed: bool, rule: str) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     with (
@@ -68,7 +68,7 @@ def test_standstill_is_reported_in_a_run_of_four_steps(rate: float, role: str, z
     assert probe.events.step.tolist() == [2]
 
 
-def test_warm_up_from_zero_is_no_standstill() -> None:
+def test_warm_up_from_zero_is_not_reported() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)

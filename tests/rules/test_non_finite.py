@@ -81,7 +81,7 @@ MASK = {
         ({**GRADIENT, "inf_count": 9}, 1.0, 1),
     ],
 )
-def test_mask_is_no_fault_and_a_computed_infinity_is(about: dict[str, Any], loss: float | None, count: int) -> None:
+def test_computed_infinity_is_reported_and_a_mask_is_not(about: dict[str, Any], loss: float | None, count: int) -> None:
     events = fired("non_finite", [Step(loss=loss, rows=[row(**about)])] * 3)
     assert len([event for event in events if event.location]) == count
 
