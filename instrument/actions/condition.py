@@ -73,7 +73,7 @@ class SiteCondition:
             try:
                 return self._decisions[context.path, original]
             except KeyError:
-                known = "the call is unknown" if original == UNKNOWN_CALL else "the call had no original pass"
+                known = "the call is unknown" if original == UNKNOWN_CALL else "the original call has no decision"
                 raise LookupError(
                     f"the forward pass is recomputed, but {known}: cannot repeat the decision of 'when'; use "
                     "torch.utils.checkpoint"

@@ -218,7 +218,7 @@ class HookSet:
                     self.event(
                         "hook_order",
                         f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {hook} gets the unchanged output, because it "
-                        "was registered later, with prepend=True; attach the hooks after that, or attach them again",
+                        "was registered later, with prepend=True; attach the intervention after that hook is registered",
                         layer=site.layer.name,
                     )
 

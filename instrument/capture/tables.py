@@ -350,8 +350,8 @@ TABLES: dict[str, Table] = {
                     "",
                     "name of the rule in the configuration that fired, such as non_finite; of other events: coverage, dropped, metrics, "
                     "budget, fallback, hidden_module, fast_path, replaced, optimizer, clipping, init_from, data, output, no_end_step, "
-                    "hook_order, ranks, compiled, graph_break, device_statistics, recording, tracking, remote, control, resumed, "
-                    "restarted, replay, counterfactual, error, interrupted",
+                    "hook_order, ranks, compiled, graph_break, device_statistics, flight_recorder, recording, tracking, remote, control, "
+                    "resumed, restarted, replay, counterfactual, error, interrupted",
                 ),
                 Column("message", pa.string(), "", "the message"),
                 Column("severity", _LABEL, "", "info, warning or error"),

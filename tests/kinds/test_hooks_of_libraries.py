@@ -113,7 +113,7 @@ def test_hook_that_is_prepended_later_is_reported_once(options: dict[str, Any]) 
     assert events.layer.tolist() == ["0"]
     assert events.severity.tolist() == ["warning"]
     assert "hook 'ablate' (forward) on 0: <lambda> at test_hooks_of_libraries.py" in events.message.item()
-    assert "attach the hooks after that" in events.message.item()
+    assert "attach the intervention after that hook" in events.message.item()
 
 
 @pytest.mark.parametrize("options", [{"prepend": False}, {"when": {"stat": "mean", "above": 5}, "start": 1}])
