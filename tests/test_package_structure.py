@@ -19,7 +19,7 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "pip_extras", "spec", "containers", "nested", "formatting", "lazy_compiler", "sparse"),
+    ("errors", "pip_extras", "registry", "spec", "containers", "nested", "formatting", "lazy_compiler", "sparse"),
     ("dtensor",),
     ("targets", "stats"),
     ("plan",),
@@ -54,7 +54,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
 )
 # The only allowed imports within a layer: all packages may raise errors.
-ALLOWED_WITHIN_A_LAYER = {("nested", "errors"), ("nested", "containers"), ("spec", "errors")}
+ALLOWED_WITHIN_A_LAYER = {
+    ("nested", "errors"),
+    ("nested", "containers"),
+    ("registry", "errors"),
+    ("spec", "errors"),
+}
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 
 
