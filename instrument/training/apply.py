@@ -51,13 +51,12 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
         changed = 0
         for layer in order:
             try:
-                changed += _ACTIONS[type(spec)](spec, layer, layers, where)
+                changed += _act(spec, layer, layers, where)
             except InstrumentError:
                 raise
             except Exception as error:
-                message = (
-                    f"{spec.action} failed at layer {layer.label!r} ({layer.type}): {type(error).__name__}: {error}"
-                )
+                failed = f"{spec.action} failed at layer {layer.label!r} ({layer.type})"
+                message = f"{failed}: {type(error).__name__}: {error}"
                 raise ConfigError(Problem(where, message + user_code_location(error))) from error
         if not changed:
             raise ConfigError(_no_match_problem(spec, order, where))
@@ -86,22 +85,11 @@ def _no_match_problem(spec: ApplySpec, layers: list[Layer], where: str) -> Probl
     owns = list(dict.fromkeys(own_names))
     if spec.params and owns:
         close = [name for written in spec.params for name in similar_names(written, owns)]
-        return Problem(
-            f"{where}.params",
-            "this pattern matches no parameter",
-            given=list(spec.params),
-            allowed=owns,
-            similar=close,
-        )
-    names = [
-        f"{layer.name}.**" if layer.name else "**" for layer in layers if any(True for _ in layer.module.parameters())
-    ]
-    return Problem(
-        f"{where}.layers",
-        "no matched module has such a parameter of its own",
-        given=list(spec.globs),
-        similar=names[:3],
-    )
+        return Problem(f"{where}.params", "this pattern matches no parameter", list(spec.params), owns, close)
+    below = [layer for layer in layers if any(True for _ in layer.module.parameters())]
+    similar = [f"{layer.name}.**".removeprefix(".") for layer in below[:3]]
+    message = "no matched module has such a parameter of its own"
+    return Problem(f"{where}.layers", message, given=list(spec.globs), similar=similar)
 
 
 @torch.no_grad()
@@ -140,35 +128,32 @@ def _assign_parametrized(layer: Layer, name: str, where: str, fill: Callable[[Te
         raise ConfigError(Problem(where, message, fix=fix))
 
 
-def _init(spec: InitSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Apply a function of `torch.nn.init` to the matching parameters. Return their number."""
-    function = getattr(nn.init, spec.fn)
-    selection = spec if spec.params else spec.model_copy(update={"params": ("weight",)})
-    return _assign(selection, layer, where, lambda tensor: function(tensor, **spec.arguments))
-
-
-def _fill(spec: FillSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Fill the matching parameters with a value. Return their number."""
-    return _assign(spec, layer, where, lambda tensor: tensor.fill_(spec.value))
-
-
-def _freeze(spec: FreezeSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Disable the gradient of the matching parameters. Return their number."""
-    parameters = [value for name, value in layer.own_parameters() if is_selected(spec, layer.names_of(name))]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    return len(parameters)
-
-
-def _replace(spec: ReplaceSpec, layer: Layer, layers: Layers, where: str) -> int:
-    """Replace a module by a new one. Return 1."""
-    _replace_module(build_module(spec.module, f"{where}.module"), layer, layers, where)
-    return 1
-
-
-def _wrap(spec: WrapSpec, layer: Layer, layers: Layers, where: str) -> int:
-    """Replace a module by a new one that is built with the module as its first argument. Return 1."""
-    _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
+def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
+    """Change one module according to a spec. Return the number of changed parameters, or 1 for a changed module."""
+    match spec:
+        case InitSpec():
+            function = getattr(nn.init, spec.fn)
+            selection = spec if spec.params else spec.model_copy(update={"params": ("weight",)})
+            return _assign(selection, layer, where, lambda tensor: function(tensor, **spec.arguments))
+        case FillSpec():
+            return _assign(spec, layer, where, lambda tensor: tensor.fill_(spec.value))
+        case FreezeSpec():
+            parameters = [value for name, value in layer.own_parameters() if is_selected(spec, layer.names_of(name))]
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            return len(parameters)
+        case ReplaceSpec():
+            _replace_module(build_module(spec.module, f"{where}.module"), layer, layers, where)
+        case WrapSpec():
+            _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
+        case ReprSpec():
+            layer.module.extra_repr = Label(spec.label, layer.module)  # type: ignore[method-assign]
+        case SetSpec():
+            _set(spec, layer, where)
+        case AddParameterSpec():
+            _add_parameter(spec, layer, where)
+        case CallSpec():
+            locate(spec.fn.target, f"{where}.fn")(layer.module, layer.name, **(spec.fn.model_extra or {}))
     return 1
 
 
@@ -203,34 +188,21 @@ class Label:
         return f"{self.label}, {original_text}" if original_text else self.label
 
 
-def _repr(spec: ReprSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Add a label to the `extra_repr` of a module. Return 1."""
-    layer.module.extra_repr = Label(spec.label, layer.module)  # type: ignore[method-assign]
-    return 1
-
-
-def _set(spec: SetSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Set an existing attribute of a module. Return 1.
+def _set(spec: SetSpec, layer: Layer, where: str) -> None:
+    """Set an existing attribute of a module.
 
     Raises:
         ConfigError: The module has no such attribute.
     """
     if not hasattr(layer.module, spec.attribute):
         close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
-        raise ConfigError(
-            Problem(
-                f"{where}.attribute",
-                f"layer {layer.label!r} ({layer.type}) has no such attribute",
-                given=spec.attribute,
-                similar=close,
-            )
-        )
+        message = f"layer {layer.label!r} ({layer.type}) has no such attribute"
+        raise ConfigError(Problem(f"{where}.attribute", message, given=spec.attribute, similar=close))
     setattr(layer.module, spec.attribute, spec.value)
-    return 1
 
 
-def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Register a new parameter in a module, on the device of its other parameters. Return 1.
+def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:
+    """Register a new parameter in a module, on the device of its other parameters.
 
     A parameter that the module registered as None, such as the bias of a layer with `bias=False`, can be added.
 
@@ -240,36 +212,11 @@ def _add_parameter(spec: AddParameterSpec, layer: Layer, layers: Layers, where: 
     if getattr(layer.module, spec.parameter, None) is not None or (
         hasattr(layer.module, spec.parameter) and spec.parameter not in layer.module._parameters
     ):
-        raise ConfigError(
-            Problem(
-                f"{where}.parameter",
-                f"layer {layer.label!r} ({layer.type}) already has this attribute",
-                given=spec.parameter,
-            )
-        )
+        message = f"layer {layer.label!r} ({layer.type}) already has this attribute"
+        raise ConfigError(Problem(f"{where}.parameter", message, given=spec.parameter))
     existing = next(layer.module.parameters(), None)
     device = existing.device if existing is not None else None
     layer.module.register_parameter(spec.parameter, Parameter(torch.full(spec.shape, spec.value, device=device)))
-    return 1
-
-
-def _call(spec: CallSpec, layer: Layer, layers: Layers, where: str) -> int:  # noqa: ARG001
-    """Call a function with the module and its name. Return 1."""
-    locate(spec.fn.target, f"{where}.fn")(layer.module, layer.name, **(spec.fn.model_extra or {}))
-    return 1
-
-
-_ACTIONS: dict[type[Any], Callable[[Any, Layer, Layers, str], int]] = {
-    InitSpec: _init,
-    FillSpec: _fill,
-    FreezeSpec: _freeze,
-    ReplaceSpec: _replace,
-    WrapSpec: _wrap,
-    ReprSpec: _repr,
-    SetSpec: _set,
-    AddParameterSpec: _add_parameter,
-    CallSpec: _call,
-}
 
 
 def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
@@ -288,10 +235,6 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     """
     module = build(target, where, *positional)
     if not isinstance(module, nn.Module):
-        raise ConfigError(
-            Problem(
-                where,
-                f"must be a torch.nn.Module, but {target.target} returned {type(module).__name__}",
-            )
-        )
+        message = f"must be a torch.nn.Module, but {target.target} returned {type(module).__name__}"
+        raise ConfigError(Problem(where, message))
     return module
