@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
-import pandas as pd
-import pyarrow as pa
-import pyarrow.dataset as ds
 from torch import Tensor
 
 from ..analysis.features import Features
@@ -22,8 +19,24 @@ from ..sinks.memory import MemorySink
 from ..spec.run_changes import Settings
 from ..training.control import Control
 
-if TYPE_CHECKING:
-    import polars as pl
+T = TypeVar("T")
+
+
+class _OfRun(Generic[T]):
+    """An attribute or method of `Run` that a probe has too. Each access reads the current rows.
+
+    Args:
+        read: Returns the attribute or method of a run.
+    """
+
+    def __init__(self, read: Callable[[Run], T]) -> None:
+        self.read = read
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._of_class: Any = getattr(Run, name)  # with its documentation and signature
+
+    def __get__(self, probe: AttachedProbe | None, owner: type) -> T:
+        return self._of_class if probe is None else self.read(probe.run)
 
 
 class AttachedProbe(Probe):
@@ -103,69 +116,24 @@ class AttachedProbe(Probe):
             raise InstrumentError("only the custom sink has the rows; pass out=FOLDER to also read them here")
         return load(self._folder)
 
-    @property
-    def stats(self) -> pd.DataFrame:
-        """Statistics. One row per recorded tensor and firing of a hook."""
-        return self.run.stats
-
-    @property
-    def distributions(self) -> pd.DataFrame:
-        """Quantiles and histograms. One row per recorded tensor and firing of a hook."""
-        return self.run.distributions
-
-    @property
-    def effects(self) -> pd.DataFrame:
-        """What interventions changed. One row per intervention and firing."""
-        return self.run.effects
-
-    @property
-    def metrics(self) -> pd.DataFrame:
-        """Loss, accuracy and other metrics. One row per training step and per evaluation."""
-        return self.run.metrics
-
-    @property
-    def layers(self) -> pd.DataFrame:
-        """The modules of the model. One row per module."""
-        return self.run.layers
-
-    @property
-    def events(self) -> pd.DataFrame:
-        """Warnings and errors. One row per event."""
-        return self.run.events
-
-    @property
-    def findings(self) -> pd.DataFrame:
-        """The rules that fired, with what to do next, and other observations; see `Run.findings`."""
-        return self.run.findings
-
-    @property
-    def generated(self) -> pd.DataFrame:
-        """Texts and tokens that a language model generated. One row per prompt."""
-        return self.run.generated
-
-    @property
-    def samples(self) -> pd.DataFrame:
-        """The id and the target of each sample. One row per sample of a batch in which a tensor was recorded."""
-        return self.run.samples
-
-    @property
-    def custom_statistics(self) -> tuple[str, ...]:
-        """The names of the custom statistics, in alphabetical order; see `Run.custom_statistics`."""
-        return self.run.custom_statistics
-
-    @property
-    def custom_metrics(self) -> tuple[str, ...]:
-        """The names of the custom metrics; see `Run.custom_metrics`."""
-        return self.run.custom_metrics
-
-    @property
-    def problems(self) -> list[str]:
-        """The files that could not be read completely, each with the reason."""
-        return self.run.problems
-
-    def tensors(self, **where: Any) -> pd.DataFrame:
-        """Read recorded tensors as NumPy arrays; see `Run.tensors`."""
-        return self.run.tensors(**where)
+    stats = _OfRun(lambda run: run.stats)
+    distributions = _OfRun(lambda run: run.distributions)
+    effects = _OfRun(lambda run: run.effects)
+    metrics = _OfRun(lambda run: run.metrics)
+    layers = _OfRun(lambda run: run.layers)
+    events = _OfRun(lambda run: run.events)
+    findings = _OfRun(lambda run: run.findings)
+    generated = _OfRun(lambda run: run.generated)
+    samples = _OfRun(lambda run: run.samples)
+    custom_statistics = _OfRun(lambda run: run.custom_statistics)
+    custom_metrics = _OfRun(lambda run: run.custom_metrics)
+    problems = _OfRun(lambda run: run.problems)
+    tensors = _OfRun(lambda run: run.tensors)
+    read = _OfRun(lambda run: run.read)
+    scan = _OfRun(lambda run: run.scan)
+    count = _OfRun(lambda run: run.count)
+    sql = _OfRun(lambda run: run.sql)
+    lazy = _OfRun(lambda run: run.lazy)
 
     def features(
         self,
@@ -186,25 +154,3 @@ class AttachedProbe(Probe):
         )
         assert isinstance(features, Features), "a probe records one run"
         return features
-
-    def read(self, table: str, columns: list[str]) -> pd.DataFrame:
-        """Read some columns of a table; see `Run.read`."""
-        return self.run.read(table, columns)
-
-    def scan(
-        self, table: str, columns: Sequence[str], condition: ds.Expression | None = None
-    ) -> Iterator[pa.RecordBatch]:
-        """Iterate over some columns of a table in record batches; see `Run.scan`."""
-        return self.run.scan(table, columns, condition)
-
-    def count(self, table: str) -> int:
-        """Return the number of rows of a table; see `Run.count`."""
-        return self.run.count(table)
-
-    def sql(self, query: str) -> pd.DataFrame:
-        """Run a SQL query with DuckDB on the tables; see `Run.sql`."""
-        return self.run.sql(query)
-
-    def lazy(self, table: str) -> pl.LazyFrame:
-        """Return a table as a polars LazyFrame; see `Run.lazy`."""
-        return self.run.lazy(table)
