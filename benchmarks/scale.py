@@ -33,8 +33,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from instrument.analysis.load import load
-from instrument.capture.tables import TABLES
 from instrument.sinks.parts import ROW_GROUP_ROWS, Part, in_order, new_part
+from instrument.spec.tables import TABLES
 
 STATS = TABLES["stats"]
 LAYERS = [f"encoder.{block}.{layer}" for block in range(8) for layer in range(5)]

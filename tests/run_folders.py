@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from instrument.capture.tables import TABLES, as_batch, as_table
+from instrument.sinks.row_batches import as_batch, as_table
+from instrument.spec.tables import TABLES
 
 CLIP = {"layers": "a", "kind": "parameter_grad", "action": "clip", "norm": 1.0}
 RECORD = {"layers": "a", "kind": "forward", "action": "record"}

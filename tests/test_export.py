@@ -18,12 +18,13 @@ import instrument
 from instrument import export
 from instrument.analysis.replay import replay
 from instrument.analysis.run_files import RunFiles
-from instrument.capture.tables import TABLES, as_batch
 from instrument.pip_extras import pip_command
 from instrument.sinks.memory import MemorySink
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
+from instrument.sinks.row_batches import as_batch
 from instrument.sinks.table_writer import TableWriter
+from instrument.spec.tables import TABLES
 
 Cli = Callable[..., Any]
 ALL = [name for name, table in TABLES.items() if table.names[0] == "step"]

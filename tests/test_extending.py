@@ -106,7 +106,7 @@ import sys
 import torch
 import instrument
 from instrument.__main__ import main
-from instrument.capture.tables import TABLES
+from instrument.spec.tables import TABLES
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
 

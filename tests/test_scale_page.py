@@ -10,9 +10,9 @@ import pytest
 from conftest import REPOSITORY
 
 from instrument import compact
-from instrument.capture.tables import TABLES
 from instrument.sinks import compaction, parts
 from instrument.sinks.parquet import ParquetSink
+from instrument.spec.tables import TABLES
 
 PAGE = (REPOSITORY / "docs" / "scale.md").read_text()
 SWEEP = "runs/mnist_hooks/sweep_..."

@@ -14,9 +14,9 @@ from torch.nn.parameter import Parameter
 from ..dtensor import module_type
 from ..errors import ConfigError, Problem
 from ..stats.device_numbers import DeviceNumbers
-from ..stats.distribution import Distribution
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
+from ..stats.table_rows import Measure
 from .tensor_selection import TensorSelection
 
 UNKNOWN_CALL = -1
@@ -272,9 +272,6 @@ class Rows(Effects, Protocol):
             dead: Which units are dead, bool [units]; None if not requested or not applicable.
         """
 
-    def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
-        """Add this process's sketch for quantiles and a histogram of such a tensor, float64 [numbers]."""
-
     def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
         """Add a line to print for one tensor.
 
@@ -285,8 +282,8 @@ class Rows(Effects, Protocol):
             values: Their values.
         """
 
-    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
-        """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
+    def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
+        """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None

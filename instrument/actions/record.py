@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import cast
+from pkgutil import resolve_name
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +14,10 @@ from ..nested import shape_of
 from ..sparse import first_elements, is_sparse
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS
-from ..stats.distribution import distribution
+from ..spec.tables import TABLES
 from ..stats.exact_integers import remainders
-from ..stats.merge import sketch
 from ..stats.single_pass import NATIVE, wanted
+from ..stats.table_rows import Measure
 from .base import Context, Rows
 from .intervention import describe
 from .measurement import Measurement, to_dense
@@ -35,13 +36,21 @@ def select_part(tensor: Tensor, spec: RecordSpec) -> Tensor:
     return part
 
 
+def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, Measure]]:
+    """Return what computes the rows of the tables with a field that is set, and the number of dimensions that it needs."""
+    return {
+        table: (TABLES[table].least_dimensions, resolve_name(TABLES[table].measured_by)(**values))
+        for table, values in fields.items()
+        if any(value is not None for value in values.values())
+    }
+
+
 class Record:
     """The record action of a spec.
 
     Attributes:
         measurement: The recorded statistics.
-        levels: The levels of the quantiles; empty if none are recorded.
-        bins: The number of histogram bins; 0 if no histogram is recorded.
+        tables: What computes the rows of further tables, by table.
         keeps_tensors: Whether tensors are recorded.
         bits: The statistics for `instrument.stats.single_pass.record_plain`; 0 if it does not support all of them.
     """
@@ -50,8 +59,8 @@ class Record:
         self.spec = spec
         self.rows = rows
         self.measurement = Measurement(spec)
-        self.levels = spec.quantiles or ()
-        self.bins = spec.histogram or 0
+        self._fields: dict[str, dict[str, Any]] = spec.tables
+        self.tables = _measures(self._fields)
         self.keeps_tensors = spec.tensors
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         self.bits = self._bits()
@@ -70,12 +79,11 @@ class Record:
         if self.keeps_tensors:
             reduced.keeps_tensors = False
             return reduced, "tensors"
-        if self.bins:
-            reduced.bins = 0
-            return reduced, "histogram"
-        if self.levels:
-            reduced.levels = ()
-            return reduced, "quantiles"
+        for table, fields in reversed(self._fields.items()):
+            for name in [name for name in reversed(fields) if fields[name] is not None]:
+                reduced._fields = {**self._fields, table: {**fields, name: None}}
+                reduced.tables = _measures(reduced._fields)
+                return reduced, name
         measurement = self.measurement
         for expensive in (
             *measurement.custom,
@@ -102,11 +110,9 @@ class Record:
             if rest := remainders(tensor, names, values):
                 names, values = (*names, *rest), [*cast(list[float | None], values), *rest.values()]
             self.rows.add_stats(context, shape_of(tensor), names, values)
-        if (self.levels or self.bins) and merges:
-            self.rows.add_sketch(context, self.levels, self.bins, sketch(tensor, bool(self.levels), self.bins))
-        elif self.levels or self.bins:
-            values = distribution(tensor, self.levels, self.bins)
-            self.rows.add_distribution(context, self.levels, self.bins, values)
+        for table, (least_dimensions, measure) in self.tables.items():
+            if tensor.dim() >= least_dimensions:
+                self.rows.add_row(table, context, measure, tensor)
         if self.keeps_tensors:
             limit = None if isinstance(self.spec.samples, int) else self.spec.max_elements
             if limit is not None and is_sparse(tensor) and tensor.numel() > limit:

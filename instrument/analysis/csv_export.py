@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from ..capture.tables import CUSTOM, TABLES
+from ..spec.tables import CUSTOM, TABLES
 from .custom_columns import custom_columns_of, with_custom_columns
 from .run_files import RunFiles
 

@@ -9,9 +9,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..capture.tables import CUSTOM
 from ..spec.record import names_of_custom_statistics
 from ..spec.statistics import REMAINDERS
+from ..spec.tables import CUSTOM
 from .run_files import RunFiles
 
 

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from ..capture.tables import is_incomplete
 from ..errors import ConfigError, InstrumentError
+from ..kinds.reasons import is_incomplete
 from ..rules.catalogue import CATALOGUE
 from ..rules.dead_units import DeadUnits
 from ..rules.non_finite import LOSS_NOT_FINITE

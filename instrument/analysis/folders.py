@@ -6,10 +6,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..capture.tables import TABLES
 from ..errors import InstrumentError
 from ..sinks.parts import JOURNALS
 from ..sinks.remote_folder import is_address, open_folder
+from ..spec.tables import TABLES
 
 RUN_FILE = "run.json"
 

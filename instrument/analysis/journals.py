@@ -10,10 +10,11 @@ from threading import Lock
 
 import pyarrow as pa
 
-from ..capture.tables import Table, as_table, with_positions
 from ..sinks.journal import JournalReader
 from ..sinks.journal_truncation_check import truncation_problem
 from ..sinks.parts import OTHER_COLUMNS, Part, journals_of
+from ..sinks.row_batches import as_table, with_positions
+from ..spec.tables import Table
 
 MOST_PIECES = 16  # chunks of one journal before they are concatenated
 

@@ -13,23 +13,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from ..capture.tables import CUSTOM, IDENTITY, SHAPE, TABLES
 from ..spec.schedule import STEP_PHASES
+from ..spec.tables import IDENTITY, TABLES
 from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 
 Steps = tuple[int | None, int | None]
 LOCATION_COLUMNS = tuple(c.name for c in IDENTITY if pa.types.is_dictionary(c.type) and c.name != "module_type")
-MEASURED_TABLES = ("metrics", "stats", "effects")  # the tables with numbers that can be averaged
-NUMERIC_COLUMNS: dict[str, tuple[str, ...]] = {
-    table: tuple(
-        column.name
-        for column in TABLES[table].columns
-        if column not in (*IDENTITY, SHAPE, CUSTOM) and not pa.types.is_dictionary(column.type)
-    )
-    for table in MEASURED_TABLES
-}
-"""Names of the columns that are averaged, by table; custom statistics and metrics are added."""
+MEASURED_TABLES = sorted(
+    (name for name, table in TABLES.items() if table.has_numbers), key=lambda name: name != "metrics"
+)
+"""The tables with numbers that can be averaged. Their custom statistics and metrics are added."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
 
     Args:
         run: One run.
-        table: `metrics`, `stats` or `effects`.
+        table: One of `MEASURED_TABLES`.
         steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys, names = keys_of(table), averaged_columns(run, table)
@@ -74,7 +68,7 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
 
 def averaged_columns(run: RunTables, table: str) -> tuple[str, ...]:
     """Return the columns of a table that are averaged, with the custom ones of the runs."""
-    return (*NUMERIC_COLUMNS[table], *run.custom_columns(table))
+    return (*TABLES[table].numbers, *run.custom_columns(table))
 
 
 def keys_of(table: str) -> list[str]:

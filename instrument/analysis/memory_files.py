@@ -12,9 +12,10 @@ import pyarrow as pa
 import torch
 
 from ..capture.sink_interface import Row
-from ..capture.tables import POSITION, TABLES, Table, as_batch, as_table
 from ..sinks.memory import MemorySink
+from ..sinks.row_batches import as_batch, as_table
 from ..sinks.tensors import rows_of
+from ..spec.tables import POSITION, TABLES, Table
 from .run_files import RunFiles
 
 IN_MEMORY = Path("in memory")

@@ -13,11 +13,11 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..capture.tables import AS_WRITTEN, TABLES
 from ..sinks.checksums import REMEDY
 from ..sinks.journal import JournalReader
 from ..sinks.parts import OTHER_COLUMNS, Part, as_written, journals_of, part_files
 from ..sinks.remote_folder import arrow_name, is_address
+from ..spec.tables import AS_WRITTEN, TABLES
 from .journals import rows_of
 from .remote_files import arrow_files
 from .run_files import UNREADABLE

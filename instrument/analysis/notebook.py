@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow.dataset as ds
 
-from ..capture.tables import TABLES
 from ..spec.schedule import STEP_PHASES
+from ..spec.tables import TABLES
 from .findings import findings
 from .run_tables import RunTables
 

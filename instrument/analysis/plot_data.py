@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ..capture.tables import TABLES
 from ..rules.step_rows import is_gradient, location_name
 from ..spec.kinds import KINDS
 from ..spec.statistics import ALL, statistic_of
+from ..spec.tables import TABLES
 from .finite import finite_only
 from .run_tables import RunTables
 

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..capture.tables import CUSTOM, TABLES
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..sinks.remote_folder import is_address
+from ..spec.tables import CUSTOM, TABLES
 from .custom_columns import column_names
 from .query_sources import RunsToQuery, TableFiles
 

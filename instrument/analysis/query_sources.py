@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ..capture.tables import TABLES
+from ..spec.tables import TABLES
 from .custom_columns import column_names
 from .run_files import RunFiles
 

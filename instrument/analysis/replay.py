@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..capture.sink_interface import Row, Sink
-from ..capture.tables import TABLES
 from ..sinks.parts import journals_of, part_files
+from ..spec.tables import TABLES
 from .run_files import RunFiles
 from .tensor_decoding import array_of
 

@@ -14,7 +14,6 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..capture.tables import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from ..errors import InstrumentWarning
 from ..sinks.checksums import REMEDY, column_ranges, open_checked
 from ..sinks.journal_truncation_check import DAMAGED
@@ -30,6 +29,7 @@ from ..sinks.parts import (
 )
 from ..sinks.remote_folder import arrow_name, is_address, moved_to
 from ..spec.statistics import STATISTICS
+from ..spec.tables import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
 from .journals import Journals
 from .remote_files import arrow_files, remote_errors
 

@@ -12,8 +12,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..capture.tables import CUSTOM, SHAPE, TABLES
 from ..sinks.remote_folder import is_address
+from ..spec.tables import CUSTOM, SHAPE, TABLES
 from .config_columns import typed_frame
 from .config_fields import split_overrides
 from .custom_columns import custom_metrics_of, custom_statistics_of, set_exact_integers, with_custom_columns
@@ -24,6 +24,17 @@ OBJECTIVE_KEY = (
     "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table
 )
 READERS = 32  # threads that read run.json files in parallel; remote storage has a high latency
+
+
+def check_is_table(owner: object, name: str) -> None:
+    """Check that an attribute is a table.
+
+    Raises:
+        AttributeError: It is not.
+    """
+    if name not in TABLES:
+        message = f"{type(owner).__name__!r} object has no attribute {name!r}; the tables are {', '.join(TABLES)}"
+        raise AttributeError(message, name=name, obj=owner)
 
 
 def check_table(name: str) -> None:
@@ -135,50 +146,14 @@ class RunTables:
         ]
         return typed_frame(rows)
 
-    @cached_property
-    def stats(self) -> pd.DataFrame:
-        """Statistics. One row per recorded tensor and firing of a hook, and one column per statistic, also custom ones."""
-        return self._frame("stats")
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        """Return a table as a DataFrame. It is read on first access."""
+        check_is_table(self, name)
+        frame = self.__dict__[name] = self._frame(name)
+        return frame
 
-    @cached_property
-    def distributions(self) -> pd.DataFrame:
-        """Quantiles and histograms. One row per recorded tensor and firing of a hook."""
-        return self._frame("distributions")
-
-    @cached_property
-    def effects(self) -> pd.DataFrame:
-        """What interventions changed. One row per intervention and firing."""
-        return self._frame("effects")
-
-    @cached_property
-    def metrics(self) -> pd.DataFrame:
-        """Loss, accuracy and other metrics. One row per training step and per evaluation."""
-        return self._frame("metrics")
-
-    @cached_property
-    def coverage(self) -> pd.DataFrame:
-        """Expected and actual firings. One row per hook and layer, or per hook and parameter."""
-        return self._frame("coverage")
-
-    @cached_property
-    def layers(self) -> pd.DataFrame:
-        """The modules of the model. One row per module."""
-        return self._frame("layers")
-
-    @cached_property
-    def events(self) -> pd.DataFrame:
-        """Warnings and errors. One row per event."""
-        return self._frame("events")
-
-    @cached_property
-    def generated(self) -> pd.DataFrame:
-        """Texts and tokens that a language model generated. One row per prompt."""
-        return self._frame("generated")
-
-    @cached_property
-    def samples(self) -> pd.DataFrame:
-        """The dataset index and the target of each sample. One row per sample of a batch in which a tensor was recorded."""
-        return self._frame("samples")
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *TABLES})
 
     def read(self, table: str, columns: list[str]) -> pd.DataFrame:
         """Read some columns of a table of all runs; other columns are not read from disk.

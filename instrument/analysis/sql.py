@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import pyarrow as pa
 
-from ..capture.tables import CUSTOM, TABLES
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..pip_extras import pip_command
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
 from ..spec.statistics import REMAINDERS
+from ..spec.tables import CUSTOM, TABLES
 from .query_sources import RunsToQuery, columns_of_runs
 from .run_files import RunFiles
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..spec.tables import TABLES
 from .run_tables import RunTables
 
 
@@ -15,13 +16,14 @@ def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
     """Return what each record hook recorded.
 
     Returns:
-        The numbers of firings, of rows (of statistics and distributions) and of tensors, by hook.
+        The numbers of firings, of rows (of statistics and further tables) and of tensors, by hook.
     """
     firings: Counter[str] = Counter()
     for batch in run.scan("coverage", ["hook", "fired"]):
         for row in batch.to_pylist():
             firings[row["hook"]] += row["fired"]
-    return firings, _count(run, "stats") + _count(run, "distributions"), _count(run, "tensors")
+    of_rows = sum((_count(run, name) for name, table in TABLES.items() if table.fields), _count(run, "stats"))
+    return firings, of_rows, _count(run, "tensors")
 
 
 @dataclass

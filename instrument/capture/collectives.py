@@ -2,7 +2,7 @@
 
 With `reduce: global`, each process contributes the statistics of its part of a tensor, and rank 0 writes the row. At the
 end of a step, this requires one maximum and one sum over all tensors, and one gathering for quantiles,
-histograms and dead units. Hooked tensors are never sent.
+histograms, spectra and dead units. Hooked tensors are never sent.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Piece(NamedTuple):
     Attributes:
         table: The table of the row.
         key: The identity columns of the row, without the rank and the scope. Equal in all processes.
-        shape: Determines how many numbers there are. Equal in all processes.
+        shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
         part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device.
-        gathered: Numbers that are gathered from all processes; float64, possibly empty.
+        gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `align`.
     """
 
     table: str
     key: Row
-    shape: tuple[Any, ...]
+    shape: Any
     part: PartialStatistics
-    gathered: Tensor
+    gathered: Any
 
 
 class Reducer(Protocol):

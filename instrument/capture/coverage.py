@@ -9,6 +9,7 @@ from typing import Any
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.reasons import (
     INLINED,
+    NEVER_DUE,
     NO_FUNCTION,
     NO_VISIBLE_FUNCTION,
     NOT_CALLED,
@@ -19,12 +20,12 @@ from ..kinds.reasons import (
     default_reason,
     fused_attention_reason,
     in_another_phase,
+    is_incomplete,
     phase_never_entered,
 )
 from ..plan.modules import Layers
 from .recorder import Recorder, count_at_site
 from .sink_interface import EventWriter
-from .tables import NEVER_DUE, is_incomplete
 
 
 def coverage_rows(

@@ -9,12 +9,12 @@ import numpy as np
 from torch import Tensor
 
 from ..kinds.clock import Clock
+from ..spec.tables import TABLES
 from .collectives import Ranks
 from .device_copy import PendingMetrics, Transfer
 from .optimizer_step_watch import StepWatch
 from .recorder import Recorder
 from .sink_interface import Row
-from .tables import TABLES
 
 USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
 METRICS = (*USER_METRICS, "seconds", "samples_per_second")

@@ -20,12 +20,12 @@ from ..stats.merge import (
     Array,
     PartialStatistics,
     extremes,
-    merge_distributions,
     merge_units,
     merged,
     pack_units,
     sums,
 )
+from ..stats.table_rows import Measure
 from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
 from .row_cells import changes, fetched_statistics, identity_columns
 from .sink_interface import Row
@@ -114,7 +114,10 @@ class GlobalRowMerger(LocalRowMerger):
         """
         if not any_scheduled and not self._pieces:
             return None
-        pieces = self._pieces if local_only else self.ranks.align(self._pieces)
+        own = [
+            piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
+        ]
+        pieces = own if local_only else self.ranks.align(own)
         merged_rows = merge(pieces, LocalReducer() if local_only else self.ranks)
         self._pieces = []  # not cleared earlier, since other processes may fail
         return merged_rows
@@ -132,9 +135,9 @@ def statistics_piece(context: Context, names: tuple[str, ...], part: PartialStat
     return Piece("stats", identity_without_rank(context), (names, 0 if dead is None else len(dead)), part, gathered)
 
 
-def distribution_piece(context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> Piece:
-    """Return this process's part of a row of distributions."""
-    return Piece("distributions", identity_without_rank(context), (levels, bins), (), sketch)
+def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:
+    """Return this process's part of a row that a measure computes."""
+    return Piece(table, identity_without_rank(context), measure, (), measure.part(tensor))
 
 
 def effect_piece(context: Context, effect: Effect) -> Piece:
@@ -235,11 +238,7 @@ def _rows(
         piece_columns, columns = np.split(columns, [len(piece.gathered)], axis=1)
         if piece.table == "stats":
             yield piece.table, (*row, *_statistics_cells(piece, next(stats), piece_columns))
-        elif piece.table == "distributions":
-            levels, bins = piece.shape
-            sampled, *rest = merge_distributions(piece_columns, levels, bins)
-            yield piece.table, (*row, sampled if levels else None, list(levels) or None, *rest)
-        else:
+        elif piece.table == "effects":
             numel, count, norm_before, norm_after, factor, held = next(effects)
             effect = changes(
                 int(numel),
@@ -250,6 +249,8 @@ def _rows(
                 None if held == _UNCONDITIONAL else bool(held),
             )
             yield piece.table, (*row, *effect)
+        else:
+            yield piece.table, (*row, *piece.shape.merged(piece_columns))
 
 
 def _statistics_cells(piece: Piece, values: list[float], masks: Array) -> list[float | None]:

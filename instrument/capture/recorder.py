@@ -6,8 +6,9 @@ next step ends.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +18,14 @@ from ..actions.base import Context, Effect, StepContext
 from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import take
+from ..nested import shape_of
 from ..spec.statistics import ALL
+from ..spec.tables import IDENTITY
 from ..stats.device_numbers import DeviceNumbers
-from ..stats.distribution import Distribution, distribution_columns
 from ..stats.measure import Values
 from ..stats.merge import PartialStatistics
 from ..stats.single_pass import record_plain
+from ..stats.table_rows import Measure
 from .collectives import Ranks
 from .device_copy import Transfer
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
@@ -30,15 +33,14 @@ from .rank_merging import (
     GlobalRowMerger,
     LocalRowMerger,
     MergedRows,
-    distribution_piece,
     effect_piece,
+    measured_piece,
     statistics_piece,
 )
 from .row_cells import changes, effect_cells
 from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
 from .step_statistics import ColumnCache, StatisticsRows, StepStatistics
-from .tables import IDENTITY
 
 MetricsRow = tuple[int, str, Mapping[str, Any]]
 """Step, phase, and the values of the other columns of a row of metrics."""
@@ -46,7 +48,9 @@ Decisions = tuple[Tensor, ...]
 """Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
 """The call, the shape of the complete tensor, a copy on the device, and the decision."""
-NUMBER_BYTES = 4  # approximate size of one number of a distribution on disk
+NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
+MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]
+"""Table, identity, the values of a `Measure` or a function that computes them, and what converts the values to cells."""
 
 
 class Recorder:
@@ -82,12 +86,12 @@ class Recorder:
         self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
-        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and distributions, by the same keys
+        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats = StepStatistics()
         self._columns = ColumnCache()
-        self._distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]] = []
+        self._measured: list[MeasuredRow] = []
         self._effects: list[tuple[Row, Effect | None]] = []  # identity and effect, or the complete row
         self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
         self._tensors: list[UndecidedTensor] = []
@@ -104,11 +108,6 @@ class Recorder:
         """Add this process's part of a row of statistics."""
         self._merger.add(statistics_piece(context, names, part, dead))
 
-    def add_sketch(self, context: Context, levels: tuple[float, ...], bins: int, sketch: Tensor) -> None:
-        """Add this process's part of a row of distributions."""
-        self._merger.add(distribution_piece(context, levels, bins, sketch))
-        self._count_distribution(context, levels, bins)
-
     def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
         """Add the statistics of one tensor, in the order of `names`."""
         if not self._merger.is_duplicate(context):
@@ -122,20 +121,22 @@ class Recorder:
         self._stats.add(moment, site, tensor.shape, numbers)
         return True
 
-    def add_distribution(self, context: Context, levels: tuple[float, ...], bins: int, values: Distribution) -> None:
-        """Add quantiles at `levels` and a histogram with `bins` bins: the result of `instrument.stats.distribution`."""
-        if not self._merger.is_duplicate(context):
+    def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
+        """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
+        if self._merger.is_duplicate(context):
+            return
+        if self._merger.merges(context):
+            self._merger.add(measured_piece(table, context, measure, tensor))
+        else:
+            cells = partial(measure.cells, shape=shape_of(tensor))
             row = self._merger.identity(context)
-            self._distributions.append((row, levels, bins, values, _undecided(context)))
-            self._count_distribution(context, levels, bins)
+            self._measured.append((table, row, measure.values(tensor), cells, _undecided(context)))
+        self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * measure.size
 
     def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
         """Add a line to print for one tensor."""
         if not self._merger.is_duplicate(context):
             self._lines.append((text, names, values, _undecided(context)))
-
-    def _count_distribution(self, context: Context, levels: tuple[float, ...], bins: int) -> None:
-        self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * (2 * len(levels) + bins)
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
@@ -200,7 +201,7 @@ class Recorder:
         self._effects.append(((*moment, *site, *changes(numel, int(changed), before, after, factor, held)), None))
 
     def bytes_of(self, attached: AttachedHook) -> int:
-        """Return the bytes of a site's tensors, and approximately those of its quantiles and histograms."""
+        """Return the bytes of a site's tensors, and approximately those of its measured rows."""
         return count_at_site(self.bytes, attached)
 
     def state_dict(self) -> dict[str, Any]:
@@ -234,12 +235,16 @@ class Recorder:
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
-        stats, distributions, effects = self._stats.take(), take(self._distributions), take(self._effects)
+        stats, effects = self._stats.take(), take(self._effects)
         lines, tensors = take(self._lines), take(self._tensors)
         on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
         on_device += [holds for _, holds in stats.conditional]
-        for *_, found, decisions in distributions:
-            on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
+        measured = [
+            (table, row, values() if callable(values) else values, cells, decisions)
+            for table, row, values, cells, decisions in take(self._measured)
+        ]
+        for *_, values, _, decisions in measured:
+            on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
         for _, effect in effects:
             if effect is not None:
                 on_device += effect.numbers
@@ -254,9 +259,7 @@ class Recorder:
         deferred, metrics = take(self._deferred), take(self._metrics)
         devices, self._copied_from = self._copied_from, set()
         transfer = Transfer(on_device, devices)
-        self._pending = _Step(
-            stats, distributions, effects, merged, batches, lines, tensors, deferred, metrics, transfer
-        )
+        self._pending = _Step(stats, measured, effects, merged, batches, lines, tensors, deferred, metrics, transfer)
         if self._pending.transfer.is_complete and not deferred:
             self.flush()
 
@@ -266,7 +269,7 @@ class Recorder:
         step = self._pending
         if step is None:
             return False
-        rows = step.stats or step.distributions or step.effects or step.merged or step.lines or step.tensors
+        rows = step.stats or step.measured or step.effects or step.merged or step.lines or step.tensors
         return bool(rows or step.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
@@ -284,13 +287,12 @@ class Recorder:
             return
         fetched = step.transfer.read()
         step.stats.fetch(fetched)
-        distributions = [
-            key + distribution_columns(levels, bins, numbers)
-            for key, levels, bins, values, decisions in step.distributions
-            if (numbers := _read(values, decisions, fetched)) is not None
-        ]
-        effects = [row if effect is None else row + effect_cells(effect, fetched) for row, effect in step.effects]
-        tables = {"distributions": distributions, "effects": effects}
+        tables: defaultdict[str, list[Row]] = defaultdict(list)
+        for table, row, values, cells, decisions in step.measured:
+            if (numbers := _read(values, decisions, fetched)) is not None:
+                tables[table].append((*row, *cells(numbers)))
+        for row, effect in step.effects:
+            tables["effects"].append(row if effect is None else row + effect_cells(effect, fetched))
         if step.merged is not None:
             _add_merged(step.merged.build(*(next(fetched) for _ in step.merged.numbers)), step.stats, tables)
         for text, names, values, decisions in step.lines:
@@ -300,8 +302,7 @@ class Recorder:
         if stats is not None:
             self.write("stats", stats)
         for table, rows in tables.items():
-            if rows:
-                self.write(table, rows)
+            self.write(table, rows)
         samples = [batch.rows(fetched) for batch in step.batches]
         for batch_rows in samples:
             self.write("samples", batch_rows)
@@ -328,7 +329,7 @@ class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
     stats: StepStatistics
-    distributions: list[tuple[Row, tuple[float, ...], int, Distribution, Decisions]]
+    measured: list[MeasuredRow]
     effects: list[tuple[Row, Effect | None]]
     merged: MergedRows | None
     batches: list[SampleBatch]
@@ -347,9 +348,7 @@ def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: Attached
     )
 
 
-def _add_merged(
-    rows: Iterable[tuple[str, Row]], stats: StepStatistics, tables: Mapping[str, MutableSequence[Row]]
-) -> None:
+def _add_merged(rows: Iterable[tuple[str, Row]], stats: StepStatistics, tables: defaultdict[str, list[Row]]) -> None:
     """Add the merged rows of all processes to those of this one."""
     for table, row in rows:
         if table == "stats":

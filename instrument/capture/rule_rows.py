@@ -13,12 +13,12 @@ from ..rules.deferral import MOST_ROWS, MOST_STEPS
 from ..rules.rule_set import RuleSet
 from ..rules.step_rows import Columns, FloatArray, Site, Statistics, StepBlock, time_order
 from ..spec.schedule import STEP_PHASES
+from ..spec.tables import IDENTITY, MOMENT
 from .recorder import MetricsRow
 from .rule_actions import RuleActions
 from .samples import SampleRows
 from .sink_interface import Row
 from .step_statistics import StatisticsRows
-from .tables import IDENTITY, MOMENT
 
 _Targets = Mapping[tuple[int, str], FloatArray]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row

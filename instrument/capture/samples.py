@@ -18,8 +18,8 @@ from torch import Tensor
 from ..actions.base import Context, StepContext
 from ..errors import ConfigError, Problem
 from ..spec.kinds import KINDS
+from ..spec.tables import TABLES
 from .sink_interface import Row
-from .tables import TABLES
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 """The entries of a batch that is a mapping in which targets are looked up."""

@@ -25,7 +25,7 @@ class Sink(Protocol):
     """Stores rows. `instrument.sinks.memory.MemorySink` is the reference implementation."""
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Store rows of a table of `instrument.capture.tables`, except `tensors`."""
+        """Store rows of a table of `instrument.spec.tables`, except `tensors`."""
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None

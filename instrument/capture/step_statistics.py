@@ -23,12 +23,12 @@ from ..kinds.clock import take
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.statistics import ALL, REMAINDERS, STATISTICS
+from ..spec.tables import CUSTOM, IDENTITY, SHAPE, TABLES
 from ..stats.device_numbers import DeviceNumbers
 from ..stats.measure import Values, positions
 from ..stats.single_pass import NATIVE
 from .message_template import Message, MessageTemplate
 from .sink_interface import Row
-from .tables import CUSTOM, IDENTITY, SHAPE, TABLES
 
 Shape = tuple[int, ...] | None
 _MOMENT = len(StepContext._fields)

@@ -13,13 +13,13 @@ from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
 
-from ..capture.tables import TABLES
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
+from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
 from .sample_rows import sample_rows

@@ -18,11 +18,11 @@ from ..actions.call import Call
 from ..actions.custom_functions import check_random_state
 from ..capture.probe import Probe
 from ..capture.sink_interface import Row
-from ..capture.tables import TABLES
 from ..distributed.batch_sharding import StepBatches
 from ..kinds.hook_timer import HookTimer
 from ..plan.cost import firings_of
 from ..sinks.parquet import ParquetSink
+from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from ..training.forward import forward_step
 from ..training.loop import StepObserver, evaluate, train_step
@@ -37,7 +37,7 @@ MIN_REPEATS, MAX_REPEATS, REPEATS_WITH_ROWS = (
 BATCHES = 8  # Micro-batches to train on; more if one step has more.
 MAX_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
 HOOK = TABLES["stats"].names.index("hook")
-TABLES_OF_ROWS = ("stats", "distributions", "effects")
+TABLES_OF_ROWS = tuple(name for name, table in TABLES.items() if table.has_identity and name != "tensors")
 
 
 class _NoHooks:

@@ -17,10 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..capture.sink_interface import Row
-from ..capture.tables import TABLES, Table, as_batch
 from ..sinks.parquet import ROWS_JOURNAL_BYTES, TENSORS_JOURNAL_BYTES
 from ..sinks.parts import part_files
+from ..sinks.row_batches import as_batch
 from ..sinks.table_writer import TableWriter
+from ..spec.tables import TABLES, Table
 
 ROW_BYTES = 64  # approximate bytes per recorded tensor in addition to its values
 

@@ -71,9 +71,9 @@ def _remove_run_files(path: Path) -> None:
 
     In the folder of a table, only the parts are removed, and then the folder if it is empty.
     """
-    from ..capture.tables import TABLES  # Imported late: it imports pyarrow, which is not needed for most errors.
     from ..sinks.parts import JOURNALS
     from ..sinks.tracking import TRACKER_FOLDERS
+    from ..spec.tables import TABLES  # Imported late: it imports pyarrow, which is not needed for most errors.
 
     if path.is_symlink():  # Runs do not create symbolic links.
         return

@@ -103,9 +103,9 @@ def _run_files(folder: Path) -> list[Path]:
 
 def _patterns() -> list[str]:
     """Return the patterns of the files of a run, with run.json first: without it, the rest is not read as a run."""
-    from ..capture.tables import TABLES  # Imported late: they import pyarrow, which most errors do not need.
     from ..sinks.parts import JOURNALS
     from ..sinks.tracking import TRACKER_FOLDERS
+    from ..spec.tables import TABLES  # Imported late: they import pyarrow, which most errors do not need.
 
     return [
         *RECORDS,

@@ -6,17 +6,20 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import pandas as pd
 from torch import Tensor
 
 from ..analysis.features import Features
 from ..analysis.load import Run, load
 from ..analysis.memory_files import IN_MEMORY, MemoryFiles
+from ..analysis.run_tables import check_is_table
 from ..capture.probe import Probe
 from ..capture.sink_interface import Sink
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
 from ..sinks.memory import MemorySink
 from ..spec.run_changes import Settings
+from ..spec.tables import TABLES
 from ..training.control import Control
 
 T = TypeVar("T")
@@ -116,15 +119,16 @@ class AttachedProbe(Probe):
             raise InstrumentError("only the custom sink has the rows; pass out=FOLDER to also read them here")
         return load(self._folder)
 
-    stats = _OfRun(lambda run: run.stats)
-    distributions = _OfRun(lambda run: run.distributions)
-    effects = _OfRun(lambda run: run.effects)
-    metrics = _OfRun(lambda run: run.metrics)
-    layers = _OfRun(lambda run: run.layers)
-    events = _OfRun(lambda run: run.events)
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        """Return the current rows of a table, such as `stats`."""
+        check_is_table(self, name)
+        frame: pd.DataFrame = getattr(self.run, name)
+        return frame
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *TABLES})
+
     findings = _OfRun(lambda run: run.findings)
-    generated = _OfRun(lambda run: run.generated)
-    samples = _OfRun(lambda run: run.samples)
     custom_statistics = _OfRun(lambda run: run.custom_statistics)
     custom_metrics = _OfRun(lambda run: run.custom_metrics)
     problems = _OfRun(lambda run: run.problems)

@@ -70,7 +70,7 @@ class PlainRecord(PlainHook):
             isinstance(action, Record)
             and isinstance(spec, RecordSpec)
             and action.bits
-            and not (action.levels or action.bins or action.keeps_tensors)
+            and not (action.tables or action.keeps_tensors)
             and spec.unit_dim is None
             and attached.selector is None
             and attached.condition is None

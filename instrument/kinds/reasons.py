@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from ..spec.kinds import Kind
 
+NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"
 NOT_CALLED = (
     "the module was not called while the hook was scheduled: no code calls it, its parent uses its parameters functionally "
     "or calls .forward() directly, or an exception ended the forward pass before the call"
@@ -174,3 +175,14 @@ def _fused(module: Any) -> tuple[str, str] | None:
     if getattr(module, "fused_attn", False) is True:  # for timm
         return "fused_attn=True", "timm.layers.set_fused_attn(False) before the model is created"
     return None
+
+
+def is_incomplete(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
+
+    A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
+    functions of a hook that other modules call, and a hook that waits for a rule.
+    """
+    if row["expected"]:
+        return bool(row["fired"] < row["expected"])
+    return row["cause"] not in ("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)

@@ -21,13 +21,13 @@ from ..analysis.finite import FINITE_STATISTICS, not_finite_in
 from ..analysis.new_rows import NewRows, RowsRemovedError
 from ..analysis.plot_data import RecordedSeries, in_forward_order
 from ..analysis.run_files import RunFiles
-from ..capture.tables import CUSTOM, TABLES
 from ..errors import InstrumentError, InstrumentWarning
 from ..report.charts import CURVE_KEYS
 from ..rules.step_rows import location_name
 from ..sinks.remote_folder import is_address, moved_to
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import STATISTICS
+from ..spec.tables import CUSTOM, TABLES
 from .distribution_history import COLUMNS, DistributionHistory
 from .step_history import StepHistory
 

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.plot_data import UNKNOWN_ORDER
-from ..capture.tables import TABLES
 from ..report.charts import about, alerts, merge_ranges
 from ..report.make_report import render, render_blocks, with_vocabulary
 from ..report.numbers import rounded
 from ..report.run_page import PageTables, add_settings, values
+from ..spec.tables import TABLES
 from .distribution_history import COLUMNS, LocationDistributions
 from .live_run import LiveRun
 from .step_history import StepHistory

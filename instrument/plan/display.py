@@ -21,6 +21,7 @@ from ..spec.hooks import HookSpec
 from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
+from ..spec.tables import TABLES
 from .cost import Forecast
 from .hook_plan import HookPlan, Site, is_selected
 from .layer_selection import shorten
@@ -174,10 +175,8 @@ def output_tables(
 
     Tables with one row per sample have a number of rows instead of hooks.
     """
-    hooks_by_table: dict[str, list[str]] = {"stats": [], "distributions": [], "tensors": [], "effects": []}
-    for name, spec in plan.specs.items():
-        for table in _tables_of(spec):
-            hooks_by_table[table].append(name)
+    written = {name: _tables_of(spec) for name, spec in plan.specs.items()}
+    hooks_by_table = {table: [name for name, tables in written.items() if table in tables] for table in TABLES}
     yield Text("Output tables" + ("" if folder is None else f" in a folder such as {folder}"), "bold")
     of_samples = {table: rows for table, rows in forecast.sample_rows.items() if rows}
     tables = [*(table for table, names in hooks_by_table.items() if names), *of_samples]
@@ -196,12 +195,7 @@ def _tables_of(spec: HookSpec) -> list[str]:
         return ["effects"]
     if not isinstance(spec, RecordSpec):
         return []
-    requested = {
-        "stats": spec.statistics,
-        "distributions": spec.quantiles or spec.histogram,
-        "tensors": spec.tensors,
-    }
-    return [table for table, is_asked in requested.items() if is_asked]
+    return [*(["stats"] if spec.statistics else []), *spec.tables, *(["tensors"] if spec.tensors else [])]
 
 
 def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -> Iterator[str]:
@@ -212,6 +206,10 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
         for site in sites:
             if site.note:
                 yield f"{name}: {site.label}: {site.note}"
+        for table in spec.tables if isinstance(spec, RecordSpec) else ():
+            least = TABLES[table].least_dimensions
+            if small := [site.label for site in sites if site.parameter is not None and site.parameter.dim() < least]:
+                yield f"{name}: no rows in {table}/ for tensors with fewer than {least} dimensions: {shorten(small, 4)}"
         unmatched = [layer for layer in plan.layers if id(layer) not in matched]
         for pattern in spec.globs:
             if "*" in pattern and not pattern.startswith("re:") and not pattern.endswith("**"):

@@ -11,10 +11,10 @@ from ..analysis.finite import finite_only
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import check_choice, select_location, select_series
-from ..capture.tables import MOMENT, TABLES
 from ..errors import InstrumentError
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import STATISTICS, statistic_of
+from ..spec.tables import MOMENT, TABLES
 from .compare_drawing import Curves, draw_over_locations, draw_over_override, draw_over_steps
 from .run_labels import combine_runs, overrides_of
 from .source import REQUIRED_COLUMNS, check_columns, series_with

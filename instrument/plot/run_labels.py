@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 
 from ..analysis.load import Run
-from ..capture.tables import TABLES
 from ..errors import InstrumentError
+from ..spec.tables import TABLES
 
 LONG = 60  # maximum length of a label, in characters
 

@@ -11,15 +11,10 @@ from ..analysis.plot_data import KEYS, RecordedSeries, statistics_in
 from ..analysis.series_selection import check_choice, series_where
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
+from ..spec.tables import TABLES
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MOST_RUNS = 6  # maximum number of run names in an error message
-SETTINGS = {
-    "stats": "set 'stats' in a record hook",
-    "distributions": "set 'quantiles' or 'histogram' in a record hook",
-    "tensors": "set 'tensors: true' in a record hook",
-}
-"""The setting that fills a table, by table."""
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
@@ -46,8 +41,12 @@ def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUI
         names = ", ".join(missing)
         raise InstrumentError(f"this plot requires columns that are missing from the {table} table: {names}")
     if frame.empty:
-        setting = f"; {SETTINGS[table]}" if table in SETTINGS else ""
-        raise InstrumentError(f"the {table} table has no rows{setting}")
+        settings = {"stats": "'stats'", "tensors": "'tensors: true'"}.get(
+            table, " or ".join(map(repr, TABLES[table].fields))
+        )
+        raise InstrumentError(
+            f"the {table} table has no rows" + (f"; set {settings} in a record hook" if settings else "")
+        )
 
 
 def check_single_run(runs: list[str]) -> None:

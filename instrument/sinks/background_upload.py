@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from ..capture.tables import TABLES
 from ..errors import ConfigError, Problem
+from ..spec.tables import TABLES
 from .parts import part_files
 from .remote_errors import permanent_error_hint, safe_message
 from .remote_folder import RemoteFolder, UploadError

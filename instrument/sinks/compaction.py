@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from ..capture.tables import TABLES, Table
+from ..spec.tables import TABLES, Table
 from .checksums import LOCAL_FILES, REMEDY
 from .parts import JOURNALS, ROW_GROUP_BYTES, TENSOR_ROW_GROUP_ROWS, Part, in_order, new_part, part_files, written_parts
 from .recovery import recover

@@ -1,18 +1,24 @@
-"""Histograms of the `distributions` table as edges and counts, the format of other tools."""
+"""Histograms of rows as edges and counts, the format of other tools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from ..capture.sink_interface import Row
-from ..capture.tables import TABLES
+from ..spec.tables import TABLES
 
 # Half the width of a histogram of equal values, relative to the value. Tools do not draw bins without width.
 MIN_RELATIVE_WIDTH = 1e-6
-_LOW, _HIGH, _COUNTS = (TABLES["distributions"].names.index(name) for name in ("low", "high", "counts"))
+_COLUMNS = ("low", "high", "counts")
+_CELLS_OF = {
+    name: itemgetter(*map(table.names.index, _COLUMNS))
+    for name, table in TABLES.items()
+    if {*_COLUMNS} <= {*table.names}
+}
 
 
 class Histogram(NamedTuple):
@@ -29,10 +35,10 @@ class Histogram(NamedTuple):
     counts: Sequence[int]
 
     @classmethod
-    def of(cls, row: Row) -> Self | None:
-        """Return the histogram of a row of the `distributions` table; None if it has none or no value was finite."""
-        low, high, counts = row[_LOW], row[_HIGH], row[_COUNTS]
-        return None if low is None or high is None or counts is None else cls(low, high, counts)
+    def of(cls, table: str, row: Row) -> Self | None:
+        """Return the histogram of a row of a table; None if it has none or no value was finite."""
+        cells = _CELLS_OF[table](row) if table in _CELLS_OF else (None,)
+        return None if None in cells else cls(*cells)
 
     def bins(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return the edges, shape [bins + 1], and the counts, shape [bins]. One narrow bin if all values are equal."""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 
-from ..capture.tables import TABLES
+from ..spec.tables import TABLES
 
 DAMAGED = "the file is damaged: truncated journals cannot be detected"
 ATTEMPTS = 3  # the number of attempts to read a file that is being written

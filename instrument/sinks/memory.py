@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..capture.device_copy import HostCopy
 from ..capture.sink_interface import Row
-from ..capture.tables import CUSTOM, SHAPE, TABLES
+from ..spec.tables import CUSTOM, SHAPE, TABLES
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,12 +20,13 @@ from ..capture.collectives import own_rank
 from ..capture.message_template import Message, RowsTemplate
 from ..capture.sink_interface import Row
 from ..capture.step_statistics import StatisticsRows
-from ..capture.tables import TABLES, as_batch
 from ..errors import InstrumentWarning, SinkError
 from ..spec.schedule import STEP_PHASES
+from ..spec.tables import TABLES
 from .journal_truncation_check import RowCounts
 from .parts import JOURNALS, disk_reserve_file, row_counts_of
 from .recovery import has_moved
+from .row_batches import as_batch
 from .table_writer import TableWriter
 from .tensors import TensorWriter
 

@@ -24,10 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ..capture.tables import AS_WRITTEN, ORDER, TABLES, Table, as_table, with_positions
+from ..spec.tables import AS_WRITTEN, ORDER, TABLES, Table
 from .checksums import add_checksums
 from .journal import SUFFIX, JournalReader
 from .journal_truncation_check import NAME, truncation_problem
+from .row_batches import as_table, with_positions
 
 JOURNALS = "journal"
 DAMAGED = ".damaged"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..capture.tables import TABLES
+from ..spec.tables import TABLES
 from .journal_truncation_check import DAMAGED
 from .missing_journals import lost_journals, row_counts_in, rows_written
 from .parts import (

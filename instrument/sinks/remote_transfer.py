@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..capture.tables import TABLES
+from ..spec.tables import TABLES
 from .lock import LOCK
 from .parts import JOURNALS, part_files, written_parts
 from .remote_errors import safe_message

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..capture.sink_interface import Row
-from ..capture.tables import TABLES
+from ..spec.tables import TABLES
 from .histogram import Histogram, merge_histograms
 from .tags import SCALAR_TABLES, Fold, scalars, tag_prefix
 
@@ -50,7 +50,7 @@ class SummaryCollector:
         for row in rows if table in SCALAR_TABLES else ():
             for tag, step, value, fold in scalars(table, row):
                 self._steps[step].scalars[tag, fold].append(value)
-            if table == "distributions" and (histogram := Histogram.of(row)) is not None:
+            if (histogram := Histogram.of(table, row)) is not None:
                 self._steps[row[0]].histograms[f"{tag_prefix(row)}/histogram"].append(histogram)
         for step, _, layer, rule, message, severity, *_ in rows if table == "events" else ():
             location = f" {layer}" if layer else ""

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from ..capture.collectives import own_rank
 from ..capture.message_template import Message
-from ..capture.tables import Table
+from ..spec.tables import Table
 from .journal import Journal
 from .parts import Part, convert_journal, new_part, part_files
 

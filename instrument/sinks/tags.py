@@ -19,17 +19,16 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import pyarrow as pa
-
 from ..capture.sink_interface import Row
-from ..capture.tables import CUSTOM, IDENTITY, TABLES
 from ..spec.kinds import KINDS
 from ..spec.statistics import statistic_of
+from ..spec.tables import CUSTOM, IDENTITY, TABLES
 
 Fold = Callable[[Sequence[float]], float]
 """Combines several values with the same tag and step."""
 
-SCALAR_TABLES = ("stats", "effects", "metrics", "distributions")  # tables with scalars
+SCALAR_TABLES = tuple(name for name, table in TABLES.items() if table.has_numbers or "quantiles" in table.names)
+"""The tables with scalars: numbers and quantiles."""
 ROOT = "_root_"
 _FORBIDDEN = re.compile(r"[^\w.-]")  # characters that one of the three trackers refuses or replaces
 _CUSTOM = {name: table.names.index(CUSTOM.name) for name, table in TABLES.items() if CUSTOM in table.columns}
@@ -54,14 +53,16 @@ class Scalar(NamedTuple):
 
 def scalars(table: str, row: Row) -> Iterator[Scalar]:
     """Yield the numbers of a row. Null is omitted; NaN is a number."""
-    if table == "distributions":
-        yield from _quantiles(row)
-        return
+    names = TABLES[table].names
     tag = metrics_tag(row) if table == "metrics" else tag_prefix(row)
     for index, name, fold in _columns(table):
         value = row[index]
         if value is not None:
             yield Scalar(f"{tag}/{name}", row[0], float(value), fold)
+    levels, quantiles = (row[names.index(name)] if name in names else None for name in ("levels", "quantiles"))
+    for level, value in zip(levels or (), quantiles or (), strict=False):
+        if value is not None:
+            yield Scalar(f"{tag}/quantile_{level:g}", row[0], value, _mean)
     for name, value in dict(row[_CUSTOM[table]] or ()).items() if table in _CUSTOM else ():
         if value is not None:
             yield Scalar(f"{tag}/{segment(name)}", row[0], value, _mean)
@@ -107,25 +108,10 @@ def _of_rank(rank: int) -> str:
     return f".rank{rank}" if rank else ""
 
 
-def _quantiles(row: Row) -> Iterator[Scalar]:
-    cells = dict(zip(TABLES["distributions"].names, row, strict=True))
-    for level, value in zip(cells["levels"] or (), cells["quantiles"] or (), strict=False):
-        if value is not None:
-            yield Scalar(f"{tag_prefix(row)}/quantile_{level:g}", row[0], value, _mean)
-
-
-@lru_cache(maxsize=8)
+@lru_cache
 def _columns(table: str) -> list[tuple[int, str, Fold]]:
-    """Return index, name and fold of the numeric columns that are not identity columns."""
-    return [
-        (index, column.name, _fold(column.name))
-        for index, column in enumerate(TABLES[table].columns)
-        if column.name not in _KEY and _is_number(column.type)
-    ]
-
-
-def _is_number(kind: Any) -> bool:
-    return bool(pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+    """Return index, name and fold of the columns with numbers."""
+    return [(TABLES[table].names.index(name), name, _fold(name)) for name in TABLES[table].numbers]
 
 
 def _fold(column: str) -> Fold:

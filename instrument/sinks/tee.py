@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..capture.collectives import own_rank
 from ..capture.sink_interface import Row, Sink
-from ..capture.tables import TABLES
 from ..errors import SinkError
+from ..spec.tables import TABLES
 from .parquet import warn
 
 

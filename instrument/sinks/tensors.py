@@ -25,9 +25,10 @@ from torch import Tensor
 
 from ..capture.device_copy import HostCopy
 from ..capture.sink_interface import Row
-from ..capture.tables import TABLES, as_table
+from ..spec.tables import TABLES
 from .buffer_pool import CHECK_SECONDS, Pool
 from .parts import ROW_GROUP_BYTES
+from .row_batches import as_table
 from .table_writer import TableWriter
 
 POOL_BYTES = 256 * 2**20

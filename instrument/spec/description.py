@@ -22,8 +22,7 @@ def describe_action(spec: HookSpec) -> str:
             part
             for part, requested in (
                 ("stats", spec.statistics),
-                ("quantiles", spec.quantiles),
-                ("histogram", spec.histogram),
+                *((name, value) for values in spec.tables.values() for name, value in values.items()),
                 ("tensors", spec.tensors),
             )
             if requested

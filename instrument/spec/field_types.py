@@ -17,6 +17,7 @@ from pydantic import (
     ModelWrapValidatorHandler,
     PrivateAttr,
     ValidationError,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
@@ -175,3 +176,39 @@ class Selection(Spec):
     def globs(self) -> tuple[str, ...]:
         """The selecting globs; all modules if only `types` is given."""
         return self.layers if self.layers is not None else ("**",)
+
+
+DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+DEFAULT_BINS, MAX_BINS = 64, 4096
+
+
+def _levels(value: Any) -> Any:
+    if isinstance(value, bool):
+        return DEFAULT_LEVELS if value else None
+    return (value,) if isinstance(value, int | float) else value
+
+
+def _bins(value: Any) -> Any:
+    return (DEFAULT_BINS if value else None) if isinstance(value, bool) else value
+
+
+Levels = Annotated[
+    tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None,
+    Field(min_length=1, max_length=1000),
+    BeforeValidator(_levels),
+    AfterValidator(lambda levels: levels and tuple(sorted(set(levels)))),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {"type": "number", "minimum": 0, "maximum": 1},
+                {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 1},
+            ]
+        }
+    ),
+]
+Bins = Annotated[
+    Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
+    BeforeValidator(_bins),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MAX_BINS}]}),
+]

@@ -7,13 +7,12 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Discriminator,
     Field,
     Tag,
     ValidationError,
     WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -22,6 +21,7 @@ from .base import ObservationSpec
 from .field_types import Count, IndexList, Target
 from .messages import UnknownNameError, message_of
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
+from .tables import TABLES
 
 
 class CustomStatistic(Target):
@@ -77,41 +77,7 @@ Statistics = Annotated[
         }
     ),
 ]
-DEFAULT_LEVELS = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-DEFAULT_BINS, MAX_BINS = 64, 4096
 MAX_KEPT_STEPS = 10_000
-
-
-def _levels(value: Any) -> Any:
-    if isinstance(value, bool):
-        return DEFAULT_LEVELS if value else None
-    return (value,) if isinstance(value, int | float) else value
-
-
-def _bins(value: Any) -> Any:
-    return (DEFAULT_BINS if value else None) if isinstance(value, bool) else value
-
-
-Levels = Annotated[
-    tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None,
-    Field(min_length=1, max_length=1000),
-    BeforeValidator(_levels),
-    AfterValidator(lambda levels: levels and tuple(sorted(set(levels)))),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "boolean"},
-                {"type": "number", "minimum": 0, "maximum": 1},
-                {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 1},
-            ]
-        }
-    ),
-]
-Bins = Annotated[
-    Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
-    BeforeValidator(_bins),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MAX_BINS}]}),
-]
 
 
 # The brackets exclude the tags from the keys in messages.
@@ -187,17 +153,18 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
     return DEFAULT if given == "default" else (given,)
 
 
-class RecordSpec(StatisticsSpec):
+_WithTableFields: Any = create_model(
+    "_WithTableFields",
+    __base__=StatisticsSpec,
+    **{name: definition for table in TABLES.values() for name, definition in table.fields.items()},
+)
+"""A model with the fields of all tables."""
+
+
+class RecordSpec(_WithTableFields):  # type: ignore[misc]  # its fields are those of the tables
     """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
 
     action: Literal["record"]
-    quantiles: Levels = Field(
-        None,
-        description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
-    )
-    histogram: Bins = Field(
-        None, description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."
-    )
     tensors: bool = Field(False, description="Also record the values.")
     samples: Samples | None = Field(  # type: ignore[assignment]  # other actions take no number
         None,
@@ -216,10 +183,14 @@ class RecordSpec(StatisticsSpec):
 
     @model_validator(mode="after")
     def _validate_output(self) -> RecordSpec:
-        if not self.tensors and not self.statistics and not self.distribution:
-            raise ValueError(
-                "records nothing: 'stats' is none, and neither tensors, quantiles nor a histogram are requested"
-            )
+        if not self.tensors and not self.statistics and not self.tables:
+            others = ", ".join(name for table in TABLES.values() for name in table.fields)
+            raise ValueError(f"records nothing: 'stats' is none, and none of tensors, {others} is requested")
+        for table, values in self.tables.items():
+            roles = TABLES[table].roles
+            if roles and self.tensor_role not in roles:
+                needed = f"{', '.join(values)} requires role {', '.join(roles[:-1])} or {roles[-1]}"
+                raise ValueError(f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}")
         tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
         if tensor_options and not self.tensors:
             raise ValueError(
@@ -237,6 +208,7 @@ class RecordSpec(StatisticsSpec):
         return None if self.keep is not None else super().follows
 
     @property
-    def distribution(self) -> bool:
-        """Whether quantiles or a histogram are requested."""
-        return self.quantiles is not None or self.histogram is not None
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The further tables that get rows, with the values of their fields."""
+        values = {table.name: {name: getattr(self, name) for name in table.fields} for table in TABLES.values()}
+        return {name: fields for name, fields in values.items() if any(value is not None for value in fields.values())}

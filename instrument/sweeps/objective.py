@@ -17,10 +17,11 @@ from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..pip_extras import pip_command
 from ..spec.messages import is_misspelled
 from ..spec.record import names_of_custom_statistics
+from ..spec.tables import TABLES
 
 OBJECTIVE_KEY, DEFAULT = "objective", "loss"
 METRICS = ("loss", "accuracy", "seconds", "samples_per_second")  # metrics of an evaluation
-NUMERIC_TABLES = ("stats", "metrics", "effects")  # tables with numeric columns
+NUMERIC_TABLES = tuple(name for name, table in TABLES.items() if table.has_numbers)
 AGGREGATES = {
     "min": "min(value)",
     "max": "max(value)",
@@ -135,8 +136,6 @@ def _is_custom_metric(name: str, known: Sequence[str]) -> bool:
 
 
 def _column_names(table: str) -> list[str]:
-    from ..capture.tables import TABLES
-
     return [*TABLES[table].names]
 
 
@@ -148,16 +147,8 @@ def _check_known(what: str, name: str, names: Iterable[str], written: str) -> No
 
 
 def _numeric_columns(table: str) -> list[str]:
-    import pyarrow as pa
-
-    from ..capture.tables import MOMENT, TABLES
-
-    identity = {column.name for column in MOMENT} | {"call", "backward"}
-    return [
-        column.name
-        for column in TABLES[table].columns
-        if (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)) and column.name not in identity
-    ]
+    columns = TABLES[table].columns
+    return [c.name for c in columns if c.name in TABLES[table].numbers and c.type_name != "bool"]
 
 
 def _check_query(query: str, table: str, custom: Iterable[str], condition: str) -> None:
@@ -167,8 +158,6 @@ def _check_query(query: str, table: str, custom: Iterable[str], condition: str) 
         message = "an objective from a table requires DuckDB"
         raise ConfigError(Problem(OBJECTIVE_KEY, message, condition or None, METRICS, fix=pip_command("sql"))) from None
     import pyarrow as pa
-
-    from ..capture.tables import TABLES
 
     with duckdb.connect() as connection:
         empty = TABLES[table].schema.empty_table()

@@ -20,11 +20,11 @@ import instrument
 from instrument import InstrumentError
 from instrument.analysis.new_rows import NewRows, RowsRemovedError
 from instrument.analysis.run_files import RunFiles
-from instrument.capture.tables import TABLES
 from instrument.sinks.checksums import LOCAL_FILES, DamagedFileError
 from instrument.sinks.compaction import compact
 from instrument.sinks.journal import Journal, JournalReader
 from instrument.sinks.parquet import ParquetSink
+from instrument.spec.tables import TABLES
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 STEPS = 6

@@ -12,10 +12,10 @@ import pytest
 
 import instrument
 from instrument.analysis.findings import Finding, findings
-from instrument.capture.tables import NEVER_DUE, TABLES
 from instrument.findings import main
-from instrument.kinds.reasons import NO_INPUT_GRAPH
+from instrument.kinds.reasons import NEVER_DUE, NO_INPUT_GRAPH
 from instrument.sinks.parquet import ParquetSink
+from instrument.spec.tables import TABLES
 
 USUAL: dict[str, Any] = {
     "step": 0,

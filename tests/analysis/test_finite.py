@@ -15,9 +15,10 @@ import torch
 import instrument
 from instrument.analysis.findings import findings
 from instrument.analysis.finite import finite_only, is_not_finite
-from instrument.analysis.means_over_steps import NUMERIC_COLUMNS, means_of
+from instrument.analysis.means_over_steps import means_of
 from instrument.analysis.plot_data import matrices
 from instrument.report.charts import heat_maps
+from instrument.spec.tables import TABLES
 
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}
 OUTPUT = {"kind": "forward", "role": "output"}
@@ -112,8 +113,8 @@ def test_broken_gradient_is_excluded_from_findings_and_means(broken: instrument.
     assert values_by_finding["largest gradient norm"] == f"{NORM:.4g}, median at this location {NORM:.4g}"
     assert values_by_finding["first recorded non-finite value"] == "98 NaN, 0 infinite of 100"
     means = means_of(broken, "stats")
-    assert math.isnan(means.values[0, NUMERIC_COLUMNS["stats"].index("l2")])
-    assert means.values[0, NUMERIC_COLUMNS["stats"].index("nan_count")] == 49.0
+    assert math.isnan(means.values[0, TABLES["stats"].numbers.index("l2")])
+    assert means.values[0, TABLES["stats"].numbers.index("nan_count")] == 49.0
 
 
 @pytest.mark.parametrize("stats", [["l2"], ["zero_fraction", "dead_fraction"], "l1"])

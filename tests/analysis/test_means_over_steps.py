@@ -16,7 +16,8 @@ from run_folders import write_run
 from tiers import tiered
 
 import instrument
-from instrument.analysis.means_over_steps import LOCATION_COLUMNS, NUMERIC_COLUMNS, Means, means_of
+from instrument.analysis.means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, means_of
+from instrument.spec.tables import TABLES
 
 CELL = st.one_of(st.none(), st.sampled_from([math.nan, math.inf, -math.inf]), st.floats(-1e9, 1e9))
 
@@ -34,7 +35,7 @@ class Batches(instrument.Run):
 def mean_of(means: Means, table: str, location: dict[str, str], name: str) -> float | None:
     """Return one of the means, or None if it has no values."""
     (i,) = [i for i, found in enumerate(means.locations) if set(location.values()) <= set(found)]
-    column = NUMERIC_COLUMNS[table].index(name)
+    column = TABLES[table].numbers.index(name)
     return float(means.values[i, column]) if means.counts[i, column] else None
 
 
@@ -73,7 +74,7 @@ def check_means(folder: Path, rows: list[tuple[str, float | None, float | None]]
             else:
                 assert got is not None
                 assert not math.isfinite(got)
-    assert (means.counts[:, NUMERIC_COLUMNS["stats"].index("rms")] == 0).all()
+    assert (means.counts[:, TABLES["stats"].numbers.index("rms")] == 0).all()
 
 
 def test_locations_differ_by_hook_layer_kind_role_path_phase(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_locations_differ_by_hook_layer_kind_role_path_phase(tmp_path: Path) -> 
     cells = [usual, *({**usual, **other, "l2": 2.0 + i} for i, other in enumerate(others))]
     means = means_of(instrument.load(write_run(tmp_path / "run", rows={"stats": cells})), "stats")
     assert len(means.locations) == 7
-    assert sorted(means.values[:, NUMERIC_COLUMNS["stats"].index("l2")]) == [1.0, *(2.0 + i for i in range(6))]
+    assert sorted(means.values[:, TABLES["stats"].numbers.index("l2")]) == [1.0, *(2.0 + i for i in range(6))]
 
 
 def test_recomputed_rows_are_excluded_from_means(tmp_path: Path) -> None:
@@ -120,12 +121,12 @@ def test_steps_are_half_open_and_the_last_evaluation_counts(
 def test_every_numeric_column_is_averaged(tmp_path: Path) -> None:
     cells = {
         name: 1 if name in ("numel", "changed") else True if name == "held" else 0.5
-        for name in NUMERIC_COLUMNS["effects"]
+        for name in TABLES["effects"].numbers
     }
     run = instrument.load(write_run(tmp_path / "run", rows={"effects": [cells, cells]}))
     means = means_of(run, "effects")
-    assert means.values.tolist() == [[cells[name] for name in NUMERIC_COLUMNS["effects"]]]
-    assert NUMERIC_COLUMNS["effects"] == (
+    assert means.values.tolist() == [[cells[name] for name in TABLES["effects"].numbers]]
+    assert TABLES["effects"].numbers == (
         "numel",
         "changed",
         "changed_fraction",
@@ -134,14 +135,15 @@ def test_every_numeric_column_is_averaged(tmp_path: Path) -> None:
         "factor",
         "held",
     )
-    assert {"loss", "accuracy", "grad_norm", "lr", "skipped"} <= set(NUMERIC_COLUMNS["metrics"])
-    numbers = run.effects[list(NUMERIC_COLUMNS["effects"])]
+    assert {"loss", "accuracy", "grad_norm", "lr", "skipped"} <= set(TABLES["metrics"].numbers)
+    numbers = run.effects[list(TABLES["effects"].numbers)]
     assert np.array_equal(means.values[0], numbers.mean().to_numpy())
 
 
 def test_empty_table_has_no_means(tmp_path: Path) -> None:
     run = instrument.load(write_run(tmp_path / "run"))
-    for table, names in NUMERIC_COLUMNS.items():
+    for table in MEASURED_TABLES:
+        names = TABLES[table].numbers
         means = means_of(run, table)
         assert (means.locations, means.values.shape, means.counts.shape) == ([], (0, len(names)), (0, len(names)))
     assert isinstance(run.stats, pd.DataFrame)

@@ -23,12 +23,12 @@ import instrument
 from instrument import ConfigError, InstrumentError
 from instrument.analysis.folders import NoRunError
 from instrument.analysis.run_files import RunFiles
-from instrument.capture.tables import TABLES
 from instrument.export import main as export
 from instrument.report.__main__ import main as report
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.remote_folder import RemoteFolder, folder_at
 from instrument.sinks.remote_transfer import send_all
+from instrument.spec.tables import TABLES
 
 HOOKS = {
     "acts": {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "samples": 1},

@@ -21,13 +21,13 @@ from tiers import tiered
 import instrument
 from instrument import InstrumentError, InstrumentWarning, recover
 from instrument.analysis.run_files import RunFiles, size_on_disk
-from instrument.capture.tables import TABLES
 from instrument.sinks.journal import Journal, JournalReader
 from instrument.sinks.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover as recover_files
+from instrument.spec.tables import TABLES
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)

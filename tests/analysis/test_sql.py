@@ -22,9 +22,9 @@ import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis import query_sources
 from instrument.analysis.run_files import RunFiles
-from instrument.capture.tables import TABLES
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part
+from instrument.spec.tables import TABLES
 
 STEPS = 6
 

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from instrument.capture.message_template import Message, MessageTemplate, RowsTemplate
-from instrument.capture.tables import TABLES, as_batch
+from instrument.sinks.row_batches import as_batch
+from instrument.spec.tables import TABLES
 
 
 def cell(draw: random.Random, dtype: pa.DataType, step: int, nulls: float) -> Any:

@@ -16,10 +16,10 @@ import instrument
 from instrument.capture import rule_rows
 from instrument.capture.probe import Probe
 from instrument.capture.recorder import Recorder
-from instrument.capture.tables import TABLES
 from instrument.plan.hook_plan import make_plan
 from instrument.rules.deferral import MOST_STEPS
 from instrument.spec.parse import parse_hooks, parse_rules
+from instrument.spec.tables import TABLES
 
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}
 LARGE: dict[str, Any] = {"watch": "seen", "stat": "abs_max", "above": 50.0}

@@ -17,7 +17,8 @@ from torch import nn
 import instrument
 from instrument import ConfigError
 from instrument.capture.samples import SampleRows, targets_of
-from instrument.capture.tables import TABLES, as_batch
+from instrument.sinks.row_batches import as_batch
+from instrument.spec.tables import TABLES
 from instrument.training.datasets import digits
 
 FEATURES = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True}

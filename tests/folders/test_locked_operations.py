@@ -9,9 +9,9 @@ import pytest
 
 import instrument
 from instrument import compact, recover, upload
-from instrument.capture.tables import TABLES
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
+from instrument.spec.tables import TABLES
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from waiting import TIMEOUT
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
-from instrument.capture.tables import TABLES
 from instrument.folders import run_upload
 from instrument.folders.run_upload import RemoteCopy
 from instrument.report import command_for
@@ -32,6 +31,7 @@ from instrument.sinks.parts import Part, new_part
 from instrument.sinks.remote_folder import RemoteFolder
 from instrument.sinks.remote_transfer import send_all
 from instrument.spec.config import SinkConfig
+from instrument.spec.tables import TABLES
 from instrument.sweeps.lookup import jobs_in
 from instrument.training.checkpoint import Checkpoints
 from instrument.upload import main

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from instrument import Probe
-from instrument.capture.tables import TABLES
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_hooks
+from instrument.spec.tables import TABLES
 
 HOOKS = record_hooks(GRADIENT_LOCATIONS)
 STEPS = 2

@@ -14,10 +14,10 @@ from report_fixtures import IMAGE, convolutional, data_of, deep, new_page, train
 from torch import nn
 
 import instrument
-from instrument.capture.tables import TABLES
 from instrument.report import make
 from instrument.report.charts import curves
 from instrument.sinks.parquet import ParquetSink
+from instrument.spec.tables import TABLES
 
 ACTS = {"layers": "**", "kind": "forward", "action": "record"}
 GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}

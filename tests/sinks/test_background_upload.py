@@ -13,13 +13,13 @@ import pytest
 from waiting import TIMEOUT, wait_until
 
 from instrument import ConfigError
-from instrument.capture.tables import TABLES
 from instrument.sinks import background_upload, remote_transfer
 from instrument.sinks.background_upload import Upload
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.recovery import recover
 from instrument.sinks.remote_folder import RemoteFolder, UploadError
 from instrument.sinks.remote_transfer import remove_parts_after, remove_sent, send_all
+from instrument.spec.tables import TABLES
 
 
 @pytest.fixture(autouse=True)

@@ -20,12 +20,12 @@ from tiers import tiered
 import instrument
 from instrument import compact as command
 from instrument.analysis.run_files import RunFiles
-from instrument.capture.tables import TABLES
 from instrument.sinks import compaction, parts
 from instrument.sinks.compaction import compact
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.sinks.parts import Part, new_part, part_files, remove_rows_after_checkpoint, written_parts
+from instrument.spec.tables import TABLES
 from instrument.training.checkpoint import VERSION
 
 LAYERS = ("stem", "body", "head")

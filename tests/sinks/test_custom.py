@@ -18,7 +18,7 @@ from instrument.errors import SinkError
 RECORD = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
 MODULE = """
 import json
-from instrument.capture.tables import TABLES
+from instrument.spec.tables import TABLES
 
 class JsonLines:
     def __init__(self, path, fails=""):

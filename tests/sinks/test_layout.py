@@ -16,9 +16,10 @@ import pytest
 import instrument
 from instrument.analysis.plot_data import forward_order
 from instrument.analysis.run_files import RunFiles
-from instrument.capture.tables import TABLES, as_batch, as_table
 from instrument.sinks import parts
 from instrument.sinks.parquet import ParquetSink
+from instrument.sinks.row_batches import as_batch, as_table
+from instrument.spec.tables import TABLES
 
 LAYERS = ["stem", "body.1", "body.0", "stem", "head"]  # in execution order, the stem twice
 

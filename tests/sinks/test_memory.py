@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instrument import MemorySink
-from instrument.capture.tables import TABLES
+from instrument.spec.tables import TABLES
 
 ROW = (3, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 

@@ -26,11 +26,11 @@ from tiers import tiered
 from torch import Tensor
 
 import instrument
-from instrument.capture.tables import TABLES
 from instrument.errors import SinkError
 from instrument.sinks import parquet, parts, tensors
 from instrument.sinks.journal import Journal
 from instrument.sinks.parquet import ParquetSink
+from instrument.spec.tables import TABLES
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tracker_files import key, metrics, row
 
-from instrument.capture.tables import TABLES
 from instrument.sinks.tags import scalars, tag_prefix
 from instrument.spec.statistics import ALL
+from instrument.spec.tables import TABLES
 
 
 @pytest.mark.parametrize(
