@@ -37,6 +37,6 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("actions.measurement", "actions.intervention", "actions.condition", "stats.unit_statistics"):
         monkeypatch.setattr(f"instrument.{module}.measure", measure)
     monkeypatch.setattr("instrument.actions.intervention.effect_of_plain", lambda before, after: None)
-    monkeypatch.setattr("instrument.actions.record.distribution", measure_distribution)
+    monkeypatch.setattr("instrument.stats.table_rows.distribution", measure_distribution)
     monkeypatch.setattr("instrument.actions.measurement.dead_fraction", dead_fraction_on_device)
     monkeypatch.setattr("instrument.actions.measurement.saturated_fraction", saturated_fraction_on_device)

@@ -59,6 +59,7 @@ ALLOWED_WITHIN_A_LAYER = {
     ("nested", "containers"),
     ("registry", "errors"),
     ("spec", "errors"),
+    ("spec", "registry"),
 }
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 

@@ -211,8 +211,14 @@ RESERVED = ("run", "seed")  # columns that readers of several runs add
 def _clash(table: Table) -> str | None:
     """Return which columns or fields of `record` clash; None if all are unique."""
     for index, column in enumerate(table.stored):
-        if column.name in (*RESERVED, *(other.name for other in table.stored[:index])):
-            return f"cannot have the column {column.name!r} at index {index}: readers add it, or an earlier column has this name"
+        names = [other.name for other in table.stored[:index]]
+        if column.name in (*names, *RESERVED):
+            other = (
+                f"it has one at index {names.index(column.name)}"
+                if column.name in names
+                else "readers of several runs add it"
+            )
+            return f"cannot have the column {column.name!r} at index {index}: {other}"
     for other in TABLES.places:
         if shared := sorted({*table.fields} & {*TABLES[other].fields}):
             return f"cannot have the field {shared[0]!r} of record, which table {other!r} has ({TABLES.places[other]})"
@@ -298,10 +304,7 @@ TABLES.register("tensors")(
                 "the elements, flattened in C order; null if they are in data",
             ),
             Column(
-                "data",
-                "large_binary",
-                "",
-                "the elements as little-endian bytes in C order; null if they are in values",
+                "data", "large_binary", "", "the elements as little-endian bytes in C order; null if they are in values"
             ),
         ),
     )
@@ -317,12 +320,7 @@ TABLES.register("effects")(
             Column("changed_fraction", "double", "fraction", "changed / numel"),
             Column("norm_before", "double", "the tensor's own", "L2 norm of the finite values before"),
             Column("norm_after", "double", "the tensor's own", "L2 norm of the finite values after"),
-            Column(
-                "factor",
-                "double",
-                "",
-                "factor by which the tensor was multiplied; null if it is not one number",
-            ),
+            Column("factor", "double", "", "factor by which the tensor was multiplied; null if it is not one number"),
             Column("held", "bool", "", "whether the condition of `when` held; null without a condition"),
         ),
         is_sorted=True,
@@ -336,17 +334,9 @@ TABLES.register("metrics")(
         (
             *(column for column in MOMENT if column.name != "micro_step"),
             Column("loss", "double", "the loss's own", "mean over the samples of the step"),
+            Column("accuracy", "double", "fraction", "fraction of the samples whose most likely class is the target"),
             Column(
-                "accuracy",
-                "double",
-                "fraction",
-                "fraction of the samples whose most likely class is the target",
-            ),
-            Column(
-                "lr",
-                "double",
-                "",
-                "learning rate of the first optimizer's first parameter group, as used by its step",
+                "lr", "double", "", "learning rate of the first optimizer's first parameter group, as used by its step"
             ),
             Column(
                 "grad_norm",
@@ -383,12 +373,7 @@ TABLES.register("coverage")(
                 "call; steps at which its parameter is frozen or not in the optimizer do not count",
             ),
             Column("fired", "int64", "firings", "actual number of firings"),
-            Column(
-                "dropped",
-                "int64",
-                "tensors",
-                "recorded tensors that were dropped because no buffer was available",
-            ),
+            Column("dropped", "int64", "tensors", "recorded tensors that were dropped because no buffer was available"),
             Column(
                 "cause",
                 "string",

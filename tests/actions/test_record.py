@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given
@@ -18,6 +20,7 @@ from instrument.actions.selection import Selector
 from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, COUNTS, DEFAULT, VALUE_STATISTICS
+from instrument.stats.spectrum import Spectrum
 
 
 def spec(**fields: Any) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def test_most_expensive_output_is_dropped_first() -> None:
         action, left_out = lighter
         dropped.append(left_out)
     assert dropped == ["tensors", "histogram", "quantiles", "l1"]
-    assert (action.keeps_tensors, action.bins, action.levels) == (False, 0, ())
+    assert (action.keeps_tensors, action.tables) == (False, {})
     assert action.measurement.names == ("numel", "mean", "nan_count", "inf_count")
 
 
@@ -261,3 +264,89 @@ def test_extremes_of_small_integers_are_a_float_column() -> None:
         probe.end_step()
     assert probe.stats["max"].dtype == "float64"
     assert probe.stats["max"].tolist() == [2**53]
+
+
+def trained(model: nn.Module, between: Callable[[], None] = lambda: None, **fields: Any) -> instrument.MemorySink:
+    """Record at the parameters in one step of SGD. `between` runs between the optimizer's step and the end of the step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = {"layers": "**", "kind": "step_post", "role": "param", "action": "record", "stats": "none", **fields}
+    with instrument.attach(model, {"h": hook}, optimizer=optimizer) as probe:
+        sum(parameter.real.square().sum() for parameter in model.parameters()).backward()
+        optimizer.step()
+        between()
+        probe.end_step()
+    return probe.sink
+
+
+class Holder(nn.Module):
+    """A module with one parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+@pytest.mark.parametrize("role", ["param", "param_grad", "update"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_spectrum_is_of_the_matrix_of_the_first_dimension_and_all_others(role: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Holder(torch.randn(6, 5, 2, 2, dtype=dtype))
+    before = model.weight.detach().clone()
+    (row,) = trained(model, spectrum=4, role=role).records("spectra")
+    after = model.weight.detach()
+    assert model.weight.grad is not None
+    tensor = {"param": after, "param_grad": model.weight.grad, "update": after - before}[role]
+    wide = tensor.to(torch.complex128 if dtype.is_complex else torch.float64).reshape(6, 20).numpy()
+    values = np.linalg.svd(wide, compute_uv=False)
+    assert row["values"] == pytest.approx(values[:4].tolist(), rel=1e-12)
+    assert row["spectral_norm"] == pytest.approx(np.linalg.norm(wide, 2), rel=1e-12)
+    assert row["stable_rank"] == pytest.approx(np.linalg.norm(wide) ** 2 / np.linalg.norm(wide, 2) ** 2, rel=1e-12)
+    assert (row["shape"], row["role"], row["path"]) == ([6, 5, 2, 2], role, "weight")
+
+
+def test_spectrum_is_of_the_firing_even_if_the_parameter_changes_later() -> None:
+    model = Holder(torch.diag(torch.tensor([3.0, 2.0, 1.0])))
+    (row,) = trained(model, model.weight.data.zero_, spectrum=9).records("spectra")
+    assert row["values"] == pytest.approx([2.4, 1.6, 0.8], rel=1e-6)  # the gradient is twice the weight
+
+
+def test_singular_values_are_computed_after_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    svdvals = torch.linalg.svdvals
+    monkeypatch.setattr(torch.linalg, "svdvals", lambda matrix: calls.append("svd") or svdvals(matrix))
+    trained(Holder(torch.eye(2)), lambda: calls.append("step"), spectrum=1)
+    assert calls == ["step", "svd"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        (torch.tensor([[1.0, math.nan], [0.0, 1.0]]), (None, None, None)),
+        (torch.tensor([[1.0, math.inf], [0.0, 1.0]]), (None, None, None)),
+        (torch.zeros(2, 2), ([0.0, 0.0], 0.0, None)),
+        (torch.zeros(0, 2), ([], None, None)),
+    ],
+)
+def test_spectrum_without_a_value_is_null(weight: Tensor, expected: tuple[Any, ...]) -> None:
+    (row,) = trained(Holder(weight), spectrum=2).records("spectra")
+    assert (row["values"], row["spectral_norm"], row["stable_rank"]) == expected
+
+
+def test_tensors_of_one_dimension_have_no_spectrum() -> None:
+    sink = trained(nn.Linear(3, 2), spectrum=1)
+    assert [row["path"] for row in sink.records("spectra")] == ["weight"]
+    assert [row["fired"] for row in sink.records("coverage")] == [1, 1]
+
+
+def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
+    full = torch.randn(7, 5, 3)
+    measure = Spectrum(20)
+    for shards in (full.split(4), full.split(1), [full, full[:0]]):
+        parts = np.stack([measure.part(shard)().numpy() for shard in shards])
+        values, norm, rank, shape = measure.merged(parts)
+        whole = np.linalg.svd(full.reshape(7, 15).double().numpy(), compute_uv=False)
+        assert values == pytest.approx(whole.tolist(), rel=1e-12)
+        assert (norm, shape) == (values[0], None)
+        assert rank == pytest.approx((whole**2).sum() / whole[0] ** 2, rel=1e-12)
+    parts[1] = math.nan  # a process that recorded nothing
+    assert measure.merged(parts) == (None, None, None, None)

@@ -45,7 +45,7 @@ hooks:
   used:     {layers: "**", kind: parameter_grad, action: record}
   sums:     {layers: "**", kind: post_accumulate_grad, action: record, stats: [l2]}
   moved:    {layers: "**", kind: step_post, role: update, action: record, stats: [default, update_ratio]}
-  weights:  {layers: "**", kind: step_post, role: param, action: record, stats: [default, dead_fraction]}
+  weights:  {layers: "**", kind: step_post, role: param, action: record, stats: [default, dead_fraction], spectrum: 12}
   tame:     {layers: "layers.1.**", kind: parameter_grad, action: clip, norm: 0.05}
   each:     {layers: "layers.2", kind: parameter_grad, action: clip, quantile: 0.9}
   quiet:    {layers: "layers.1", kind: full_backward, action: scale, factor: 0.5}
@@ -187,6 +187,16 @@ def test_reduced_quantiles_and_histograms(runs: Runs, variant: str) -> None:
                 near = int(min((there - row["low"]) / width * len(cumulative), len(cumulative) - 1))
                 below = 0.0 if near == 0 else cumulative[near - 1]
                 assert below - 0.01 <= level <= cumulative[near] + 0.01, (level, here, there)
+
+
+@pytest.mark.parametrize("variant", MERGED)
+def test_reduced_spectra(runs: Runs, variant: str) -> None:
+    both = side_by_side(runs, variant, "spectra", KEYS)
+    assert {len(values) for values in both["values"]} == {10, 12}
+    for name in ("spectral_norm", "stable_rank"):
+        assert_close(both, name)
+    for _, row in both.iterrows():
+        assert row["values_there"] == pytest.approx(row["values"], rel=1e-5)
 
 
 @pytest.mark.parametrize("variant", MERGED)

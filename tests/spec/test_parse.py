@@ -18,10 +18,10 @@ from instrument.spec import apply as apply_specs
 from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
 from instrument.spec.budget import BudgetConfig
+from instrument.spec.field_types import DEFAULT_BINS, DEFAULT_LEVELS
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec
 from instrument.spec.parse import parse_apply, parse_config, parse_hooks
-from instrument.spec.record import DEFAULT_BINS, DEFAULT_LEVELS
 from instrument.spec.spec_file import read_specs
 from instrument.spec.statistics import ALL, DEFAULT
 
@@ -241,6 +241,13 @@ OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (RECORD, {"exclude": "a**"}, "exclude.0", "complete segment"),
     (RECORD, {"layers": None}, "", "requires 'layers'"),
     (RECORD, {"stats": "none"}, "", "records nothing"),
+    (
+        RECORD,
+        {"spectrum": 3},
+        "",
+        "spectrum requires role param, param_grad or update; this hook has kind forward, role output",
+    ),
+    (RECORD, {"spectrum": 0, "kind": "parameter_grad"}, "spectrum", "greater than or equal to 1"),
     (RECORD, {"stats": []}, "", "records nothing"),
     (RECORD, {"tensors": "maybe"}, "tensors", "true or false"),
     (RECORD, {"tensors": True, "samples": 0}, "samples", "greater than or equal to 1"),

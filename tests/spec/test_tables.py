@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 import instrument
+from instrument.errors import ConfigError
 from instrument.sinks.row_batches import as_batch, as_table
 from instrument.spec import tables
 from instrument.spec.statistics import STATISTICS
-from instrument.spec.tables import TABLES, Table
+from instrument.spec.tables import TABLES, Column, Table
 
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
 IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "backward", "recompute", "scope"]
@@ -33,6 +34,7 @@ def sink() -> instrument.MemorySink:
         "r": {**record, "stats": "all", "tensors": True, "quantiles": True, "histogram": 4},
         "c": {"layers": "0", "kind": "parameter_grad", "action": "clip", "norm": 0.1},
         "z": {"layers": "1", "kind": "forward", "action": "modify", "fn": "zero"},
+        "w": {"layers": "*", "kind": "step_post", "role": "param", "action": "record", "spectrum": 2},
     }
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for batch in (torch.randn(3, 2), torch.empty(0, 2)):
@@ -90,8 +92,8 @@ def test_row_of_wrong_length_or_type_is_refused() -> None:
 def test_tables_and_identity_columns_are_as_documented() -> None:
     # The order determines the row count files of journals: new tables come last.
     recorded = ["stats", "distributions", "tensors", "effects", "metrics"]
-    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples"]
-    for name in ("stats", "distributions", "tensors", "effects"):
+    assert list(TABLES) == [*recorded, "coverage", "layers", "events", "generated", "samples", "spectra"]
+    for name in ("stats", "distributions", "tensors", "effects", "spectra"):
         assert list(TABLES[name].names[: len(IDENTITY)]) == IDENTITY
     assert list(TABLES["stats"].names[len(IDENTITY) :]) == [*STATISTICS, "shape", "custom"]
     assert list(TABLES["effects"].names[len(IDENTITY) :]) == [
@@ -139,3 +141,41 @@ def test_docs_describe_every_column_and_shared_ones_once() -> None:
     assert "| `values` | list<float> |" in text
     assert "| `layer` | string (dictionary) |" in text
     assert "| `step` | int64 | step |" in text
+
+
+def add(name: str, *names: str, **entry: Any) -> None:
+    columns = tuple(Column(column, "double", "", "a number") for column in names)
+    tables.TABLES.register(name)(Table(name, "one", (*tables.IDENTITY, *columns), **entry))
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "entry", "message"),
+    [
+        (
+            "spectra",
+            ["a"],
+            {},
+            r"test_tables.py:\d+: table 'spectra' is registered already\n.*spec/tables.py:\d+ has this one",
+        ),
+        (
+            "mine",
+            ["a", "b", "a"],
+            {},
+            r"test_tables.py:\d+: table 'mine' cannot have the column 'a' at index 17: .* at index 15",
+        ),
+        ("mine", ["seed"], {}, "cannot have the column 'seed' at index 15: readers of several runs add it"),
+        ("mine", ["layer"], {}, "cannot have the column 'layer' at index 15: .* at index 6"),
+        ("mine", ["position"], {"is_sorted": True}, "cannot have the column 'position' at index 16: .* at index 15"),
+        (
+            "mine",
+            [],
+            {"fields": {"spectrum": (int, 1)}},
+            r"the field 'spectrum' of record, .* table 'spectra' .*spec/tables.py:\d+",
+        ),
+    ],
+)
+def test_clash_of_tables_names_both_places(name: str, columns: list[str], entry: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        add(name, *columns, **entry)
+    assert "mine" not in TABLES
+    assert TABLES["spectra"].measured_by

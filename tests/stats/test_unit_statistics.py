@@ -301,7 +301,7 @@ def test_default_is_allowed_in_a_list() -> None:
 
 def test_budget_never_drops_the_last_output() -> None:
     class NoRecorder:
-        add_stats = add_distribution = add_tensor = add_effect = None
+        add_stats = add_row = add_tensor = add_effect = None
 
     alone = Record(parse_hooks({"h": {**RECORD, "stats": "dead_fraction"}})["h"], NoRecorder())  # type: ignore[arg-type]
     assert alone.without_most_expensive() is None
