@@ -66,6 +66,7 @@ class Experiment:
         batches: The batches of the steps.
         eval_loader: The batches of an evaluation; None in `mode: forward`.
         probe_batch: The probe batch as one micro-batch; None without one.
+        length: The length of the run.
         task: Computes the loss of a batch.
         model: The model on its device, after the changes of the `apply` section.
         optimizer: The optimizer; None in `mode: forward`.
@@ -91,6 +92,7 @@ class Experiment:
     batches: Batches
     eval_loader: Loader | None
     probe_batch: StepBatches | None
+    length: Length
     task: Task
     model: nn.Module
     optimizer: Optimizer | None
@@ -126,11 +128,6 @@ class Experiment:
         """The number of steps of the run."""
         return self.batches.steps
 
-    @property
-    def length(self) -> Length:
-        """The length of the run."""
-        return _length(self.config, self.batches, self.eval_loader)
-
 
 def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     """Build an experiment from its configuration, and check it.
@@ -160,14 +157,11 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     data = load_data(config.data, evaluates=trains)
     shard = strategy.batch_shard
     loaders = _Loaders.of(config, data, shard, pins_memory=device.type == "cuda")
-    batches, eval_loader, first_batches = loaders.batches, loaders.eval_loader, loaders.first_batches
+    length = loaders.length
 
     model.to(device)
-    trials = {phase: to_device(loaded.batch, device) for phase, loaded in first_batches.items()}
-    materialize(
-        model,
-        partial(_forward, task, model, trials[config.mode], differentiable=trains),
-    )
+    trials = {phase: to_device(loaded.batch, device) for phase, loaded in loaders.first_batches.items()}
+    materialize(model, partial(_forward, task, model, trials[config.mode], differentiable=trains))
     weights = _load_and_apply(config, model)
     if trains:
         _check_trainable(config, model)
@@ -186,19 +180,10 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         functions,
         find_unused=trains and strategy.needs_all_gradients and find_unused is None,
     )
-    length = _length(config, batches, eval_loader)
-    samples = {phase: loaded.samples for phase, loaded in first_batches.items()}
-    _check_shapes(
-        config,
-        plan,
-        archive,
-        inferred_by_phase,
-        samples,
-        data=data,
-        batches=batches,
-        eval_loader=eval_loader,
-        length=length,
-    )
+    check_functions(plan, inferred_by_phase)
+    check_paths(plan, inferred_by_phase)
+    check_shapes(plan, inferred_by_phase)
+    check_batch_shapes(plan, archive, loaders.by_phase(inferred_by_phase), length)
     _check_conditions(plan, length)
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):
@@ -214,7 +199,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_optimizers(plan, () if optimizer is None else flatten_optimizer(optimizer))
     scheduler = None
     if optimizer is not None and config.scheduler is not None:
-        scheduler = _build_scheduler(config.scheduler, optimizer, batches.steps)
+        scheduler = _build_scheduler(config.scheduler, optimizer, length.steps)
     called_model = _compiled(model) if config.train.compile else model
     forward = Forward(called_model, task, partial(_autocast, config.train.precision, device), _output_unit(config))
     train_module = strategy.wrap(forward, has_unused=has_unused or bool(find_unused)) if trains else forward
@@ -223,9 +208,10 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         config=config,
         device=device,
         data=data,
-        batches=batches,
-        eval_loader=eval_loader,
+        batches=loaders.batches,
+        eval_loader=loaders.eval_loader,
         probe_batch=loaders.probe_batch,
+        length=length,
         task=task,
         model=model,
         optimizer=optimizer,
@@ -250,19 +236,15 @@ def _check_conditions(plan: HookPlan, length: Length) -> None:
     Raises:
         ConfigError: A condition requires more earlier values than the run has.
     """
-    problems = [
-        Problem(
-            f"hooks.{name}.when.after",
-            f"cannot be reached: the hook fires {times:,} times at each parameter",
-            spec.condition.after,
-            fix="reduce 'after'",
-        )
-        for name, spec in plan.specs.items()
+    problems = []
+    for name, spec in plan.specs.items():
         # A module can be called several times in a step. The default also allows short trials of a configuration.
-        if spec.definition.family == "parameter"
-        if spec.condition is not None and "after" in spec.condition.model_fields_set
-        if (times := firings_of(spec, length).times) <= spec.condition.after
-    ]
+        if spec.definition.family != "parameter" or spec.condition is None:
+            continue
+        after, times = spec.condition.after, firings_of(spec, length).times
+        if "after" in spec.condition.model_fields_set and times <= after:
+            message = f"cannot be reached: the hook fires {times:,} times at each parameter"
+            problems.append(Problem(f"hooks.{name}.when.after", message, after, fix="reduce 'after'"))
     if problems:
         raise ConfigError(*problems)
 
@@ -273,9 +255,8 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
     Raises:
         ConfigError: See `instrument.rules.requirements.check_rules`.
     """
-    records_tensors = any(
-        isinstance(spec, RecordSpec) and spec.tensors and spec.keep is None for spec in plan.specs.values()
-    )
+    records = [spec for spec in plan.specs.values() if isinstance(spec, RecordSpec)]
+    records_tensors = any(spec.tensors and spec.keep is None for spec in records)
     evaluations = len(length.evaluations.regular) + (length.steps not in length.evaluations.regular)
     check_rules(
         config.rules,
@@ -305,19 +286,18 @@ def _check_loss(config: RunConfig, task: Task) -> None:
 
 @dataclass(frozen=True)
 class _Loaders:
-    """The batches of a run.
+    """The batches of a run. The attributes without a description are those of `Experiment`.
 
     Attributes:
-        batches: See `Experiment`.
-        eval_loader: See `Experiment`.
-        probe_batch: See `Experiment`.
         first_batches: The batch for shape inference in each phase. The phase of steps is the first one.
         options: How batches are loaded.
     """
 
+    data: Data
     batches: Batches
     eval_loader: Loader | None
     probe_batch: StepBatches | None
+    length: Length
     first_batches: dict[str, LoadedBatch]
     options: LoaderOptions
 
@@ -341,7 +321,33 @@ class _Loaders:
             first["probe"] = first_batch(data.probe, samples, shard, options)
             probe_batch = StepBatches()
             probe_batch.add(*first["probe"])
-        return cls(batches, eval_loader, probe_batch, first, options)
+        evaluations = Evaluations(batches.steps, config.train.eval_every)
+        eval_batches = 0 if eval_loader is None else len(eval_loader)
+        of_epoch = batches.micro_batches_per_epoch
+        length = Length(batches.steps, config.train.accumulate, of_epoch, evaluations, eval_batches)
+        return cls(data, batches, eval_loader, probe_batch, length, first, options)
+
+    def by_phase(self, inferred_by_phase: Mapping[str, InferredCalls]) -> dict[str, PhaseBatches]:
+        """Return the batches of each phase, given the results of shape inference."""
+        mode, *_ = self.first_batches
+        sizes: dict[str, Callable[[int], Sequence[int]]] = {mode: self.batches.sizes}
+        ids: dict[str, Callable[[Collection[int]], set[int] | None]] = {
+            mode: self.batches.samples_at,
+            "eval": lambda _: samples_of(self.data.test),
+            "probe": lambda _: samples_of(self.data.probe),
+        }
+        if self.eval_loader is not None:
+            eval_sizes = batch_sizes(self.eval_loader.length, self.eval_loader.batch_size)
+            sizes["eval"] = lambda _: eval_sizes
+        if self.data.probe is not None:
+            probe_sizes = [len(self.data.probe)]  # type: ignore[arg-type]
+            sizes["probe"] = lambda _: probe_sizes
+        found = {}
+        for phase, inferred in inferred_by_phase.items():
+            split = self.data.source["train_split" if phase == mode else "eval_split"]
+            samples = self.first_batches[phase].samples
+            found[phase] = PhaseBatches(inferred, samples, sizes[phase], ids[phase], split)
+        return found
 
 
 def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None:
@@ -368,68 +374,6 @@ def _output_unit(config: RunConfig) -> OutputUnit | None:
     """Return the part of the output whose gradients are computed; None for those of the loss."""
     of = config.forward.of if config.mode == "forward" else None
     return None if of is None else OutputUnit(of)
-
-
-def _check_shapes(
-    config: RunConfig,
-    plan: HookPlan,
-    archive: RunArchive,
-    inferred_by_phase: dict[str, InferredCalls],
-    samples: Mapping[str, int],
-    *,
-    data: Data,
-    batches: Batches,
-    eval_loader: Loader | None,
-    length: Length,
-) -> None:
-    """Check that the specs fit the tensors of all batches.
-
-    Args:
-        config: The configuration.
-        plan: The plan.
-        archive: Reads the recorded tensors of other runs.
-        inferred_by_phase: The result of shape inference for each phase.
-        samples: The number of samples in the batch of shape inference for each phase.
-        data: The slices.
-        batches: The batches of the steps.
-        eval_loader: The evaluation batches; None without evaluations.
-        length: The length of the run.
-
-    Raises:
-        ConfigError: A spec does not fit the shape of its tensors, or names a path that no tensor has.
-    """
-    check_functions(plan, inferred_by_phase)
-    check_paths(plan, inferred_by_phase)
-    check_shapes(plan, inferred_by_phase)
-    sizes: dict[str, Callable[[int], Sequence[int]]] = {config.mode: batches.sizes}
-    ids: dict[str, Callable[[Collection[int]], set[int] | None]] = {
-        config.mode: batches.samples_at,
-        "eval": lambda _: samples_of(data.test),
-        "probe": lambda _: samples_of(data.probe),
-    }
-    if eval_loader is not None:
-        eval_sizes = batch_sizes(eval_loader.length, config.train.eval_batch_size)
-        sizes["eval"] = lambda _: eval_sizes
-    if data.probe is not None:
-        probe_sizes = [len(data.probe)]  # type: ignore[arg-type]
-        sizes["probe"] = lambda _: probe_sizes
-    splits = {
-        config.mode: data.source["train_split"],
-        "eval": data.source["eval_split"],
-        "probe": data.source["eval_split"],
-    }
-    batches_by_phase = {
-        phase: PhaseBatches(inferred, samples[phase], sizes[phase], ids[phase], splits[phase])
-        for phase, inferred in inferred_by_phase.items()
-    }
-    check_batch_shapes(plan, archive, batches_by_phase, length)
-
-
-def _length(config: RunConfig, batches: Batches, eval_loader: Loader | None) -> Length:
-    """Return the length of a run."""
-    evaluations = Evaluations(batches.steps, config.train.eval_every)
-    eval_batches = 0 if eval_loader is None else len(eval_loader)
-    return Length(batches.steps, config.train.accumulate, batches.micro_batches_per_epoch, evaluations, eval_batches)
 
 
 def _infer_shapes(
@@ -545,13 +489,9 @@ def _check_target_selection(task: Task, batch: Any) -> None:
     try:
         batch_with_targets(task, batch)
     except Exception as error:
-        raise ConfigError(
-            Problem(
-                "task",
-                f"{type(task).__qualname__}.sample_targets fails{user_code_location(error)}",
-                given=f"{type(error).__name__}: {error}; the batch is {structure(batch)}",
-            )
-        ) from error
+        message = f"{type(task).__qualname__}.sample_targets fails{user_code_location(error)}"
+        given = f"{type(error).__name__}: {error}; the batch is {structure(batch)}"
+        raise ConfigError(Problem("task", message, given=given)) from error
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:
@@ -561,14 +501,9 @@ def _check_trainable(config: RunConfig, model: nn.Module) -> None:
         ConfigError: The model has no trainable parameter.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            Problem(
-                "model",
-                "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them",
-                given=config.model.target,
-                fix="to run it without training, set mode=forward",
-            )
-        )
+        message = "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them"
+        fix = "to run it without training, set mode=forward"
+        raise ConfigError(Problem("model", message, given=config.model.target, fix=fix))
 
 
 def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
@@ -585,12 +520,8 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
     names = argument_names(target.target, "optimizer")
     optimizer = build(target, "optimizer", model if "model" in names and "params" not in names else trainable)
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            Problem(
-                "optimizer",
-                f"must be a torch.optim.Optimizer, but {target.target} returned {type(optimizer).__name__}",
-            )
-        )
+        message = f"must be a torch.optim.Optimizer, but {target.target} returned {type(optimizer).__name__}"
+        raise ConfigError(Problem("optimizer", message))
     for each in flatten_optimizer(optimizer):
         bypass_compiler_in_step(each)
     return optimizer
@@ -623,13 +554,8 @@ def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRSche
     arguments = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **arguments)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
-        raise ConfigError(
-            Problem(
-                "scheduler",
-                "must be a torch.optim.lr_scheduler.LRScheduler whose step requires no metric, "
-                f"but {target.target} returned {type(scheduler).__name__}",
-            )
-        )
+        message = "must be a torch.optim.lr_scheduler.LRScheduler whose step requires no metric"
+        raise ConfigError(Problem("scheduler", f"{message}, but {target.target} returned {type(scheduler).__name__}"))
     _check_learning_rates(scheduler, target.target, steps)
     return scheduler
 
