@@ -20,6 +20,9 @@ from ..spec.known_keys import fields_below
 from ..sweeps.objective import OBJECTIVE_KEY
 
 PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
+NO_PACKAGE_LINE = Problem(
+    "exp", f"the experiment file lacks its `{PACKAGE_LINE}` line", fix=f"add the first line: {PACKAGE_LINE}"
+)
 EXTRAS = {
     "hydra/launcher": {"joblib": "joblib", "submitit_slurm": "submitit", "submitit_local": "submitit", "ray": "ray"},
     "hydra/sweeper": {"optuna": "optuna"},
@@ -43,8 +46,7 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
     if isinstance(error, OverrideParseException):
         return _override_problem(error)
     if re.search(r"Could not override '[^']+@exp\.", str(error)):
-        message = f"the experiment file lacks its `{PACKAGE_LINE}` line"
-        return Problem("exp", message, fix=f"add the first line: {PACKAGE_LINE}")
+        return NO_PACKAGE_LINE
     missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
     if missing and (extra := EXTRAS.get(missing[1], {}).get(missing[2])):
         return Problem(missing[1], "requires a package that is not installed", fix=pip_command(extra))
@@ -110,12 +112,9 @@ def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> P
         value, options = override.value(), _options(override.key_or_group, folders)
         names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
         if options and not all(isinstance(name, str | QuotedString) for name in names):
-            return Problem(
-                override.key_or_group,
-                f"must name one of the config files in conf/{override.key_or_group}",
-                given=str(override.input_line),
-                allowed=options,
-            )
+            group = override.key_or_group
+            message = f"must name one of the config files in conf/{group}"
+            return Problem(group, message, given=str(override.input_line), allowed=options)
     return None
 
 

@@ -384,9 +384,8 @@ def _first(spec: HookSpec | None) -> list[int]:
 
 def _not_scheduled(name: str, spec: HookSpec, window: range) -> Problem:
     text = f"the hook is not scheduled in {_text(window)}: its schedule is {spec.schedule}"
-    return Problem(
-        f"hooks.{name}", text, fix=f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
-    )
+    fix = f"pass hooks.{name}.every=1" if spec.steps is None else "change its steps"
+    return Problem(f"hooks.{name}", text, fix=fix)
 
 
 def _text(steps: range) -> str:

@@ -81,15 +81,10 @@ def _check_rerunnable(sweep: Sweep) -> None:
         return
     sweeper = str(sweep.hydra.sweeper["_target_"])
     if sweeper != BASIC_SWEEPER:
-        raise ConfigError(
-            Problem(
-                WHERE,
-                "this sweeper chooses each job from the results of earlier jobs, so the missing jobs are not known",
-                given=sweeper.rpartition(".")[2],
-                fix="run the command of the sweep again; with hydra.sweeper.storage=sqlite:///study.db and "
-                "hydra.sweeper.study_name=NAME it continues the existing study",
-            )
-        )
+        message = "this sweeper chooses each job from the results of earlier jobs, so the missing jobs are not known"
+        study = "hydra.sweeper.storage=sqlite:///study.db and hydra.sweeper.study_name=NAME"
+        fix = f"run the command of the sweep again; with {study} it continues the existing study"
+        raise ConfigError(Problem(WHERE, message, given=sweeper.rpartition(".")[2], fix=fix))
     raise ConfigError(Problem(WHERE, "the folders of the jobs are not named by job number; see hydra.sweep.subdir"))
 
 

@@ -30,14 +30,9 @@ def check_sweep(config: DictConfig) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(ConfigError.exit_code)  # Only rank 0 prints the error.
-        raise ConfigError(
-            Problem(
-                "--multirun",
-                "each process of torchrun would start its own sweep",
-                given="torchrun ... -m instrument -m",
-                fix="run the sweep with one process per job, or run one torchrun command per job (docs/sweeps.md)",
-            )
-        )
+        message = "each process of torchrun would start its own sweep"
+        fix = "run the sweep with one process per job, or run one torchrun command per job (docs/sweeps.md)"
+        raise ConfigError(Problem("--multirun", message, given="torchrun ... -m instrument -m", fix=fix))
     folders = {override.partition("=")[0].lstrip("+"): override for override in overrides_of(config.hydra, "hydra")}
     if RUN_DIR in folders and not folders.keys() & {SWEEP_DIR, "hydra.sweep.subdir"}:
         message = "a sweep does not use this folder; its jobs are in subfolders of hydra.sweep.dir"
@@ -45,22 +40,13 @@ def check_sweep(config: DictConfig) -> None:
         raise ConfigError(Problem(RUN_DIR, message, given=written, fix=f"set {SWEEP_DIR}={written.partition('=')[2]}"))
     launcher = config.hydra.launcher["_target_"].rpartition(".")[2]
     if launcher == SLURM and shutil.which("srun") is None:
-        raise ConfigError(
-            Problem(
-                "hydra/launcher",
-                "Slurm is not available: its command srun is not on the PATH",
-                given=config.hydra.runtime.choices["hydra/launcher"],
-                fix="use a machine that can submit Slurm jobs; or slurm_local, which starts local processes instead",
-            )
-        )
+        message = "Slurm is not available: its command srun is not on the PATH"
+        fix = "use a machine that can submit Slurm jobs; or slurm_local, which starts local processes instead"
+        given = config.hydra.runtime.choices["hydra/launcher"]
+        raise ConfigError(Problem("hydra/launcher", message, given=given, fix=fix))
     if config.hydra.sweeper["_target_"] == BASIC_SWEEPER and not expand_sweep(config.hydra):
-        raise ConfigError(
-            Problem(
-                "",
-                "the sweep has no jobs: one of its overrides has no values",
-                given=overrides_of(config.hydra, "task"),
-            )
-        )
+        message = "the sweep has no jobs: one of its overrides has no values"
+        raise ConfigError(Problem("", message, given=overrides_of(config.hydra, "task")))
 
 
 def check_no_secrets(config: DictConfig) -> None:

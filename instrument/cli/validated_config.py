@@ -17,7 +17,7 @@ from ..folders.run_record import read_record
 from ..rules.requirements import check_rules
 from ..spec.config import RunConfig
 from ..spec.parse import parse_config
-from .hydra_errors import PACKAGE_LINE
+from .hydra_errors import NO_PACKAGE_LINE
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
@@ -33,13 +33,7 @@ def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
         ConfigError: The configuration is invalid; the error lists all problems.
     """
     if "exp" in config:
-        raise ConfigError(
-            Problem(
-                "exp",
-                f"the experiment file lacks its `{PACKAGE_LINE}` line",
-                fix=f"add the first line: {PACKAGE_LINE}",
-            )
-        )
+        raise ConfigError(NO_PACKAGE_LINE)
     try:
         raw = {str(key): _resolved(config[key]) for key in config if key != "hydra"}
     except OmegaConfBaseException as error:
@@ -67,14 +61,8 @@ def _recorded_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> di
     path = str(raw["resume"])
     others = [key for key in overrides if key not in ALLOWED_WITH_RESUME and not key.startswith("hydra.")]
     if others:
-        raise ConfigError(
-            Problem(
-                others[0],
-                "a run is resumed with its original configuration; these keys cannot be overridden",
-                given=others,
-                allowed=", ".join(ALLOWED_WITH_RESUME),
-            )
-        )
+        message = "a run is resumed with its original configuration; these keys cannot be overridden"
+        raise ConfigError(Problem(others[0], message, given=others, allowed=ALLOWED_WITH_RESUME))
     config: dict[str, Any] = read_record(Path(path), "resume")["config"]
     return {**config, **{key: raw[key] for key in ALLOWED_WITH_RESUME}}
 

@@ -76,17 +76,12 @@ def _check(
         where = f"rename {old}={new}"
         if not used[old]:
             near = similar_names(old, [_shown(layer) for layer in layers])
-            some = _some(layers)
-            problems.append(
-                Problem(
-                    where, "matches no recorded layer of A, or only layers that a longer entry renames", old, some, near
-                )
-            )
+            message = "matches no recorded layer of A, or only layers that a longer entry renames"
+            problems.append(Problem(where, message, old, _some(layers), near))
         elif not set(used[old]) & set(others):
             near = similar_names(used[old][0], [_shown(layer) for layer in others])
-            problems.append(
-                Problem(where, "no recorded layer of B has the new name", used[old][0], _some(others), near)
-            )
+            message = "no recorded layer of B has the new name"
+            problems.append(Problem(where, message, used[old][0], _some(others), near))
     if problems:
         raise ConfigError(*problems)
 

@@ -69,14 +69,12 @@ class Processes:
 
     Attributes:
         rank: Rank of this process, from 0.
-        local_rank: Rank of this process on its machine, from 0.
         size: Number of processes.
         store: Key-value store of torchrun, shared by all processes.
         control: Gloo process group for control messages.
     """
 
     rank: int
-    local_rank: int
     size: int
     store: Any
     control: Any
@@ -91,10 +89,9 @@ class Processes:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         store, rank, size = next(iter(rendezvous("env://")))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
         if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank % torch.cuda.device_count())
-        return cls(rank, local_rank, size, store, dist.new_group(backend="gloo"))
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        return cls(rank, size, store, dist.new_group(backend="gloo"))
 
     def close(self) -> None:
         """Wait for all processes, then destroy the process group."""

@@ -59,6 +59,11 @@ class Strategy:
         Raises:
             ConfigError: The configuration contains unsupported settings; the error lists all of them.
         """
+        if problems := self._config_problems(config):
+            raise ConfigError(*problems)
+
+    def _config_problems(self, config: RunConfig) -> list[Problem]:  # noqa: ARG002
+        return []
 
     def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
         """Shard the parameters of a model in place, before the optimizer is created.
@@ -149,15 +154,8 @@ class DataParallel(Strategy):
         """True for rank 0 only: all processes have the same parameters and optimizer state."""
         return self.processes.is_rank_zero
 
-    def check_config(self, config: RunConfig) -> None:
-        """Check that several processes support a configuration.
-
-        Raises:
-            ConfigError: A recording budget is combined with `reduce=global`.
-        """
-        problems = _reduce_problems(config)
-        if problems:
-            raise ConfigError(*problems)
+    def _config_problems(self, config: RunConfig) -> list[Problem]:
+        return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
         """Wrap the forward module so that the last backward pass of a step sums gradients over all processes.
@@ -242,36 +240,18 @@ class FullySharded(DataParallel):
         """Always True: each process has a different shard."""
         return True
 
-    def check_config(self, config: RunConfig) -> None:
-        """Check that sharded parameters support a configuration.
-
-        Raises:
-            ConfigError: The configuration uses fp16, `train.compile`, or hooks that never fire on sharded parameters,
-                or combines a recording budget with `reduce=global`. The error lists all problems.
-        """
-        problems = _reduce_problems(config)
+    def _config_problems(self, config: RunConfig) -> list[Problem]:
+        problems = super()._config_problems(config)
         if config.train.precision == "fp16":
-            problems.append(
-                Problem(
-                    "train.precision",
-                    "the gradient scaler of fp16 does not support sharded parameters",
-                    "fp16",
-                    "fp32, bf16",
-                )
-            )
+            message = "the gradient scaler of fp16 does not support sharded parameters"
+            problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
         if config.train.compile:
-            problems.append(
-                Problem(
-                    "train.compile",
-                    "torch.compile is not supported for sharded models",
-                    True,
-                    "false",
-                    fix="set train.parallel=ddp to compile the model",
-                )
+            message, fix = (
+                "torch.compile is not supported for sharded models",
+                "set train.parallel=ddp to compile the model",
             )
-        problems += shard_problems(config.hooks)
-        if problems:
-            raise ConfigError(*problems)
+            problems.append(Problem("train.compile", message, True, "false", fix=fix))
+        return problems + shard_problems(config.hooks)
 
     def shard(self, model: nn.Module) -> bool:
         """Replace the parameters of a model by the shards of this process.
@@ -336,10 +316,6 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
         return Strategy()
     made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
     return made(processes, reduces=config.reduce == "global")
-
-
-def _reduce_problems(config: RunConfig) -> list[Problem]:
-    return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
 
 def _sum(bucket: Any) -> torch.futures.Future[Tensor]:

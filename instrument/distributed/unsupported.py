@@ -49,32 +49,17 @@ def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
     problems = []
     for name, spec in hooks.items():
         if spec.kind == "parameter_grad_micro":
-            problems.append(
-                Problem(
-                    f"hooks.{name}.kind",
-                    "Tensor.register_hook never fires on parameters sharded by fsdp2",
-                    given=spec.kind,
-                    allowed=("post_accumulate_grad", "parameter_grad"),
-                )
-            )
+            message = "Tensor.register_hook never fires on parameters sharded by fsdp2"
+            allowed = ("post_accumulate_grad", "parameter_grad")
+            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, allowed))
         if isinstance(spec, ObservationSpec) and spec.definition.family != "module":
+            message = "a process has a shard of this tensor, whose indices differ from those of the full tensor"
             problems += [
-                Problem(
-                    f"hooks.{name}.{field}",
-                    "a process has a shard of this tensor, whose indices differ from those of the full tensor",
-                    given=getattr(spec, field),
-                    fix="record the complete tensor",
-                )
+                Problem(f"hooks.{name}.{field}", message, getattr(spec, field), fix="record the complete tensor")
                 for field in spec.selection
                 if field != "slice"
             ]
         if isinstance(spec, PenaltySpec) and spec.kind == "loss":
-            problems.append(
-                Problem(
-                    f"hooks.{name}.kind",
-                    "a penalty on the loss has no effect on parameters sharded by fsdp2",
-                    given=spec.kind,
-                    allowed="parameter_grad",
-                )
-            )
+            message = "a penalty on the loss has no effect on parameters sharded by fsdp2"
+            problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, "parameter_grad"))
     return problems

@@ -48,9 +48,8 @@ class ReplacedRun:
         lock = FolderLock(self.folder)
         if is_written(self.folder) or not lock.acquire():
             message = "the run in this folder is in progress, so it cannot be replaced"
-            raise ConfigError(
-                Problem(where, message, given=str(self.folder), fix="end that run first, or choose another folder")
-            )
+            fix = "end that run first, or choose another folder"
+            raise ConfigError(Problem(where, message, given=str(self.folder), fix=fix))
         try:
             shutil.rmtree(self._aside, ignore_errors=True)  # left if a process was killed after it replaced a run
             with uninterrupted():

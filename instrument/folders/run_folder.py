@@ -34,28 +34,17 @@ def create_free_folder(folder: Path, where: str) -> None:
     """
     check_is_local(folder, where)
     if (folder / "run.json").exists():
-        raise ConfigError(
-            Problem(
-                where,
-                "the folder already contains a run, and runs are never overwritten",
-                given=str(folder),
-                fix="choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one"),
-            )
-        )
+        message = "the folder already contains a run, and runs are never overwritten"
+        fix = "choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one")
+        raise ConfigError(Problem(where, message, given=str(folder), fix=fix))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         test_file = folder / ".writable"
         test_file.touch()
         test_file.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
     except OSError as error:
-        raise ConfigError(
-            Problem(
-                where,
-                f"the folder is not writable: {error.strerror}",
-                given=str(folder),
-                fix=f"set {where} to a writable folder",
-            )
-        ) from None
+        message = f"the folder is not writable: {error.strerror}"
+        raise ConfigError(Problem(where, message, str(folder), fix=f"set {where} to a writable folder")) from None
 
 
 def check_process_count(path: Path, process_count: int) -> None:
@@ -271,9 +260,8 @@ class WorkerRunFolder:
                 raise ConfigError(Problem(where, message, given=str(path)))
             time.sleep(0.05)
         if not self._lock.acquire():
-            raise ConfigError(
-                Problem(where, "another process with the same rank writes to this folder", given=str(path))
-            )
+            message = "another process with the same rank writes to this folder"
+            raise ConfigError(Problem(where, message, given=str(path)))
 
     @contextmanager
     def recording(

@@ -36,9 +36,8 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
         record = json.loads((path / "run.json").read_text())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            Problem(where, f"cannot read run.json: {reason}", given=str(path), allowed="the folder of a run")
-        ) from None
+        message = f"cannot read run.json: {reason}"
+        raise ConfigError(Problem(where, message, given=str(path), allowed="the folder of a run")) from None
     if not isinstance(record, dict) or not isinstance(record.get("config"), dict) or "status" not in record:
         raise ConfigError(Problem(where, "run.json was not written by this package", given=str(path)))
     return record

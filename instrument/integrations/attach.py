@@ -238,9 +238,8 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
         ConfigError: `remote` is given without `out`, or the address is invalid.
     """
     if out is None and remote is not None:
-        raise ConfigError(
-            Problem("remote", "the rows are kept in memory, so there are no files to upload", fix="pass out=FOLDER")
-        )
+        message = "the rows are kept in memory, so there are no files to upload"
+        raise ConfigError(Problem("remote", message, fix="pass out=FOLDER"))
     return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), _Warnings(), where="remote")
 
 

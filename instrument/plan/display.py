@@ -213,18 +213,11 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
         unmatched = [layer for layer in plan.layers if id(layer) not in matched]
         for pattern in spec.globs:
             if "*" in pattern and not pattern.startswith("re:") and not pattern.endswith("**"):
-                submodules = [
-                    layer.label
-                    for layer in unmatched
-                    if matches(f"{pattern}.**" if pattern != "." else "**", layer.name)
-                ]
+                inside = f"{pattern}.**" if pattern != "." else "**"
+                submodules = [layer.label for layer in unmatched if matches(inside, layer.name)]
                 if submodules:
                     yield f"{name}: '{pattern}' does not match submodules; '{pattern}.**' would also match {shorten(submodules, 4)}"
-        matched_by_glob = [
-            layer
-            for layer in unmatched
-            if any(matches(pattern, alias) for pattern in spec.globs for alias in layer.names)
-        ]
+        matched_by_glob = [layer for layer in unmatched if layer.is_named(spec.globs)]
         of_sites = {id(site.parameter) for site in sites}
         unhooked = {key: names for key, names in plan.layers.parameter_names.items() if key not in of_sites}
         for label, found in _unselected(spec, matched_by_glob, unhooked):
@@ -253,14 +246,8 @@ def _unselected(
 
     `unhooked` has the names of the parameters without a site of this spec, by their `id`.
     """
-    of_other_type = [
-        layer for layer in matched_by_glob if spec.types and not any(layer.is_a(name) for name in spec.types)
-    ]
-    excluded = [
-        layer
-        for layer in matched_by_glob
-        if any(matches(pattern, name) for pattern in spec.exclude for name in layer.names)
-    ]
+    of_other_type = [layer for layer in matched_by_glob if spec.types and not any(map(layer.is_a, spec.types))]
+    excluded = [layer for layer in matched_by_glob if layer.is_named(spec.exclude)]
     rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]
     of_parameters = spec.definition.family != "module"
     without_parameters = [

@@ -226,7 +226,7 @@ def check_not_frozen(plan: HookPlan) -> None:
         if not spec.definition.gradient or spec.tensor_role in ("param", "buffer"):
             continue
         for pattern in spec.globs:
-            matched = [site for site in plan.of(name) if any(matches(pattern, own) for own in site.layer.names)]
+            matched = [site for site in plan.of(name) if site.layer.is_named([pattern])]
             if matched and all(site.note for site in matched):
                 message = (
                     f"kind {spec.kind} requires gradients, but every parameter that this pattern matches is frozen "

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.field_types import Selection
-from ..spec.globs import matches
 from .modules import Layer, Layers
 
 
@@ -24,39 +23,20 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     """
     for key, patterns in (("layers", selection.globs), ("exclude", selection.exclude)):
         for pattern in patterns:
-            if not any(matches(pattern, name) for layer in layers for name in layer.names):
+            if not any(layer.is_named([pattern]) for layer in layers):
                 raise ConfigError(_no_such_layer(pattern, layers, f"{where}.{key}"))
-    named = [
-        layer for layer in layers if any(matches(pattern, name) for pattern in selection.globs for name in layer.names)
-    ]
+    named = [layer for layer in layers if layer.is_named(selection.globs)]
     typed = [layer for layer in named if not selection.types or any(layer.is_a(name) for name in selection.types)]
     if not typed:
         types = sorted({layer.type for layer in named})
-        similar = [
-            name for type_name in selection.types for name in similar_names(re.sub(r"[*?\[\]!]", "", type_name), types)
-        ]
-        raise ConfigError(
-            Problem(
-                f"{where}.types",
-                f"none of the {len(named)} modules that the globs match is of this type",
-                given=list(selection.types),
-                allowed=types,
-                similar=similar,
-            )
-        )
-    kept = [
-        layer
-        for layer in typed
-        if not any(matches(pattern, name) for pattern in selection.exclude for name in layer.names)
-    ]
+        plain = [re.sub(r"[*?\[\]!]", "", name) for name in selection.types]
+        similar = [name for each in plain for name in similar_names(each, types)]
+        message = f"none of the {len(named)} modules that the globs match is of this type"
+        raise ConfigError(Problem(f"{where}.types", message, list(selection.types), types, similar))
+    kept = [layer for layer in typed if not layer.is_named(selection.exclude)]
     if not kept:
-        raise ConfigError(
-            Problem(
-                f"{where}.exclude",
-                f"excludes all {len(typed)} modules that 'layers' and 'types' match",
-                given=list(selection.exclude),
-            )
-        )
+        message = f"excludes all {len(typed)} modules that 'layers' and 'types' match"
+        raise ConfigError(Problem(f"{where}.exclude", message, given=list(selection.exclude)))
     return kept
 
 

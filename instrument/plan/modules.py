@@ -15,6 +15,7 @@ from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..dtensor import module_type
+from ..spec.globs import matches
 
 # The attribute of each wrapper class that contains the wrapped module. It is not part of layer names. A custom module
 # with an attribute `module` keeps its name.
@@ -140,6 +141,10 @@ class Layer:
                 (f"{name}.", module) for name, module in parametrizations.named_modules(prefix=PARAMETRIZATIONS)
             ]
         yield from (pair for pair in modules if self.parametrized is None or pair[1] is self.module)
+
+    def is_named(self, patterns: Iterable[str]) -> bool:
+        """Return whether one of its names matches one of several globs."""
+        return any(matches(pattern, name) for pattern in patterns for name in self.names)
 
     def is_a(self, type_name: str) -> bool:
         """Return whether its class or a base class has this name.

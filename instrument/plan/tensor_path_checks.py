@@ -19,19 +19,13 @@ def check_paths(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) 
     """
     problems = []
     for name, spec in plan.specs.items():
-        paths = [
-            info.path
-            for site in plan.of(name)
-            for infos in calls_at(site, inferred_by_phase[spec.phase])
-            for info in infos
-        ]
+        calls = [call for site in plan.of(name) for call in calls_at(site, inferred_by_phase[spec.phase])]
+        paths = [info.path for call in calls for info in call]
         if spec.path is not None and paths and not any(matches(spec.path, path) for path in paths):
             shown_paths = list(dict.fromkeys(path or "(the tensor itself: omit 'path')" for path in paths))
             similar = similar_names(spec.path, [path for path in shown_paths if not path.startswith("(")])
             message = "this path matches no tensor of the matched modules"
-            problems.append(
-                Problem(f"hooks.{name}.path", message, given=spec.path, allowed=shorten(shown_paths), similar=similar)
-            )
+            problems.append(Problem(f"hooks.{name}.path", message, spec.path, shorten(shown_paths), similar))
     if problems:
         raise ConfigError(*problems)
 

@@ -108,9 +108,8 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
     if match is None:
         word = re.fullmatch(r"\w+", written)
         message = "unknown metric" if word else "cannot parse the objective"
-        raise ConfigError(
-            Problem(OBJECTIVE_KEY, message, written, ALLOWED, similar_names(written, METRICS) if word else ())
-        )
+        similar = similar_names(written, METRICS) if word else ()
+        raise ConfigError(Problem(OBJECTIVE_KEY, message, written, ALLOWED, similar))
     aggregate, table, column = (name.lower() for name in match.groups()[:3])
     condition = match[4]
     _check_known("aggregate", aggregate, list(AGGREGATES), written)
@@ -141,9 +140,8 @@ def _column_names(table: str) -> list[str]:
 
 def _check_known(what: str, name: str, names: Iterable[str], written: str) -> None:
     if name not in names:
-        raise ConfigError(
-            Problem(OBJECTIVE_KEY, f"no {what} is named {name}", written, list(names), similar_names(name, names))
-        )
+        similar = similar_names(name, names)
+        raise ConfigError(Problem(OBJECTIVE_KEY, f"no {what} is named {name}", written, list(names), similar))
 
 
 def _numeric_columns(table: str) -> list[str]:
@@ -172,9 +170,8 @@ def _check_query(query: str, table: str, custom: Iterable[str], condition: str) 
             message = _first_line(error)
             names, unknown = empty.column_names, re.search(r'column "(\w+)"', message)
             like = similar_names(unknown[1], names) if unknown else ()
-            raise ConfigError(
-                Problem(OBJECTIVE_KEY, f"cannot parse the condition: {message}", condition, names, like)
-            ) from None
+            message = f"cannot parse the condition: {message}"
+            raise ConfigError(Problem(OBJECTIVE_KEY, message, condition, names, like)) from None
 
 
 def _alternatives(names: Sequence[str], similar: Sequence[str]) -> str:

@@ -139,13 +139,8 @@ class Checkpoints:
         where = "resume" if step is None else "RUN"
         steps = self.steps if step is None else [step]
         if not steps:
-            raise ConfigError(
-                Problem(
-                    "resume",
-                    "the run has no checkpoint: train.checkpoint.every was 0, or the run ended before the first checkpoint",
-                    given=str(self.folder),
-                )
-            )
+            reasons = "train.checkpoint.every was 0, or the run ended before the first checkpoint"
+            raise ConfigError(Problem("resume", f"the run has no checkpoint: {reasons}", given=str(self.folder)))
         state: dict[str, Any] = {}
         for saved_rank in (rank,) if rank == 0 else (rank, 0):
             if "model" not in state:  # If the model is replicated, at most the file of rank 0 contains it.

@@ -53,12 +53,6 @@ class Data:
     source: dict[str, Any]
     overlap: str | None = None
 
-    @property
-    def fallback(self) -> str | None:
-        """The message about the fallback dataset and its reason; None if the requested dataset is used."""
-        reason: str | None = self.source["fallback"]
-        return reason
-
 
 def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
     """Load the slices.
@@ -372,12 +366,7 @@ class Batches:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data. It is valid between two steps."""
-        return {
-            "done": self._done,
-            "epoch": self._epoch,
-            "taken": self._taken,
-            "generator": self._before_epoch,
-        }
+        return {"done": self._done, "epoch": self._epoch, "taken": self._taken, "generator": self._before_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position that `state_dict` returned."""
@@ -423,19 +412,14 @@ def first_batch(
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         default = options.collate_fn is DEFAULT_OPTIONS.collate_fn
         location = user_code_location(error)
+        message, allowed, fix = f"its items cannot be collated into a batch{location}", "", ""
         if default and location:  # PyTorch's own function collates, so the error is one of the dataset
-            raise ConfigError(
-                Problem("data.dataset", f"its samples cannot be loaded{location}", given=reason)
-            ) from error
-        raise ConfigError(
-            Problem(
-                "data.dataset" if default else "data.collate_fn",
-                f"its items cannot be collated into a batch{location}",
-                given=reason,
-                allowed="tuples, dicts and lists of tensors of equal shape, arrays and numbers" if default else "",
-                fix="set data.collate_fn to a function that joins a list of items" if default else "",
-            )
-        ) from error
+            message = f"its samples cannot be loaded{location}"
+        elif default:
+            allowed = "tuples, dicts and lists of tensors of equal shape, arrays and numbers"
+            fix = "set data.collate_fn to a function that joins a list of items"
+        key = "data.dataset" if default else "data.collate_fn"
+        raise ConfigError(Problem(key, message, reason, allowed, fix=fix)) from error
     if loaded is None:
         message = f"the slice of the iterable dataset has fewer samples than there are processes ({shard.size})"
         raise ConfigError(Problem(where, message if shard.size > 1 else "the slice is empty"))

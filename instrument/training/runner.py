@@ -318,8 +318,8 @@ class _Training:
                 if self.parts is not None or not trains:
                     last = self.state["metrics"]
                 restore_random(self.state, experiment.device)
-            elif experiment.data.fallback:
-                probe.event("fallback", experiment.data.fallback)
+            elif fallback := experiment.data.source["fallback"]:
+                probe.event("fallback", fallback)
             if self.state is None and experiment.data.overlap:
                 probe.event("data", experiment.data.overlap)
             if self.state is None and (notice := experiment.output_notice) is not None:

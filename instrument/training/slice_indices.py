@@ -42,9 +42,8 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
     if which.indices is not None:
         out_of_range = [i for i in which.indices if i >= len(indices)]
         if out_of_range:
-            raise ConfigError(
-                Problem(f"{where}.indices", "out of range", given=out_of_range, allowed=f"0 to {len(indices) - 1}")
-            )
+            allowed = f"0 to {len(indices) - 1}"
+            raise ConfigError(Problem(f"{where}.indices", "out of range", out_of_range, allowed))
         indices = [indices[i] for i in which.indices]
     else:
         indices = indices[which.start : which.stop : which.stride]
@@ -78,9 +77,8 @@ def _targets(dataset: Dataset[Any], where: str) -> list[int]:
                 targets = [_target_of(dataset[i]) for i in range(len(dataset))]  # type: ignore[arg-type]
         return [int(target) for target in targets]
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
-        raise ConfigError(
-            Problem(where, f"the targets of this dataset are not integer classes: {type(error).__name__}: {error}")
-        ) from None
+        message = f"the targets of this dataset are not integer classes: {type(error).__name__}: {error}"
+        raise ConfigError(Problem(where, message)) from None
 
 
 def _target_of(item: Any) -> Any:

@@ -82,7 +82,7 @@ class Terminal:
             folder: The folder of the run.
         """
         self.folder = folder
-        self._show_fallback(experiment.data.fallback)
+        self._show_fallback(experiment.data.source["fallback"])
         for _, message in experiment.plan.layers.hidden_messages():
             self.warn(message)
         if not self.brief:  # A job of a sweep shows it once, at its end.
@@ -143,7 +143,7 @@ class Terminal:
             forecast: The estimated cost.
             folder: The folder that the run would use; None if it is unknown.
         """
-        self._show_fallback(experiment.data.fallback)
+        self._show_fallback(experiment.data.source["fallback"])
         if experiment.data.overlap:
             self.warn(experiment.data.overlap)
         self._show_output(experiment)

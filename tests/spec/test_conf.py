@@ -143,7 +143,7 @@ def test_data_without_download_loads(name: str) -> None:
     image, target = data.train[0]
     assert image.shape == ((1, 8, 8) if name == "digits" else (1, 28, 28))
     assert target in range(10)
-    assert data.fallback is None
+    assert data.source["fallback"] is None
 
 
 def test_mnist_loads_from_the_environment_folder(mnist_root: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_split_is_passed_as_the_dataset_expects_it() -> None:
     assert (len(data.train), len(data.test)) == (1437, 5)  # type: ignore[arg-type]
     assert torch.equal(data.test[0][0], digits("test")[0][0])
     assert data.source["train_samples"] == 1437
-    assert data.fallback is None
+    assert data.source["fallback"] is None
 
     given = {"dataset": {"_target_": f"{__name__}.given_train"}, "eval_slice": {"split": "train"}}
     config = DataConfig.model_validate(given)
@@ -262,8 +262,8 @@ def test_missing_dataset_falls_back_only_if_configured() -> None:
         load_data(DataConfig.model_validate({"dataset": target, "root": "nowhere"}))
     data = load_data(DataConfig.model_validate({"dataset": target, "root": "nowhere", "fallback": "digits"}))
     assert data.train[0][0].shape == (1, 28, 28)
-    assert data.fallback is not None
-    assert "instrument.training.datasets.mnist is missing" in data.fallback
+    assert data.source["fallback"] is not None
+    assert "instrument.training.datasets.mnist is missing" in data.source["fallback"]
 
 
 def test_digits_have_two_splits_and_can_be_resized() -> None:
