@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,23 +122,16 @@ def _sites(spec: HookSpec, layers: Layers, where: str) -> list[Site]:
         return [Site(spec, layer) for layer in selected if not layer.is_container or layers.is_inlined(layer)]
     if spec.definition.family == "loss":
         return [_loss_site(spec, selected, layers, where)]
-    if spec.tensor_role == "buffer":
-        return _named_sites("buffer", Layer.own_buffers, spec, selected, layers, where)
-    if spec.tensor_role == "entry":
-        return _named_sites("entry in a state dict", Layer.own_entries, spec, selected, layers, where)
-    return _parameter_sites(spec, selected, layers, where)
+    return _tensor_sites(spec, selected, layers, where)
 
 
 def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Problem:
     inlined = "the graph of torch.fx or torch.export runs their operations itself: use kind function at the module of the graph"
-    return Problem(
-        f"{where}.layers",
-        "the matched modules are containers, which are never called",
-        given=list(spec.globs),
-        allowed=shorten([f"{layer.label} ({layer.type})" for layer in selected]),
-        similar=[f"{layer.name}.*" for layer in selected[:3] if layer.module._modules],
-        fix=inlined if any(map(layers.is_inlined, selected)) else "",
-    )
+    message = "the matched modules are containers, which are never called"
+    allowed = shorten([f"{layer.label} ({layer.type})" for layer in selected])
+    similar = [f"{layer.name}.*" for layer in selected[:3] if layer.module._modules]
+    fix = inlined if any(map(layers.is_inlined, selected)) else ""
+    return Problem(f"{where}.layers", message, list(spec.globs), allowed, similar, fix=fix)
 
 
 def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
@@ -146,45 +139,42 @@ def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str
     root = next(iter(layers))
     if not isinstance(spec, PenaltySpec):
         return Site(spec, root)
-    penalised = {id(site.parameter): site.parameter for site in _parameter_sites(spec, selected, layers, where)}
-    return Site(spec, root, parameters=tuple(parameter for parameter in penalised.values() if parameter is not None))
+    penalised = [site.parameter for site in _tensor_sites(spec, selected, layers, where)]
+    return Site(spec, root, parameters=tuple(parameter for parameter in penalised if parameter is not None))
 
 
-def _parameter_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
-    candidates = [
-        (layer.owner, own, parameter, layers.parameter_names[id(parameter)])
-        for layer in selected
-        for own, parameter in layer.own_parameters()
-    ]
+def _tensor_sites(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> list[Site]:
+    """Return one site per parameter, buffer or entry of a state dict of the modules. Tied parameters have one site."""
+    what = {"buffer": "buffer", "entry": "entry in a state dict"}.get(spec.tensor_role, "parameter")
+    candidates = [(layer, *tensor) for layer in selected for tensor in _own_tensors(spec, layer)]
     if not candidates:
-        below = [layer for layer in selected if any(True for _ in layer.module.parameters())]
-        raise ConfigError(_no_own_tensor_problem("parameter", spec, selected, below, where))
-    _check_params("parameter", spec, [name for *_, names in candidates for name in names], where)
-    sites: dict[int, Site] = {}
-    for layer, own, parameter, names in candidates:
-        if is_selected(spec, names):
-            note = "" if parameter.requires_grad else "the parameter is frozen"
-            sites.setdefault(id(parameter), Site(spec, layer, own, parameter, note))
-    return list(sites.values())
-
-
-def _named_sites(
-    what: str,
-    names_of: Callable[[Layer], Iterable[str]],
-    spec: HookSpec,
-    selected: list[Layer],
-    layers: Layers,
-    where: str,
-) -> list[Site]:
-    """Return one site per buffer, or per entry of a state dict, of the modules."""
-    candidates = [(layer.owner, own, layer.names_of(own)) for layer in selected for own in names_of(layer)]
-    if not candidates:
-        having = {layer.module for layer in layers if any(names_of(layer))}
+        having = {layer.module for layer in layers if any(_own_tensors(spec, layer))}
         below = [layer for layer in selected if not having.isdisjoint(layer.module.modules())]
-        raise ConfigError(_no_own_tensor_problem(what, spec, selected, below, where))
-    _check_params(what, spec, [name for *_, names in candidates for name in names], where)
-    sites = {(id(layer), own): Site(spec, layer, own) for layer, own, names in candidates if is_selected(spec, names)}
+        message = f"none of the matched modules directly contains a {what}"
+        allowed = shorten([layer.label for layer in selected])
+        similar = [f"{layer.name}.**".removeprefix(".") for layer in below[:3]]
+        raise ConfigError(Problem(f"{where}.layers", message, list(spec.globs), allowed, similar))
+    names = [
+        layer.names_of(own) if parameter is None else layers.parameter_names[id(parameter)]
+        for layer, own, parameter in candidates
+    ]
+    _check_params(what, spec, [name for of_tensor in names for name in of_tensor], where)
+    sites: dict[object, Site] = {}
+    for (layer, own, parameter), of_tensor in zip(candidates, names, strict=True):
+        if is_selected(spec, of_tensor):
+            key = (id(layer.owner), own) if parameter is None else id(parameter)
+            note = "" if parameter is None or parameter.requires_grad else "the parameter is frozen"
+            sites.setdefault(key, Site(spec, layer.owner, own, parameter, note))
     return list(sites.values())
+
+
+def _own_tensors(spec: HookSpec, layer: Layer) -> Iterator[tuple[str, Parameter | None]]:
+    """Yield the names of the tensors of a module that a spec may select; parameters also themselves, not for state dicts."""
+    if spec.tensor_role in ("buffer", "entry"):
+        names = layer.own_buffers() if spec.tensor_role == "buffer" else layer.own_entries()
+        yield from ((name, None) for name in names)
+    else:
+        yield from layer.own_parameters()
 
 
 def is_selected(spec: Selection, names: Iterable[str]) -> bool:
@@ -199,18 +189,6 @@ def _check_params(what: str, spec: Selection, names: Iterable[str], where: str) 
             message = f"this pattern matches no {what}"
             similar = similar_names(pattern, own_names)
             raise ConfigError(Problem(f"{where}.params", message, given=pattern, allowed=own_names, similar=similar))
-
-
-def _no_own_tensor_problem(
-    what: str, spec: Selection, selected: list[Layer], below: list[Layer], where: str
-) -> Problem:
-    return Problem(
-        f"{where}.layers",
-        f"none of the matched modules directly contains a {what}",
-        given=list(spec.globs),
-        allowed=shorten([layer.label for layer in selected]),
-        similar=[f"{layer.name}.**" if layer.name else "**" for layer in below[:3]],
-    )
 
 
 def check_not_frozen(plan: HookPlan) -> None:
