@@ -10,19 +10,22 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from .analysis.folders import NoRunError, find_runs
-from .errors import ConfigError, InstrumentError
+from .analysis.folders import find_runs
+from .errors import InstrumentError
 from .sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from .live.live_run import LiveRun
+    from .live.sweep import LiveSweep
 
 PIPE_WIDTH = 160
 OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
@@ -31,60 +34,6 @@ INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
 PAUSE = 19  # A pause takes this many times the processor time of reading, so that a watcher uses a twentieth of a core.
 NICENESS = 10  # priority of the process; a training that uses all cores comes first
 MOST_PORT = 65_535
-SUCCESSFUL = ("done", "running")
-
-
-class View(Protocol):
-    """A run or a sweep that is followed."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it is in progress."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows have been read."""
-
-    @property
-    def is_successful(self) -> bool:
-        """Whether nothing has failed so far."""
-
-    def refresh(self, seconds: float = ...) -> object:
-        """Read new rows, and earlier ones for some seconds."""
-
-    def frame(self, height: int | None = ...) -> RenderableType:
-        """Return the state as text."""
-
-
-class RunView:
-    """A run that is followed.
-
-    Args:
-        folder: The folder of the run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        from .live.live_run import LiveRun
-        from .live.terminal import frame
-
-        self.live = LiveRun(folder)
-        self.refresh = self.live.refresh
-        self.frame = partial(frame, self.live)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the run is in progress."""
-        return self.live.is_running
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows have been read."""
-        return self.live.fraction_read == 1
-
-    @property
-    def is_successful(self) -> bool:
-        """Whether the run is done or in progress."""
-        return self.live.info["status"] in SUCCESSFUL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,19 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if args.web:
             return _serve(args.run, args.port, interval, takes_changes=args.control)
-        view = open_view(args.run)
+        live, frame = open_view(args.run)
         if args.once:
-            view.refresh()
-            console.print(view.frame())
+            live.refresh()
+            console.print(frame())
         else:
-            _follow(view, console, interval)
-        return 0 if view.is_successful else 1
-    except (NoRunError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return 2
+            _follow(live, frame, console, interval)
+        return 0 if live.is_successful else 1
     except InstrumentError as error:
         print(error, file=sys.stderr)
-        return 1
+        return error.exit_code
     except OSError as error:
         print(f"--port {args.port}: {error.strerror}", file=sys.stderr)
         return 1
@@ -146,22 +92,30 @@ def port_number(text: str) -> int:
     return port
 
 
-def open_view(folder: str) -> View:
-    """Return the view of a run, or of a sweep if the folder contains several runs or the record of a sweep.
+def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., RenderableType]]:
+    """Open a run, or a sweep if the folder contains several runs or the record of a sweep.
 
     Args:
         folder: A path or an address.
+
+    Returns:
+        The run or the sweep, and the function that returns its state as text, given the number of lines on the screen.
 
     Raises:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package is missing.
     """
     root, is_sweep = _find(folder)
-    if not is_sweep:
-        return RunView(root)
-    from .live.sweep import LiveSweep
+    if is_sweep:
+        from .live.sweep import LiveSweep
 
-    return LiveSweep(folder)
+        sweep = LiveSweep(folder)
+        return sweep, sweep.frame
+    from .live.live_run import LiveRun
+    from .live.terminal import frame
+
+    run = LiveRun(root)
+    return run, partial(frame, run)
 
 
 def _find(folder: str) -> tuple[Path, bool]:
@@ -173,19 +127,19 @@ def _find(folder: str) -> tuple[Path, bool]:
     return root, folders != [root]
 
 
-def _follow(view: View, console: Console, interval: float) -> None:
-    """Show a view until the run or the sweep ends."""
+def _follow(live: LiveRun | LiveSweep, frame: Callable[..., RenderableType], console: Console, interval: float) -> None:
+    """Show the state of a run or a sweep until it ends."""
     height = (lambda: console.height) if console.is_terminal else (lambda: None)
     seconds = OPENING_SECONDS
     with Live(console=console, auto_refresh=False) as shown:
         while True:
             began = time.process_time()
-            view.refresh(seconds)
-            is_over = not view.is_running and view.is_complete
-            shown.update(view.frame(height()), refresh=True)
+            live.refresh(seconds)
+            is_over = not live.is_running and live.is_complete
+            shown.update(frame(height()), refresh=True)
             if is_over:
                 return
-            if view.is_running:
+            if live.is_running:
                 seconds = READING_SECONDS
                 time.sleep(max(interval, PAUSE * (time.process_time() - began)))
 

@@ -143,6 +143,16 @@ class LiveRun:
         return min(reader.fraction_read for reader in self._readers.values())
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all rows have been read."""
+        return self.fraction_read == 1
+
+    @property
+    def is_successful(self) -> bool:
+        """Whether the run is done or in progress."""
+        return self.info["status"] in ("done", RUNNING)
+
+    @property
     def problems(self) -> list[str]:
         """The files that cannot be read, each with the reason, and the error of an unreachable remote folder."""
         unreachable = [] if self.unreachable is None else [self.unreachable]

@@ -84,7 +84,7 @@ class LivePage:
     @property
     def is_complete(self) -> bool:
         """Whether all rows have been read."""
-        return self.live.fraction_read == 1
+        return self.live.is_complete
 
     def html(self) -> str:
         """Return the complete page."""

@@ -136,9 +136,9 @@ def test_sweep_on_a_narrow_screen_shortens_the_overrides(tmp_path: Path, capsys:
         overrides = {"optimizer.lr": f"{seed}" * 200}
         rows = {"metrics": [{"step": step, "loss": 0.5} for step in range(4)]}
         write_run(tmp_path / str(seed), overrides=overrides, rows=rows)
-    view = watch.open_view(str(tmp_path))
-    view.refresh()
-    Console(width=80).print(view.frame())
+    sweep, sweep_frame = watch.open_view(str(tmp_path))
+    sweep.refresh()
+    Console(width=80).print(sweep_frame())
     heading, first, *_ = capsys.readouterr().out.splitlines()
     assert heading.split()[:3] == ["job", "status", "overrides"]
     assert first.split()[:2] == ["1", "done"]
