@@ -49,7 +49,8 @@ def rerun(sweep: Sweep) -> int:
             directory cannot be entered.
     """
     _check_rerunnable(sweep)
-    with _locked(sweep.folder), _working_directory(Path(sweep.hydra.runtime.cwd)):
+    in_progress = Problem(WHERE, "the sweep is in progress in another process", given=str(sweep.folder))
+    with FolderLock(sweep.folder).held(ConfigError(in_progress)), _working_directory(Path(sweep.hydra.runtime.cwd)):
         unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, STOPPED, RUNNING)]
         config, loader = _compose(sweep)
         launcher = _launcher(config, loader)
@@ -86,22 +87,6 @@ def _check_rerunnable(sweep: Sweep) -> None:
         fix = f"run the command of the sweep again; with {study} it continues the existing study"
         raise ConfigError(Problem(WHERE, message, given=sweeper.rpartition(".")[2], fix=fix))
     raise ConfigError(Problem(WHERE, "the folders of the jobs are not named by job number; see hydra.sweep.subdir"))
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a sweep folder during the `with` block.
-
-    Raises:
-        ConfigError: Another process holds the lock.
-    """
-    lock = FolderLock(folder)
-    if not lock.acquire():
-        raise ConfigError(Problem(WHERE, "the sweep is in progress in another process", given=str(folder)))
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 @contextmanager

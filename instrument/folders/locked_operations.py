@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from ..analysis.folders import NoRunError, find_runs
-from ..errors import ConfigError, InstrumentError
-from ..sinks.lock import FolderLock, is_written
+from ..analysis.folders import find_runs
+from ..errors import InstrumentError
+from ..sinks.lock import FolderLock
 from ..sinks.remote_folder import check_is_local
 
 Operation = Callable[[Path], tuple[str, Sequence[str]]]
 """An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
 
     Args:
@@ -28,13 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
         InstrumentError: A process of the run still writes to the folder.
         OSError: The folder is not writable.
     """
-    lock = FolderLock(folder)
-    if is_written(folder) or not lock.acquire():
-        raise InstrumentError("the run is in progress; nothing was changed")
-    try:
-        yield
-    finally:
-        lock.release()
+    return FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed"))
 
 
 def for_each_run(
@@ -66,9 +59,9 @@ def for_each_run(
         try:
             check_is_local(path, metavar, reason, fix="pass a local folder")
             _, folders = find_runs(path)
-        except (NoRunError, ConfigError) as error:
+        except InstrumentError as error:
             print(error, file=sys.stderr)
-            code = 2
+            code = error.exit_code
             continue
         for folder in folders:
             code = max(code, _apply(folder, operation))

@@ -45,18 +45,13 @@ class ReplacedRun:
         if not (self.folder / "run.json").exists():
             return
         read_record(self.folder, where)
-        lock = FolderLock(self.folder)
-        if is_written(self.folder) or not lock.acquire():
-            message = "the run in this folder is in progress, so it cannot be replaced"
-            fix = "end that run first, or choose another folder"
-            raise ConfigError(Problem(where, message, given=str(self.folder), fix=fix))
-        try:
+        message = "the run in this folder is in progress, so it cannot be replaced"
+        fix = "end that run first, or choose another folder"
+        with FolderLock(self.folder).held(ConfigError(Problem(where, message, given=str(self.folder), fix=fix))):
             shutil.rmtree(self._aside, ignore_errors=True)  # left if a process was killed after it replaced a run
             with uninterrupted():
                 self._move_aside(where)
                 self._is_set_aside = True
-        finally:
-            lock.release()
 
     def restore(self) -> None:
         """Remove the files of the new run and move the others back, if the run was set aside and the new run has ended."""

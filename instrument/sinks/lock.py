@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+
+from ..errors import InstrumentError
 
 LOCK = ".lock"
 LOCK_TIMEOUT = (
@@ -38,6 +41,16 @@ class FolderLock:
         with suppress(OSError):  # a remaining file is harmless: only the lock on it counts
             self.path.unlink()
         self._lock.release()
+
+    @contextmanager
+    def held(self, refusal: InstrumentError) -> Iterator[None]:
+        """Hold the lock inside the block. Raise `refusal` if any process writes to the folder."""
+        if is_written(self.path.parent) or not self.acquire():
+            raise refusal
+        try:
+            yield
+        finally:
+            self.release()
 
 
 def is_locked(folder: Path, rank: int = 0) -> bool:

@@ -36,9 +36,7 @@ def test_command_waits_for_the_lock_of_the_folder(
 ) -> None:
     assert callable(main)
     monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
-    monkeypatch.setattr(
-        "instrument.folders.locked_operations.is_written", lambda _: False
-    )  # the run started after the check
+    monkeypatch.setattr("instrument.sinks.lock.is_written", lambda _: False)  # the run started after the check
     lock = FolderLock(killed)
     assert lock.acquire()
     assert main([str(killed)]) == 1
@@ -54,7 +52,7 @@ def test_upload_does_not_recover_a_locked_run(
     killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
-    for module in ("folders.locked_operations", "upload"):
+    for module in ("sinks.lock", "upload"):
         monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
     lock = FolderLock(killed)
     assert lock.acquire()
