@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .errors import ConfigError, InstrumentError
+from .errors import InstrumentError
 from .folders.control_request import request_changes
 from .spec.run_changes import ALLOWED
 
@@ -25,12 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         answer = request_changes(args.run, args.changes, _show_wait)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
     except InstrumentError as error:
         print(error, file=sys.stderr)
-        return 1
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     if answer.problem is not None:

@@ -8,7 +8,7 @@ InstrumentError                     exit code 1
 ├── RankError                       another process of the run failed
 ├── AlreadyAttachedError            a probe was attached twice
 ├── UploadError                     the remote folder contains other files (in instrument.sinks.remote_folder)
-└── NoRunError                      the folder contains no run (in instrument.analysis.folders)
+└── NoRunError                      exit code 2: the folder contains no run (in instrument.analysis.folders)
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from typing import Any
 
 from .analysis.feature_files import FEATURE_WRITERS
 from .analysis.features import Selection, features_of
-from .analysis.folders import NoRunError
 from .analysis.load import load
 from .analysis.replay import replay
 from .analysis.run_files import RunFiles
@@ -78,9 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
         if args.out is None and args.to != "mlflow":
             check_is_local(args.run, "--out", LOCAL_ONLY, fix="pass --out FOLDER")
-    except (NoRunError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
-from .analysis.folders import NoRunError
 from .analysis.load import Run, load
 from .analysis.rule_events import rule_events
 from .errors import ConfigError, InstrumentError, Problem
@@ -40,9 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for each in findings(run)
             if each.severity != "info" and not each.advice and each.what not in names  # no finding of a rule
         ]
-    except NoRunError as error:
-        print(error, file=sys.stderr)
-        return 2
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return error.exit_code

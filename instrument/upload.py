@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .analysis.folders import NoRunError, find_runs
+from .analysis.folders import find_runs
 from .errors import ConfigError, InstrumentError, Problem
 from .folders.locked_operations import locked
 from .folders.run_record import mark_killed, read_record
@@ -42,9 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
         places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
-    except (NoRunError, ConfigError) as error:
+    except InstrumentError as error:
         print(error, file=sys.stderr)
-        return 2
+        return error.exit_code
     return max(_send(folder, remote) for folder, remote in places)
 
 
@@ -53,14 +53,11 @@ def _remote(folder: Path, remote: str | None) -> RemoteFolder:
         return RemoteFolder(remote_address_of(folder, remote), "REMOTE")
     address = read_record(folder, "RUN").get("remote")
     if not address:
-        raise ConfigError(
-            Problem(
-                "REMOTE",
-                "is missing: the run was started without sink.remote",
-                given=str(folder),
-                fix="run python -m instrument.upload RUN s3://bucket/prefix",
-            )
+        message, fix = (
+            "is missing: the run was started without sink.remote",
+            "run python -m instrument.upload RUN s3://bucket/prefix",
         )
+        raise ConfigError(Problem("REMOTE", message, given=str(folder), fix=fix))
     return RemoteFolder(address, "RUN")
 
 

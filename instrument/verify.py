@@ -47,9 +47,8 @@ def certify(config: DictConfig) -> None:
     with report_errors() as job:
         parsed, _ = read_config(config)
         if process_group() is not None:
-            raise ConfigError(
-                Problem("", "verification requires a single process", fix="run the same command without torchrun")
-            )
+            fix = "run the same command without torchrun"
+            raise ConfigError(Problem("", "verification requires a single process", fix=fix))
         if parsed.mode != "train":
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))

@@ -17,6 +17,8 @@ RUN_FILE = "run.json"
 class NoRunError(InstrumentError):
     """The folder does not exist, or neither it nor any folder below it contains a run."""
 
+    exit_code = 2
+
 
 def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
     """Return the opened folder, and the folders of the runs in it.

@@ -13,9 +13,8 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..analysis.folders import NoRunError
 from ..analysis.load import load
-from ..errors import ConfigError, InstrumentError, InstrumentWarning
+from ..errors import InstrumentError, InstrumentWarning
 from ..sinks.remote_folder import check_is_local
 from . import FILE, make
 
@@ -34,14 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return _write(args.run, args.out, show=args.open)
-    except (NoRunError, ConfigError) as error:
-        print(error, file=sys.stderr)
-        return 2
     except InstrumentError as error:
         print(error, file=sys.stderr)
+        return error.exit_code
     except OSError as error:
         print(f"{error.filename or args.out}: {error.strerror}", file=sys.stderr)
-    return 1
+        return 1
 
 
 def _write(folder: str, out: Path | None, *, show: bool) -> int:
