@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -271,15 +271,17 @@ def _flat_settings(info: Mapping[str, Any]) -> dict[str, str]:
 def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataFrame:
     """Return the metrics of both runs; see `Diff.metrics`."""
     keys = ["phase", "step"]
+    chosen = ds.field("rank") == 0
+    chosen = chosen if condition is None else condition & chosen
     tables: list[pd.DataFrame] = []
     for run in runs:
+        names = [*METRICS, *run.custom_metrics]
         parts = [pd.DataFrame(columns=[*keys, "metric", "value"])]
-        for metric in METRICS:  # Missing values are left out, and NaN is kept.
-            is_given = (ds.field("rank") == 0) & ds.field(metric).is_valid()
-            chosen = is_given if condition is None else condition & is_given
-            for rows in batches(run, "metrics", [*keys, metric], chosen):
-                parts.append(rows.rename(columns={metric: "value"}).assign(metric=metric))
-        parts += _custom_metrics(run, keys, condition)
+        if found := list(run.scan("metrics", [*keys, *names], chosen)):
+            rows = plain_labels(pa.Table.from_batches(found))
+            for metric in names:  # missing values are left out, and NaN is kept
+                given = rows.filter(rows[metric].is_valid()).select([*keys, metric]).to_pandas()
+                parts += [given.rename(columns={metric: "value"}).assign(metric=metric)] if len(given) else []
         tables.append(pd.concat(parts[1:] or parts).drop_duplicates([*keys, "metric"]))
     if any(table.empty for table in tables):
         return pd.DataFrame(columns=[*keys, "metric", "a", "b", "difference"])
@@ -290,14 +292,3 @@ def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataF
     are_equal = (a == b) | (np.isnan(a) & np.isnan(b))
     difference = np.where(are_equal, 0.0, np.where(np.isnan(relative), np.inf, relative))
     return both[keys].assign(metric=both["metric"], a=a, b=b, difference=difference)
-
-
-def _custom_metrics(run: Run, keys: Sequence[str], condition: ds.Expression | None) -> Iterator[pd.DataFrame]:
-    """Yield the values of each custom metric. The files cannot select its rows."""
-    chosen = ds.field("rank") == 0
-    chosen = chosen if condition is None else condition & chosen
-    for batch in run.scan("metrics", [*keys, *run.custom_metrics], chosen) if run.custom_metrics else ():
-        rows = plain_labels(pa.Table.from_batches([batch]))
-        for metric in run.custom_metrics:
-            given = rows.filter(rows[metric].is_valid()).select([*keys, metric])
-            yield given.to_pandas().rename(columns={metric: "value"}).assign(metric=metric)

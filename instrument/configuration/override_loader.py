@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import dropwhile, takewhile
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import hydra._internal.hydra
@@ -258,22 +259,23 @@ def _maps_only_for_interpolations() -> Iterator[None]:
             return before(overrides, defaults_list, self_added)
         return DictConfig({})
 
-    defaults_list._create_interpolation_map = create
-    try:
+    with _replaced(defaults_list, "_create_interpolation_map", create):
         yield
-    finally:
-        defaults_list._create_interpolation_map = before
 
 
-@contextmanager
-def use_field_loader() -> Iterator[None]:
+def use_field_loader() -> AbstractContextManager[None]:
     """Replace the loader of `hydra.main` by `FieldLoader` during the `with` block.
 
     `hydra.main` has no parameter for the loader.
     """
-    before = hydra._internal.hydra.ConfigLoaderImpl  # type: ignore[attr-defined]
-    hydra._internal.hydra.ConfigLoaderImpl = FieldLoader  # type: ignore[attr-defined]
+    return _replaced(hydra._internal.hydra, "ConfigLoaderImpl", FieldLoader)
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        hydra._internal.hydra.ConfigLoaderImpl = before  # type: ignore[attr-defined]
+        setattr(module, name, before)

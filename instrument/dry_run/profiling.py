@@ -29,11 +29,8 @@ from ..training.loop import StepObserver, evaluate, train_step
 from ..training.probe_batch import run_probe_batch
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
-MIN_REPEATS, MAX_REPEATS, REPEATS_WITH_ROWS = (
-    2,
-    40,
-    4,
-)  # Repetitions of the steps: minimum, maximum, and those whose rows are stored.
+MIN_REPEATS, MAX_REPEATS = 2, 40  # Repetitions of the steps.
+REPEATS_WITH_ROWS = 4  # Repetitions whose rows are stored.
 BATCHES = 8  # Micro-batches to train on; more if one step has more.
 MAX_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
 HOOK = TABLES["stats"].names.index("hook")
@@ -252,9 +249,8 @@ class _Profiler:
         self.experiment = experiment
         self.mode = experiment.config.mode
         self.eval_experiment = replace(experiment, eval_loader=one_batch)
-        self.batches = {
-            step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in self.first_steps[self.mode]
-        }
+        steps = self.first_steps[self.mode]
+        self.batches = {step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in steps}
 
     def measure(self, step: int, phase: str) -> StepProfile:
         """Execute and measure one step, one batch of an evaluation, or one pass of the probe batch."""

@@ -69,23 +69,13 @@ class LightningCallback(TrainerCallbackBase, Callback):
         """End the micro-step: the gradients of a micro-batch are computed."""
         self.probe.end_micro_step()
 
-    def on_before_optimizer_step(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        optimizer: Optimizer,
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Run the hooks that act before the optimizer's step."""
         several = len(self.probe.optimizers) > 1  # a strategy may wrap a single optimizer, so it is not passed on
         self.probe.before_optimizer_step(optimizer if several else None)
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the batch, and the step if an optimizer made a step in it."""
         self._watch.end_step()

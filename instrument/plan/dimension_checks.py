@@ -157,11 +157,8 @@ def _problems(site: Site, info: TensorInfo, *, may_exceed: bool) -> Iterator[tup
             if spec.unit_dim is not None:
                 yield from _dimension_problems("unit_dim", [spec.unit_dim], len(shape))
             if spec.dtype is not None and info.dtype.is_complex:
-                yield (
-                    "dtype",
-                    f"{spec.dtype} cannot represent the complex values of",
-                    f"no 'dtype': {info.dtype} is not converted",
-                )
+                message = f"{spec.dtype} cannot represent the complex values of"
+                yield "dtype", message, f"no 'dtype': {info.dtype} is not converted"
         case ScaleSpec(factor=tuple()):
             yield from _factor_problems(spec, shape)
         case MeanSpec() if spec.dim is not None:

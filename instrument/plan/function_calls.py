@@ -28,17 +28,8 @@ _MOST_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__
 # Reads and writes of properties, methods that change no value, and functions whose result has no values yet.
 _IGNORED = frozenset(
-    {
-        "__get__",
-        "__set__",
-        "__delete__",
-        "detach_",
-        "register_hook",
-        "requires_grad_",
-        "retain_grad",
-        "set_",
-        "share_memory_",
-    }
+    {"__get__", "__set__", "__delete__"}
+    | {"detach_", "register_hook", "requires_grad_", "retain_grad", "set_", "share_memory_"}
     | {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 )
 RESHAPING = frozenset(  # functions that change the shape or the strides of a tensor in place, and none of its values

@@ -31,6 +31,11 @@ OUTCOMES = {
     "deleted": "The folder of the run was deleted: this page shows the data that was read before.",
     "unknown": "run.json cannot be read: this page shows the tables only.",
 }
+# Fields of an intervention that are not among its settings on the page: where and when it acts.
+NOT_SETTINGS = (
+    *("layers", "kind", "role", "name", "types", "params", "exclude"),
+    *("every", "start", "stop", "steps", "phase"),
+)
 PARTS = {
     "findings": "Findings",
     "training": "Training",
@@ -199,31 +204,26 @@ def _alerts(tables: PageTables) -> list[dict[str, Any]]:
     info = tables.info
     found: list[dict[str, Any]] = []
     if info["status"] == "stopped":
-        message = f"The run was stopped before its last step: {info.get('error')}"
-        found.append({"severity": "warning", "rule": "stopped", "message": message, "step": None})
+        found.append(_alert("stopped", f"The run was stopped before its last step: {info.get('error')}", "warning"))
     elif info.get("error") and info["status"] != "interrupted":
-        found.append({"severity": "error", "rule": info["status"], "message": info["error"], "step": None})
+        found.append(_alert(info["status"], info["error"]))
     elif info["status"] in OUTCOMES:
-        found.append({"severity": "warning", "rule": info["status"], "message": OUTCOMES[info["status"]], "step": None})
+        found.append(_alert(info["status"], OUTCOMES[info["status"]], "warning"))
     if info.get("recording_stopped"):
-        found.append({"severity": "error", "rule": "recording", "message": info["recording_stopped"], "step": None})
+        found.append(_alert("recording", info["recording_stopped"]))
     events = tables.events[~tables.events["rule"].isin(rule_names(info))]
     shown = [event for event in _rows(events) if event["severity"] in ("error", "warning")]
     shown_messages = {alert["message"] for alert in found}
-    found += [
-        event for event in sorted(shown, key=lambda event: event["severity"]) if event["message"] not in shown_messages
-    ]
+    shown.sort(key=lambda event: event["severity"])
+    found += [event for event in shown if event["message"] not in shown_messages]
     if len(found) > MOST_ALERTS:
-        rest = len(found) - MOST_ALERTS
-        more = {
-            "severity": "warning",
-            "rule": "events",
-            "message": f"{rest} more warnings are listed under Events",
-            "step": None,
-        }
-        found = [*found[:MOST_ALERTS], more]
-    damaged = [{"severity": "error", "rule": "files", "message": problem, "step": None} for problem in tables.problems]
-    return damaged + found
+        rest = f"{len(found) - MOST_ALERTS} more warnings are listed under Events"
+        found = [*found[:MOST_ALERTS], _alert("events", rest, "warning")]
+    return [*(_alert("files", problem) for problem in tables.problems), *found]
+
+
+def _alert(rule: str, message: str, severity: str = "error") -> dict[str, Any]:
+    return {"severity": severity, "rule": rule, "message": message, "step": None}
 
 
 def _rows(events: pd.DataFrame) -> list[dict[str, Any]]:
@@ -293,23 +293,11 @@ def _intervention_settings(info: Mapping[str, Any]) -> dict[str, str]:
     hooks = (info.get("config") or {}).get("hooks") or {}
     if not isinstance(hooks, Mapping):
         hooks = {str(spec.get("name")): spec for spec in hooks}
-    left_out = (
-        "layers",
-        "kind",
-        "role",
-        "name",
-        "types",
-        "params",
-        "exclude",
-        "every",
-        "start",
-        "stop",
-        "steps",
-        "phase",
-    )
     return {
         name: " ".join(
-            str(value) if key == "action" else f"{key} {value}" for key, value in spec.items() if key not in left_out
+            str(value) if key == "action" else f"{key} {value}"
+            for key, value in spec.items()
+            if key not in NOT_SETTINGS
         )
         for name, spec in hooks.items()
         if isinstance(spec, Mapping)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ..analysis.config_fields import to_yaml
 from ..analysis.intervention_grid import intervention_grid, metric_of
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
-from ..analysis.runs_with_and_without import Pair, pairs
+from ..analysis.runs_with_and_without import pairs
 from ..errors import InstrumentError
 from ..spec.statistics import ALL
 from .charts import curves
@@ -26,15 +26,8 @@ from .numbers import rounded
 CURVE_POINTS = 200
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
 PREFERRED_STATISTICS = (
-    "l2",
-    "std",
-    "rms",
-    "abs_max",
-    "mean",
-    "zero_fraction",
-    "dead_fraction",
-    "update_ratio",
-    "nan_count",
+    *("l2", "std", "rms", "abs_max", "mean"),
+    *("zero_fraction", "dead_fraction", "update_ratio", "nan_count"),
 )
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 PATCHING_METRICS = ("loss", "accuracy")
@@ -80,7 +73,7 @@ def charts(run: Run, run_data: Sequence[RunData]) -> dict[str, Any]:
         "overrides": overrides_of(run),
         "curves": [part.curves for part in run_data],
         "series": layers_of_all([part.summaries for part in run_data]),
-        "pairs": [_pair(pair) for pair in pairs(run)],
+        "pairs": [asdict(pair) for pair in pairs(run)],
         "patching": patching(run),
         "ends": SUMMARIES,
     }
@@ -180,13 +173,3 @@ def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], roo
         values[name] = {summary: rounded(np.array([table[summary] for table in tables])) for summary in SUMMARIES}
     about = {"label": series.label, "gradient": series.is_gradient}
     return {**about, "locations": locations, "statistics": values, "left_out": statistics[len(kept) :]}
-
-
-def _pair(pair: Pair) -> dict[str, Any]:
-    return {
-        "hook": pair.hook,
-        "settings": pair.settings,
-        "treated": pair.treated,
-        "control": pair.control,
-        "seed": pair.seed,
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,7 +148,8 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
         case WrapSpec():
             _replace_module(build_module(spec.module, f"{where}.module", layer.module), layer, layers, where)
         case ReprSpec():
-            layer.module.extra_repr = Label(spec.label, layer.module)  # type: ignore[method-assign]
+            # A partial function can be copied and pickled with its module.
+            layer.module.extra_repr = partial(_labelled, spec.label, layer.module.extra_repr)  # type: ignore[method-assign]
         case SetSpec():
             _set(spec, layer, where)
         case AddParameterSpec():
@@ -171,21 +173,10 @@ def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) ->
                 parent.module._modules[key] = new
 
 
-class Label:
-    """An `extra_repr` that prefixes the original one with a label. It can be copied and pickled with its module.
-
-    Args:
-        label: The text in front.
-        module: The module whose `extra_repr` is prefixed.
-    """
-
-    def __init__(self, label: str, module: nn.Module) -> None:
-        self.label = label
-        self.original_repr = module.extra_repr
-
-    def __call__(self) -> str:
-        original_text = self.original_repr()
-        return f"{self.label}, {original_text}" if original_text else self.label
+def _labelled(label: str, original_repr: Callable[[], str]) -> str:
+    """Return an `extra_repr` with a label in front."""
+    original_text = original_repr()
+    return f"{label}, {original_text}" if original_text else label
 
 
 def _set(spec: SetSpec, layer: Layer, where: str) -> None:

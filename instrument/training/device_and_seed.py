@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, Problem
+from ..plan.shape_inference import preserve_random_state
 
 GPUS = ("cuda", "mps", "xpu")
 
@@ -55,11 +56,10 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
         seed: The seed of Python, NumPy and PyTorch.
         deterministic: Whether to enable `torch.use_deterministic_algorithms`.
     """
-    python, numpy = random.getstate(), np.random.get_state()
     algorithms = torch.are_deterministic_algorithms_enabled()
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     default_dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    with torch.random.fork_rng():
+    with preserve_random_state():
         try:
             random.seed(seed)
             np.random.seed(seed % 2**32)
@@ -75,7 +75,5 @@ def process_state(*, seed: int, deterministic: bool) -> Iterator[None]:
                 torch.use_deterministic_algorithms(algorithms)
             torch.set_default_dtype(default_dtype)
             torch.set_num_threads(threads)
-            random.setstate(python)
-            np.random.set_state(numpy)
             if workspace is None:
                 os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -9,10 +9,7 @@ from itertools import zip_longest
 from ..spec.base import ObservationSpec
 from ..spec.config import RunConfig
 from ..spec.hooks import HookSpec
-from .fingerprints import (
-    Fingerprint,
-    trace,
-)
+from .fingerprints import Fingerprint, trace
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,8 @@ from ..training.device_and_seed import process_state
 from ..training.experiment import Experiment, prepare
 from ..training.loop import Progress, train
 
-IGNORED_METRICS = (
-    "seconds",
-    "samples_per_second",
-    "grad_norm",
-)  # Times always differ; gradients are compared one by one.
+# Times always differ; gradients are compared one by one.
+IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
 
 Key = tuple[str, str]
 """The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
@@ -162,9 +159,8 @@ def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[st
         progress: The progress after the step or evaluation.
         calls: For each call of the model in the evaluation, the digests of its output tensors.
     """
-    metrics = {
-        (f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name not in IGNORED_METRICS
-    }
+    compared = progress.metrics.keys() - set(IGNORED_METRICS)
+    metrics = {(f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name in compared}
     outputs = {
         ("the output", f"call {call}" + (f", {path}" if path else "")): output_digest
         for call, tensors in enumerate(calls)
