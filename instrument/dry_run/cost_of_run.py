@@ -78,27 +78,21 @@ def _result(
     times: dict[str, float] = {}
     for name, spec in plan.specs.items():
         due = firings[name]
-        step_profiles = [
-            step_profile
-            for step_profile in profile.steps_with_rows
-            if step_profile.phase == spec.phase and step_profile.step in due.steps
-        ]
-        micro_steps = (
-            profile.micro_batches if spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step" else 1
-        )
+        measured = [each for each in profile.steps_with_rows if each.phase == spec.phase and each.step in due.steps]
+        is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
+        micro_steps = profile.micro_batches if is_per_batch else 1
         for table in TABLES_OF_ROWS:
-            written = [step_profile.rows[table][name] for step_profile in step_profiles]
+            written = [each.rows[table][name] for each in measured]
             shortest = min(map(len, written), default=0)
             count = shortest // micro_steps
             samples[table][name] = Sample([some[:shortest] for some in written], due.steps, count * due.times)
             rows[name] = rows.get(name, 0) + count
-        tensor_bytes[name] = [size for step_profile in step_profiles for size in step_profile.tensor_bytes[name]]
-        times[name] = due.times / micro_steps / max(1, len(step_profiles))
-        rows[name] += len(tensor_bytes[name]) // max(1, len(step_profiles)) // micro_steps
+        tensor_bytes[name] = [size for each in measured for size in each.tensor_bytes[name]]
+        times[name] = due.times / micro_steps / max(1, len(measured))
+        rows[name] += len(tensor_bytes[name]) // max(1, len(measured)) // micro_steps
     sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, _checkpoints(experiment))
-    seconds, fixed = _seconds(
-        profile, baseline, [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
-    )
+    of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
+    seconds, fixed = _seconds(profile, baseline, of_steps)
     cost = {
         name: Cost(
             len(due.steps),
@@ -119,8 +113,7 @@ def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
     """Return the memory of the tensors that a spec keeps, in bytes: those of one step, times the number of steps."""
     if not isinstance(spec, RecordSpec) or spec.keep is None:
         return 0
-    kept = (step_profile.kept_bytes[name] for step_profile in profile.steps_with_rows)
-    return spec.keep * max(kept, default=0)
+    return spec.keep * max((each.kept_bytes[name] for each in profile.steps_with_rows), default=0)
 
 
 def _checkpoints(experiment: Experiment) -> float:
@@ -167,20 +160,15 @@ def _seconds(profile: Profile, baseline: Sequence[float], specs: Sequence[str]) 
     Returns:
         Seconds by spec, and seconds per step.
     """
-    step_profiles = [step_profile for step_profile in profile.steps if step_profile.phase in STEP_PHASES]
-    if not step_profiles:
+    measured = [each for each in profile.steps if each.phase in STEP_PHASES]
+    if not measured:
         return {}, 0.0
-    steps = [
-        _usual([step_profile for step_profile in step_profiles if step_profile.step == step])
-        for step in sorted({v.step for v in step_profiles})
-    ]
+    numbers = sorted({each.step for each in measured})
+    steps = [_usual([each for each in measured if each.step == step]) for step in numbers]
     usual = {step.step: step.seconds for step in steps}
-    mean_seconds = fmean(usual.values())
-    hooked_seconds = (
-        [mean_seconds + step_profile.seconds - usual[step_profile.step] for step_profile in step_profiles]
-        if len(step_profiles) >= 3 * len(steps)
-        else []
-    )
+    hooked_seconds = [fmean(usual.values()) + each.seconds - usual[each.step] for each in measured]
+    if len(measured) < 3 * len(steps):
+        hooked_seconds = []
     factor = overhead_factor(hooked_seconds, baseline, fmean(step.hook_seconds for step in steps))
     spent: dict[str, float] = {}
     for name in specs:
@@ -196,16 +184,11 @@ def _seconds(profile: Profile, baseline: Sequence[float], specs: Sequence[str]) 
     return spent, factor * profile.unscheduled_seconds
 
 
-def _usual(step_profiles: Sequence[StepProfile]) -> StepProfile:
+def _usual(measured: Sequence[StepProfile]) -> StepProfile:
     """Return the medians over several measurements of one step. Medians suppress interruptions by other processes."""
-    first = step_profiles[0]
-    action_seconds = {
-        name: median(step_profile.action_seconds[name] for step_profile in step_profiles) for name in first.firings
-    }
-    seconds, hook_seconds = (
-        median(step_profile.seconds for step_profile in step_profiles),
-        median(step_profile.hook_seconds for step_profile in step_profiles),
-    )
+    first = measured[0]
+    seconds, hook_seconds = (median(getattr(each, name) for each in measured) for name in ("seconds", "hook_seconds"))
+    action_seconds = {name: median(each.action_seconds[name] for each in measured) for name in first.firings}
     return replace(first, seconds=seconds, hook_seconds=hook_seconds, action_seconds=action_seconds)
 
 

@@ -22,7 +22,7 @@ def content(difference: Diff) -> dict[str, Any]:
     columns = ("difference", "step", "first_step", *difference.statistics)
     rows = records(layers)
     return {
-        "title": " and ".join(path.name for path in difference.paths),
+        "title": " and ".join(path.name for path in difference.paths) + ": differences",
         "path": " and ".join(map(str, difference.paths)),
         "summary": "\n".join(summary(difference)),
         "statistics": difference.statistics,

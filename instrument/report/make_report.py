@@ -80,7 +80,7 @@ def make(run: Run | Diff | str | Path) -> Report:
     if isinstance(run, Diff):
         style = _markup((TEMPLATES / "style.css").read_text())
         page = _templates().get_template("diff.html")
-        return Report(page.render(**diff_page.content(run), style=style, version=version("instrument")))
+        return Report(page.render(**diff_page.content(run), style=style, version=version("instrument"), live=False))
     opened = run if isinstance(run, Run) else load(run)
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)
