@@ -19,9 +19,9 @@ from instrument.actions.base import Context
 from instrument.rules.catalogue import CATALOGUE
 from instrument.spec import schema
 from instrument.spec.apply import ACTIONS, ApplyBase
+from instrument.spec.base import ACTIONS as HOOK_ACTIONS
 from instrument.spec.base import HookBase
 from instrument.spec.budget import BudgetConfig
-from instrument.spec.clip_and_scale import ClipSpec, ScaleSpec
 from instrument.spec.config import (
     CheckpointConfig,
     DataConfig,
@@ -35,8 +35,6 @@ from instrument.spec.config import (
 from instrument.spec.field_types import Selection
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
-from instrument.spec.print_and_call import CallSpec, PrintSpec
-from instrument.spec.record import RecordSpec
 from instrument.spec.rules import RULES, CustomRule, RuleBase, WatchRule
 from instrument.spec.statistics import STATISTICS
 from instrument.spec.tables import IDENTITY, TABLES, Column
@@ -61,11 +59,17 @@ SECTIONS: dict[str, tuple[type[BaseModel], str]] = {
 """The sections of a configuration, each with an example."""
 
 HOOKS: dict[str, tuple[type[HookBase], str]] = {
-    "record": (RecordSpec, "{layers: '**', kind: forward, action: record, every: 10, stats: [default, dead_fraction]}"),
-    "print": (PrintSpec, "{layers: encoder.*, kind: forward, action: print, steps: [0], stats: [mean, std, abs_max]}"),
-    "call": (CallSpec, "{layers: encoder.1, kind: forward, action: call, fn: {_target_: mymodule.look}}"),
-    "clip": (ClipSpec, "{layers: '**', kind: parameter_grad, action: clip, norm: 1.0}"),
-    "scale": (ScaleSpec, "{layers: encoder.1, kind: full_backward, action: scale, factor: 0.5}"),
+    "record": (
+        HOOK_ACTIONS["record"],
+        "{layers: '**', kind: forward, action: record, every: 10, stats: [default, dead_fraction]}",
+    ),
+    "print": (
+        HOOK_ACTIONS["print"],
+        "{layers: encoder.*, kind: forward, action: print, steps: [0], stats: [mean, std, abs_max]}",
+    ),
+    "call": (HOOK_ACTIONS["call"], "{layers: encoder.1, kind: forward, action: call, fn: {_target_: mymodule.look}}"),
+    "clip": (HOOK_ACTIONS["clip"], "{layers: '**', kind: parameter_grad, action: clip, norm: 1.0}"),
+    "scale": (HOOK_ACTIONS["scale"], "{layers: encoder.1, kind: full_backward, action: scale, factor: 0.5}"),
     "zero": (FUNCTIONS["zero"], "{layers: encoder.1, kind: forward, action: modify, fn: zero}"),
     "add": (FUNCTIONS["add"], "{layers: encoder.1, kind: forward, action: modify, fn: add, value: 0.5, units: [3]}"),
     "project_out, project_onto": (

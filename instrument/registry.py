@@ -37,17 +37,18 @@ class Registry(Mapping[str, T]):
         self._entries: dict[str, T] = {}
         self._folder, self._check = folder, check
 
-    def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that adds a class or a function under a name.
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Return a decorator that adds a class or a function under one name or several.
 
         Raises:
-            ConfigError: From the decorator: the name is registered already, or the entry is invalid.
+            ConfigError: From the decorator: a name is registered already, or the entry is invalid.
         """
         caller = sys._getframe(1)
         place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
         def add(entry: T) -> T:
-            self._add(name, entry, place)
+            for name in names:
+                self._add(name, entry, place)
             return entry
 
         return add

@@ -13,8 +13,8 @@ import yaml
 from conftest import REPOSITORY
 
 from instrument.spec.apply import ACTIONS
+from instrument.spec.base import ACTIONS as HOOK_ACTIONS
 from instrument.spec.config import RunConfig
-from instrument.spec.hooks import ACTIONS as HOOK_ACTIONS
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS
 from instrument.spec.parse import parse_hooks, parse_rules

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import HookError
-from ..spec.print_and_call import CallSpec
 from .base import Context
+from .builtin.call import CallSpec
 from .custom_functions import custom_function, observe
 from .intervention import describe, versioned_copy
 

@@ -12,11 +12,11 @@ from torch._C._nn import hardtanh
 from torch.nn.utils import get_total_norm
 
 from ..dtensor import full_tensor
-from ..spec.clip_and_scale import ClipSpec
 from ..stats.device_numbers import widest
 from ..stats.directed_rounding import round_down, round_up, toward_zero
 from ..stats.single_pass import effect_of_clip
 from .base import Context
+from .builtin.clip import ClipSpec
 
 EPSILON = 1e-6  # As in `torch.nn.utils.clip_grad_norm_`: added to the norm, which may be zero.
 MIN_WEIGHT_NORM = 1e-3  # The value of Brock et al. 2021.

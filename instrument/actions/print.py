@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..nested import shape_of
-from ..spec.print_and_call import PrintSpec
+from ..spec.record import PrintSpec
 from ..spec.statistics import COUNTS
 from .base import Context, Rows
 from .measurement import Measurement

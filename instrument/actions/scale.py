@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec.clip_and_scale import ScaleSpec
 from ..stats.device_numbers import constants
 from ..stats.single_pass import effect_of_plain
 from .base import Context
+from .builtin.scale import ScaleSpec
 
 _EXACT = (torch.float32, torch.float64)  # dtypes in which products with numbers are computed
 

@@ -11,10 +11,10 @@ from ..errors import HookResultError
 from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.modify import FunctionSpec
-from . import builtin_functions
 from .base import Context, Effects
 from .custom_functions import custom_function
 from .intervention import accept_result, describe, sparse_error, versioned_copy
+from .straight_through import straight_through
 
 
 class Together:
@@ -78,7 +78,7 @@ class Together:
         if new is None or new is given:
             new = tensor
         elif self.straight_through and isinstance(new, Tensor):
-            new = builtin_functions.straight_through(given, new)
+            new = straight_through(given, new)
         return accept_result(tensor, new, context, self.rows)
 
 

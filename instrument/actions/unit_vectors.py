@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +13,8 @@ from torch import Tensor
 from ..errors import ConfigError, Problem, similar_names
 from ..nested import to_device
 from ..spec.kinds import KINDS
-from ..spec.modify import AddSpec, MeanAblateSpec, ProjectSpec
 from ..stats.unit_statistics import unit_dim
 from .base import Archive, Context
-
-VectorSpec = AddSpec | ProjectSpec | MeanAblateSpec
 
 
 class UnitVectors:
@@ -30,15 +28,15 @@ class UnitVectors:
         ConfigError: A file or a run does not exist, or does not contain vectors.
     """
 
-    def __init__(self, spec: VectorSpec, archive: Archive) -> None:
+    def __init__(self, spec: Any, archive: Archive) -> None:
         self.spec = spec
         self.archive = archive
         self.where = f"hooks.{spec.name}"
         self._from_file: Tensor | None = None
         self._on_device: dict[tuple[object, ...], Tensor] = {}
-        if not isinstance(spec, MeanAblateSpec) and spec.vector is not None:
+        if getattr(spec, "vector", None) is not None:
             self._from_file = load_vectors(spec.vector, spec.key, self.where)
-            if isinstance(spec, AddSpec) and len(self._from_file) > 1:
+            if spec.fn == "add" and len(self._from_file) > 1:
                 message = f"add requires one vector, but this file has {len(self._from_file)}"
                 raise ConfigError(Problem(f"{self.where}.vector", message, given=spec.vector))
         for field, run in spec.sources.items():
@@ -93,7 +91,7 @@ class UnitVectors:
                     f"one number for each of the {part} units{complete}",
                 )
             )
-        if not isinstance(self.spec, ProjectSpec):
+        if not self.spec.fn.startswith("project"):
             return vectors
         basis = orthonormal(vectors)
         if not len(basis):
@@ -116,9 +114,9 @@ class UnitVectors:
             field: lambda run=run, field=field: self._recorded(run, field, context)
             for field, run in spec.sources.items()
         }
-        if isinstance(spec, AddSpec):
+        if spec.fn == "add":
             return (mean_of_units(sources["plus"]()) - mean_of_units(sources["minus"]()))[None]
-        if isinstance(spec, MeanAblateSpec):
+        if spec.fn == "mean_ablate":
             return mean_of_units(sources["run"]())[None]
         components = spec.components or 1
         found = principal_components(sources["run"]())

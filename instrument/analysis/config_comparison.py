@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import ConfigError
-from ..spec.base import ObservationSpec
-from ..spec.hooks import ACTIONS
+from ..spec.base import ACTIONS, ObservationSpec
 from ..spec.parse import parse_hooks
 from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables

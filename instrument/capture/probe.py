@@ -15,7 +15,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..actions.base import Archive, NoArchive, StepContext
-from ..actions.make_action import make_action
 from ..actions.record import Record
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
@@ -135,7 +134,7 @@ class Probe:
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
         tensors = archive or NoArchive()
-        actions = {name: make_action(spec, self.recorder, tensors) for name, spec in plan.specs.items()}
+        actions = {name: spec.build(self.recorder, tensors) for name, spec in plan.specs.items()}
         self.attached_hooks = [
             AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked)
             for site in plan.sites

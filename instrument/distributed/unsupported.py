@@ -8,7 +8,6 @@ from ..errors import Problem
 from ..spec.base import ObservationSpec
 from ..spec.budget import BudgetConfig
 from ..spec.hooks import HookSpec
-from ..spec.modify import PenaltySpec
 from ..spec.record import RecordSpec
 
 
@@ -59,7 +58,7 @@ def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
                 for field in spec.selection
                 if field != "slice"
             ]
-        if isinstance(spec, PenaltySpec) and spec.kind == "loss":
+        if spec.uses_parameters and spec.kind == "loss":
             message = "a penalty on the loss has no effect on parameters sharded by fsdp2"
             problems.append(Problem(f"hooks.{name}.kind", message, spec.kind, "parameter_grad"))
     return problems

@@ -25,8 +25,6 @@ from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
 from ..spec.base import ObservationSpec
 from ..spec.globs import matches
-from ..spec.modify import FunctionSpec, PenaltySpec
-from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from .clock import FIRST_CALL, Clock, Firing
@@ -134,11 +132,6 @@ class AttachedHook(HookCoverage):
     def has_statistics(self) -> bool:
         """Whether each firing writes a row of statistics."""
         return isinstance(self.site.spec, RecordSpec) and bool(self.site.spec.statistics)
-
-    @property
-    def needs_value(self) -> bool:
-        """Whether the action requires the tensor that a gradient belongs to."""
-        return isinstance(self.site.spec, PenaltySpec | FunctionSpec | CallSpec)
 
     @property
     def is_scaled(self) -> bool:

@@ -77,7 +77,9 @@ class CallGradients:
         if not attached_hooks:
             return None
         self.registered.update((attached, self._key(path, value)) for attached in attached_hooks)
-        value_copy = value.detach().clone() if any(attached.needs_value for attached in attached_hooks) else None
+        value_copy = (
+            value.detach().clone() if any(attached.site.spec.needs_value for attached in attached_hooks) else None
+        )
         fired, clock, firings = self.fired, self.clock, self.call.gradient_firings()
 
         def on_gradient(gradient: Tensor | None) -> Tensor | None:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
-from ..spec.base import InterventionSpec, parse_slice
-from ..spec.clip_and_scale import ScaleSpec
+from ..spec.base import InterventionSpec, dimension_misfits, parse_slice
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.modify import MeanSpec, RecordedSpec, SwapSpec
 from ..spec.record import RecordSpec
 from ..spec.selection import SelectionError, selected_shape
 from ..stats.unit_statistics import unit_dim
@@ -67,11 +65,7 @@ def misfits_in_smaller_batches(
     """
     problems: dict[str, Problem] = {}
     for spec in plan.specs.values():
-        is_list = isinstance(spec, ScaleSpec) and isinstance(spec.factor, tuple)
-        # Compared with the recorded batches.
-        from_run = isinstance(spec, RecordedSpec) and spec.run is not None and spec.match == "batch"
-        is_selection = isinstance(spec, SwapSpec | RecordedSpec) or {*spec.selection} & {"samples", "slice"}
-        if spec.definition.family != "module" or from_run or not (is_list or is_selection):
+        if spec.definition.family != "module" or not spec.depends_on_batch_size:
             continue
         size, full_size = smallest(spec), samples[spec.phase]
         other = next((phase for phase in samples if samples[phase] != full_size), spec.phase)
@@ -151,26 +145,13 @@ def _problems(site: Site, info: TensorInfo, *, may_exceed: bool) -> Iterator[tup
         yield from _slice_problems(
             spec.slice, (*(min(first or size, size) for size in shape[:1]), *shape[1:]), may_exceed=may_exceed
         )
-    shape = selected
-    match spec:
-        case RecordSpec():
-            if spec.unit_dim is not None:
-                yield from _dimension_problems("unit_dim", [spec.unit_dim], len(shape))
-            if spec.dtype is not None and info.dtype.is_complex:
-                message = f"{spec.dtype} cannot represent the complex values of"
-                yield "dtype", message, f"no 'dtype': {info.dtype} is not converted"
-        case ScaleSpec(factor=tuple()):
-            yield from _factor_problems(spec, shape)
-        case MeanSpec() if spec.dim is not None:
-            dims = [spec.dim] if isinstance(spec.dim, int) else spec.dim
-            yield from _dimension_problems("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar
-        case SwapSpec() if not shape or shape[0] % 2:
-            yield "fn", "swap requires an even number of samples in", "two or more samples in 'samples'"
-        case RecordedSpec() if spec.from_sample is not None:
-            size = info.shape[0]
-            if not -size <= spec.from_sample < size:
-                allowed = f"{-size} to {size - 1}"
-                yield "from_sample", f"{spec.from_sample} is out of range for dimension 0 of", allowed
+    if isinstance(spec, RecordSpec):
+        if spec.unit_dim is not None:
+            yield from dimension_misfits("unit_dim", [spec.unit_dim], len(selected))
+        if spec.dtype is not None and info.dtype.is_complex:
+            message = f"{spec.dtype} cannot represent the complex values of"
+            yield "dtype", message, f"no 'dtype': {info.dtype} is not converted"
+    yield from spec.misfits(selected, shape)
 
 
 def selected_shape_at(site: Site, shape: Sequence[int]) -> tuple[int, ...]:
@@ -189,26 +170,6 @@ def selected_shape_at(site: Site, shape: Sequence[int]) -> tuple[int, ...]:
     of_parameter = spec.definition.family != "module"
     units = unit_dim(len(shape), site.layer.module, of_parameter=of_parameter)
     return selected_shape(spec, shape, units)
-
-
-def _dimension_problems(field: str, dims: Sequence[int], count: int) -> Iterator[tuple[str, str, str]]:
-    allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
-    for dim in dims:
-        if not -count <= dim < count:
-            yield field, f"dim {dim} is out of range for", allowed
-    if len({dim % max(1, count) for dim in dims}) < len(dims):
-        yield field, "the same dimension is given twice for", allowed
-
-
-def _factor_problems(spec: ScaleSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str, str]]:
-    assert isinstance(spec.factor, tuple), "only a list runs along a dimension"
-    dims, given = len(shape), len(spec.factor)
-    if not -dims <= spec.dim < dims:
-        allowed = f"{-dims} to {dims - 1}, or one number as 'factor'" if dims else "one number as 'factor'"
-        yield "dim", f"dim {spec.dim} is out of range for", allowed
-    elif shape[spec.dim] != given:
-        allowed = f"{shape[spec.dim]} factors, one number, or another 'dim'"
-        yield "factor", f"{given} factors do not fit dimension {spec.dim} of", allowed
 
 
 def _slice_problems(text: str, shape: tuple[int, ...], *, may_exceed: bool) -> Iterator[tuple[str, str, str]]:

@@ -18,7 +18,6 @@ from ..spec.base import InterventionSpec
 from ..spec.description import describe_action
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.print_and_call import CallSpec
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
@@ -94,7 +93,7 @@ def _kept_tensors(plan: HookPlan, forecast: Forecast) -> Iterator[Text]:
 
 def _uncalled_functions(plan: HookPlan) -> Iterator[Text]:
     """Yield a line about the functions of `action: call`, which the dry run does not call."""
-    if names := [name for name, spec in plan.specs.items() if isinstance(spec, CallSpec)]:
+    if names := [name for name, spec in plan.specs.items() if spec.action == "call"]:
         yield Text(f"without the functions of action call, which a plan does not call: {', '.join(names)}", style="dim")
 
 

@@ -13,7 +13,6 @@ from ..errors import ConfigError, Problem, similar_names
 from ..spec.field_types import Selection
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
-from ..spec.modify import PenaltySpec
 from .attention_heads import check_heads
 from .layer_selection import select_layers, shorten
 from .modules import Layer, Layers
@@ -137,7 +136,7 @@ def _containers_problem(spec: HookSpec, selected: list[Layer], layers: Layers, w
 def _loss_site(spec: HookSpec, selected: list[Layer], layers: Layers, where: str) -> Site:
     """Return the one site for the loss. For a penalty, it has the parameters of the penalty."""
     root = next(iter(layers))
-    if not isinstance(spec, PenaltySpec):
+    if not spec.uses_parameters:
         return Site(spec, root)
     penalised = [site.parameter for site in _tensor_sites(spec, selected, layers, where)]
     return Site(spec, root, parameters=tuple(parameter for parameter in penalised if parameter is not None))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ..registry import Registry
 from .condition import Condition, When
 from .field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
 from .kinds import KINDS, Kind
@@ -58,8 +61,39 @@ SELECTION = ("units", "heads", "positions", "samples", "slice")
 """The fields that select elements of a tensor."""
 
 
+Misfit = tuple[str, str, str]
+"""A field that does not fit a tensor: its name, the problem up to the name of the tensor, and what is allowed."""
+
+
+def dimension_misfits(field: str, dims: Sequence[int], count: int) -> Iterator[Misfit]:
+    """Yield the problems of a field that names dimensions of a tensor with `count` dimensions."""
+    allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
+    for dim in dims:
+        if not -count <= dim < count:
+            yield field, f"dim {dim} is out of range for", allowed
+    if len({dim % max(1, count) for dim in dims}) < len(dims):
+        yield field, "the same dimension is given twice for", allowed
+
+
+def implementation(name: str) -> Any:
+    """Import an object of `instrument.actions`, which imports torch: `record:Record`."""
+    return resolve_name(f"instrument.actions.{name}")
+
+
 class HookBase(Selection):
-    """The fields that all hook specs share. Each action adds its own."""
+    """The fields that all hook specs share. Each action adds its own.
+
+    Attributes:
+        needs_value: Whether the action requires the tensor that a gradient belongs to.
+        uses_parameters: Whether a hook on the loss gets the parameters of its layers.
+        is_tried: Whether the function is called once before the run, on copies, to report errors before step 0.
+    """
+
+    needs_value: ClassVar[bool] = False
+    uses_parameters: ClassVar[bool] = False
+    is_tried: ClassVar[bool] = False
+    if TYPE_CHECKING:
+        action: str
 
     name: str = Field("", description="The name of the hook: its key in the mapping. An item of a list can set it.")
     kind: KindName = Field(description="The hook point; see the table of hook kinds.")
@@ -183,6 +217,36 @@ class HookBase(Selection):
         """Whether a statistic or a function uses the units."""
         return False
 
+    def build(self, rows: Any, archive: Any) -> Any:
+        """Return the action of this spec.
+
+        Args:
+            rows: An `instrument.actions.base.Rows`: receives the rows of the action.
+            archive: An `instrument.actions.base.Archive`: provides the tensors of other runs.
+
+        Returns:
+            An `instrument.actions.base.Action`.
+
+        Raises:
+            ConfigError: A custom function cannot be imported or cannot be called with its arguments, or the tensors
+                of another run cannot be found.
+        """
+        raise NotImplementedError
+
+    @property
+    def depends_on_batch_size(self) -> bool:
+        """Whether the fields may not fit a batch with another number of samples."""
+        return not {"samples", "slice"}.isdisjoint(self.selection)
+
+    def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
+        """Yield the fields that do not fit a tensor.
+
+        Args:
+            shape: The shape of the selected part.
+            complete: The shape of the complete tensor.
+        """
+        yield from ()
+
     @model_validator(mode="after")
     def _validate_condition(self) -> HookBase:
         condition = self.condition
@@ -244,7 +308,30 @@ class ObservationSpec(HookBase):
 
 
 class InterventionSpec(HookBase):
-    """A hook that changes the tensor it sees."""
+    """A hook that changes the tensor it sees.
+
+    Attributes:
+        entrywise: Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and positions do not matter.
+    """
+
+    entrywise: ClassVar[bool] = False
+
+    def build(self, rows: Any, archive: Any) -> Any:
+        """Return the action, which checks and records what `function` returns."""
+        return implementation("intervention:Intervention")(implementation("modify:Modify")(self, archive), rows)
+
+    def function(self, archive: Any) -> Any:  # noqa: ARG002
+        """Return the function that changes a tensor: `change`, or one that is prepared once."""
+        return self.change
+
+    def change(self, tensor: Any, context: Any) -> Any:
+        """Return the new tensor, same shape and dtype. The given one must not be modified in place.
+
+        Args:
+            tensor: The tensor.
+            context: The call, an `instrument.Context`.
+        """
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _validate_role(self) -> InterventionSpec:
@@ -255,3 +342,11 @@ class InterventionSpec(HookBase):
             hint = f"; {' and '.join(supporting)} can" if supporting else ""
             raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
         return self
+
+
+ACTIONS: Registry[type[HookBase]] = Registry(
+    "actions",
+    "action",
+    folder="instrument.actions.builtin",
+    check=lambda entry: None if issubclass(entry, HookBase) else "is no subclass of HookBase",
+)

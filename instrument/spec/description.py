@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from .config import ForwardConfig
 from .hooks import HookSpec
-from .print_and_call import PrintSpec
-from .record import RecordSpec
+from .record import PrintSpec, RecordSpec
 from .statistics import COUNTS
 
 

@@ -1,60 +1,6 @@
-"""The union of all hook specs: one model per action, and one per built-in function of modify."""
+"""The type of all hook specs. Importing this module registers the actions of `instrument.spec`."""
 
-from __future__ import annotations
+from . import modify, record
+from .base import HookBase as HookSpec
 
-from .base import HookBase
-from .clip_and_scale import ClipSpec, ScaleSpec
-from .modify import (
-    AddSpec,
-    DropoutSpec,
-    FunctionSpec,
-    MeanAblateSpec,
-    MeanSpec,
-    ModifySpec,
-    NanSpec,
-    NoiseSpec,
-    PenaltySpec,
-    ProjectSpec,
-    QuantizeSpec,
-    RecordedSpec,
-    ResampleSpec,
-    ShuffleSpec,
-    SignSpec,
-    SwapSpec,
-    ZeroSpec,
-)
-from .print_and_call import CallSpec, PrintSpec
-from .record import RecordSpec
-
-HookSpec = (
-    RecordSpec
-    | PrintSpec
-    | CallSpec
-    | ClipSpec
-    | ScaleSpec
-    | ZeroSpec
-    | AddSpec
-    | ProjectSpec
-    | MeanAblateSpec
-    | SwapSpec
-    | NoiseSpec
-    | MeanSpec
-    | ResampleSpec
-    | ShuffleSpec
-    | DropoutSpec
-    | QuantizeSpec
-    | SignSpec
-    | NanSpec
-    | PenaltySpec
-    | RecordedSpec
-    | FunctionSpec
-)
-
-ACTIONS: dict[str, type[HookBase]] = {
-    "record": RecordSpec,
-    "print": PrintSpec,
-    "call": CallSpec,
-    "clip": ClipSpec,
-    "scale": ScaleSpec,
-    "modify": ModifySpec,
-}
+__all__ = ["HookSpec", "modify", "record"]

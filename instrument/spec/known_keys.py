@@ -8,8 +8,8 @@ from typing import get_args, get_origin
 
 from pydantic import BaseModel
 
-from . import apply, hooks
-from .base import HookBase
+from . import apply
+from .base import ACTIONS, HookBase
 from .config import RunConfig
 from .field_types import Target
 from .modify import FUNCTIONS, FunctionSpec
@@ -48,7 +48,7 @@ def fields_of_specs(name: str) -> tuple[str, ...]:
     if name == "apply":
         arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
         return _unique_fields(apply.ACTIONS.values(), arguments)
-    return _unique_fields([*hooks.ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec], ["fn"])
+    return _unique_fields([*ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec], ["fn"])
 
 
 def _unique_fields(models: Iterable[type[BaseModel]], more: Iterable[str]) -> tuple[str, ...]:

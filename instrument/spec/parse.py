@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError, Problem, similar_names
 from . import apply as apply_specs
-from . import hooks as hook_specs
 from .apply import ApplySpec
+from .base import ACTIONS
 from .budget import BudgetConfig
 from .config import RunConfig
 from .field_types import Target, number_to_text
@@ -273,9 +273,9 @@ def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
                 similar=["full_backward"],
             )
         )
-    action = _choice(value, "action", hook_specs.ACTIONS, where)
+    action = _choice(value, "action", ACTIONS, where)
     if action != "modify":
-        return hook_specs.ACTIONS[action]
+        return ACTIONS[action]
     fn = value.get("fn")
     if isinstance(fn, Mapping | Target) or callable(fn):
         return FunctionSpec
@@ -294,27 +294,25 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     return RULES[_choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")]
 
 
-def _choice(value: Mapping[str, Any], key: str, options: Iterable[str], where: str, hint: str = "") -> str:
-    names = tuple(options)
-    allowed = [*names, hint] if hint else names
+def _choice(value: Mapping[str, Any], key: str, options: Mapping[str, Any], where: str, hint: str = "") -> str:
     if value.get(key) is None:
         raise ConfigError(
             Problem(
                 f"{where}.{key}",
                 "is missing",
-                allowed=allowed,
+                allowed=[*options, hint] if hint else [*options],
                 similar=similar_names(key, [str(name) for name in value if name != key]),
             )
         )
     given = number_to_text(value[key])
-    if given not in names:
+    if given not in options:
         raise ConfigError(
             Problem(
                 f"{where}.{key}",
                 f"unknown {key}" if isinstance(given, str) else _not_a_string(given),
                 given=given,
-                allowed=allowed,
-                similar=similar_names(str(given), names),
+                allowed=[*options, hint] if hint else [*options],
+                similar=similar_names(str(given), options),
             )
         )
     return str(given)

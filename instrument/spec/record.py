@@ -1,4 +1,4 @@
-"""The statistics of a spec, and the spec of `action: record`."""
+"""The statistics of a spec, and the specs of `action: record` and `action: print`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from .base import ObservationSpec
+from .base import ACTIONS, ObservationSpec, implementation
 from .field_types import Count, IndexList, Target
 from .messages import UnknownNameError, message_of
 from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
@@ -161,6 +161,7 @@ _WithTableFields: Any = create_model(
 """A model with the fields of all tables."""
 
 
+@ACTIONS.register("record")
 class RecordSpec(_WithTableFields):  # type: ignore[misc]  # its fields are those of the tables
     """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
 
@@ -202,6 +203,10 @@ class RecordSpec(_WithTableFields):  # type: ignore[misc]  # its fields are thos
             )
         return self
 
+    def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
+        """Return the action."""
+        return implementation("record:Record")(self, rows)
+
     @property
     def follows(self) -> str | None:
         """The rule that turns the hook on for one step. A hook that keeps its tensors is always on."""
@@ -212,3 +217,18 @@ class RecordSpec(_WithTableFields):  # type: ignore[misc]  # its fields are thos
         """The further tables that get rows, with the values of their fields."""
         values = {table.name: {name: getattr(self, name) for name in table.fields} for table in TABLES.values()}
         return {name: fields for name, fields in values.items() if any(value is not None for value in fields.values())}
+
+
+@ACTIONS.register("print")
+class PrintSpec(StatisticsSpec):
+    """Print one line per tensor: hook, layer, step, shape, dtype, device and statistics."""
+
+    action: Literal["print"]
+    stats: Statistics = Field(
+        ("mean", "std", "min", "max"),
+        description="The printed statistics, as for record. NaN and infinities are always reported.",
+    )
+
+    def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
+        """Return the action."""
+        return implementation("print:Print")(self, rows)

@@ -7,10 +7,16 @@ language server: `# yaml-language-server: $schema=../schema.json`.
 from __future__ import annotations
 
 import json
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
+from pydantic import create_model
+
+from .base import ACTIONS
 from .config import RunConfig
+from .modify import FUNCTIONS, FunctionSpec
 
 HYDRA_KEYS: dict[str, Any] = {
     "defaults": {"type": "array", "description": "Hydra's defaults list: the files that are composed with this one."},
@@ -23,7 +29,11 @@ def experiment_schema() -> dict[str, Any]:
 
     No root key is required, and no key of a section that a config group may set.
     """
-    schema = RunConfig.model_json_schema(by_alias=True)
+    actions: set[Any] = {*ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec} - {ACTIONS["modify"]}
+    union: Any = reduce(or_, sorted(actions, key=lambda spec: spec.__name__))
+    hooks: Any = (dict[str, union], RunConfig.model_fields["hooks"])
+    config = create_model("RunConfig", __base__=RunConfig, hooks=hooks)
+    schema: dict[str, Any] = config.model_json_schema(by_alias=True)
     schema["title"] = "Experiment of instrument"
     schema["properties"] |= HYDRA_KEYS
     schema.pop("required", None)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..actions.base import Action, Archive, Context, Effect, NotKeptError, StepContext
-from ..actions.make_action import make_modification
 from ..actions.measurement import Measurement
 from ..errors import ConfigError, InstrumentError, Problem
 from ..kinds.attached_hook import AttachedHook
@@ -17,12 +16,9 @@ from ..kinds.clock import Clock
 from ..kinds.together import JOINED_IN_PLACE_FIX, joins_gradients
 from ..nested import iter_tensors
 from ..plan.hook_plan import HookPlan, Site
-from ..spec.modify import AddSpec, FunctionSpec, MeanAblateSpec, ModifySpec, ProjectSpec
+from ..spec.modify import FunctionSpec
 from ..spec.record import StatisticsSpec
 from ..spec.schedule import Schedule
-
-TRIED = (FunctionSpec, AddSpec, ProjectSpec, MeanAblateSpec)
-"""The specs of `modify` whose functions are called before the run: custom ones, and those with vectors."""
 
 
 class FunctionCheck:
@@ -48,7 +44,7 @@ class FunctionCheck:
         sites = [
             site
             for site in plan.sites
-            if isinstance(site.spec, TRIED) or (isinstance(site.spec, StatisticsSpec) and site.spec.custom_statistics)
+            if site.spec.is_tried or (isinstance(site.spec, StatisticsSpec) and site.spec.custom_statistics)
         ]
         actions = {site.spec.name: _action(site, archive) for site in sites}
         self.attached_hooks = [
@@ -224,8 +220,8 @@ def _action(site: Site, archive: Archive) -> Action:
     """Return an action that calls the functions of a site and records nothing."""
     if isinstance(site.spec, StatisticsSpec):
         return _CustomStatistics(site.spec)
-    assert isinstance(site.spec, ModifySpec), "other actions have no functions"
-    return make_modification(site.spec, _NoRows(), archive)
+    action: Action = site.spec.build(_NoRows(), archive)
+    return action
 
 
 def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
+from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import Place, RunArchive
 from ..errors import ConfigError, Problem, similar_names
 from ..plan.cost import Length, firings_of
@@ -20,7 +21,6 @@ from ..plan.hook_plan import HookPlan, Site
 from ..plan.layer_selection import shorten
 from ..plan.shape_inference import InferredCalls
 from ..spec.hooks import HookSpec
-from ..spec.modify import RecordedSpec
 from ..spec.schedule import STEP_PHASES
 from ..spec.selection import SelectionError
 

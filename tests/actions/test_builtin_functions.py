@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import HookError
-from instrument.actions import builtin_functions
+from instrument.actions.builtin.elements import QUANTIZED_MAX
 from instrument.actions.clip import clip_quantile, clip_ratio
+from instrument.actions.recorded_values import patch
 from instrument.actions.scale import scheduled
 from instrument.actions.tensor_selection import TensorSelection
 
@@ -35,6 +36,11 @@ def apply_to_identity(inputs: Tensor, **spec: Any) -> tuple[Tensor, Tensor]:
     return output.detach(), inputs.grad
 
 
+def modified(inputs: Tensor, **spec: Any) -> Tensor:
+    """Return the output of an identity with a function of `modify`."""
+    return apply_to_identity(inputs, action="modify", **spec)[0]
+
+
 ROW = torch.tensor([[1.0, -2.0, 3.0], [4.0, -5.0, 6.0]])
 WEIGHTS = torch.arange(1.0, 7.0).view(2, 3)
 
@@ -42,17 +48,17 @@ WEIGHTS = torch.arange(1.0, 7.0).view(2, 3)
 @pytest.mark.parametrize("name", ["resample", "shuffle"])
 def test_resample_and_shuffle_draw_from_the_batch(name: str) -> None:
     batch = torch.arange(32.0).view(16, 2)
-    new = getattr(builtin_functions, name)(batch, generator())
+    new = modified(batch, fn=name)
     rows = {tuple(row) for row in batch.tolist()}
     assert {tuple(row) for row in new.tolist()} <= rows
     assert not torch.equal(new, batch)
     if name == "shuffle":
         assert sorted(new.tolist()) == batch.tolist()
-    assert torch.equal(new, getattr(builtin_functions, name)(batch, generator()))
+    assert torch.equal(new, modified(batch, fn=name))
 
 
 def test_dropout_zeroes_a_fraction_and_scales_the_rest() -> None:
-    new = builtin_functions.dropout(torch.ones(10_000), 0.25, generator())
+    new = modified(torch.ones(10_000), fn="dropout", p=0.25)
     assert new.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
     assert new.eq(0).float().mean().item() == pytest.approx(0.25, abs=0.02)
 
@@ -60,7 +66,7 @@ def test_dropout_zeroes_a_fraction_and_scales_the_rest() -> None:
 @pytest.mark.parametrize(("to", "steps"), [("int8", 255), ("int4", 15)])
 def test_quantize_to_integers_uses_one_scale(to: str, steps: int) -> None:
     tensor = torch.linspace(-1, 1, 10_001)
-    new = builtin_functions.quantize(tensor, to)
+    new = modified(tensor, fn="quantize", to=to)
     assert len(new.unique()) == steps
     assert (new - tensor).abs().max() <= 1 / (steps - 1) + 1e-6
     assert new.abs().max() == 1.0
@@ -69,15 +75,15 @@ def test_quantize_to_integers_uses_one_scale(to: str, steps: int) -> None:
 @pytest.mark.parametrize("to", ["float8_e4m3fn", "float8_e5m2"])
 def test_quantize_to_float8_rounds_to_nearest(to: str) -> None:
     tensor = torch.randn(1000, generator=generator())
-    step = tensor.abs().max() / builtin_functions.QUANTIZED_MAX[to]
-    assert torch.equal(builtin_functions.quantize(tensor, to), (tensor / step).to(getattr(torch, to)).float() * step)
-    assert torch.equal(builtin_functions.quantize(torch.zeros(3), to), torch.zeros(3))
+    step = tensor.abs().max() / QUANTIZED_MAX[to]
+    assert torch.equal(modified(tensor, fn="quantize", to=to), (tensor / step).to(getattr(torch, to)).float() * step)
+    assert torch.equal(modified(torch.zeros(3), fn="quantize", to=to), torch.zeros(3))
 
 
 def test_put_writes_the_requested_number_of_values() -> None:
-    new = builtin_functions.insert_value(torch.zeros(4, 5), float("nan"), 3, generator())
+    new = modified(torch.zeros(4, 5), fn="nan", count=3)
     assert int(new.isnan().sum()) == 3
-    assert int(builtin_functions.insert_value(torch.zeros(2), float("inf"), 9, generator()).isinf().sum()) == 2
+    assert int(modified(torch.zeros(2), fn="nan", value="inf", count=9).isinf().sum()) == 2
 
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=50), st.floats(0.01, 1.0))
@@ -142,11 +148,11 @@ def test_random_functions_are_reproducible_and_keep_global_state(fn: dict[str, A
 def test_patch_replaces_a_slice_and_checks_its_shape() -> None:
     recorded = torch.full((2, 3), 9.0)
     part = TensorSelection((2, 3), (slice(None), slice(0, 1)))
-    new = builtin_functions.patch(part.of(ROW), recorded, part)
+    new = patch(part.of(ROW), recorded, part)
     assert part.into(ROW, new).tolist() == [[9.0, -2.0, 3.0], [9.0, -5.0, 6.0]]
-    assert torch.equal(builtin_functions.patch(part.of(ROW), torch.full((2, 1), 9.0), part), new)
+    assert torch.equal(patch(part.of(ROW), torch.full((2, 1), 9.0), part), new)
     with pytest.raises(ValueError, match=r"shape \[5\], the tensor to replace \[2, 3\]"):
-        builtin_functions.patch(ROW, torch.zeros(5), None)
+        patch(ROW, torch.zeros(5), None)
 
 
 def same(tensor: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import instrument
-from instrument.actions.builtin_functions import l1, quantize
 from instrument.actions.scale import scale, scale_channels
+from instrument.spec.parse import parse_hooks
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -61,5 +63,8 @@ def test_scaling_equals_a_product_with_a_number_in_every_bit(dtype: torch.dtype,
 
 def test_quantize_and_l1_keep_float64_precision() -> None:
     tensor = torch.linspace(-1.0, 1.0, 255, dtype=torch.float64) * 1e200
-    torch.testing.assert_close(quantize(tensor, "int8"), tensor, rtol=1e-12, atol=1e185)
-    assert l1(tensor[:1] * 0, tensor[:1], 0.1).item() == -0.1
+    spec = {"layers": "**", "kind": "parameter_grad", "action": "modify"}
+    hooks = parse_hooks({"q": {**spec, "fn": "quantize"}, "l1": {**spec, "fn": "l1", "coefficient": 0.1}})
+    context: Any = SimpleNamespace(value=tensor[:1])
+    torch.testing.assert_close(hooks["q"].function(None)(tensor, context), tensor, rtol=1e-12, atol=1e185)
+    assert hooks["l1"].function(None)(tensor[:1] * 0, context).item() == -0.1

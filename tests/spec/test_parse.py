@@ -13,15 +13,17 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from instrument.actions.builtin.clip import ClipSpec
 from instrument.errors import ConfigError, Problem
 from instrument.spec import apply as apply_specs
-from instrument.spec import hooks as hook_specs
 from instrument.spec.apply import INIT_FUNCTIONS
+from instrument.spec.base import ACTIONS as HOOK_ACTIONS
 from instrument.spec.budget import BudgetConfig
 from instrument.spec.field_types import DEFAULT_BINS, DEFAULT_LEVELS
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec
 from instrument.spec.parse import parse_apply, parse_config, parse_hooks
+from instrument.spec.record import RecordSpec
 from instrument.spec.spec_file import read_specs
 from instrument.spec.statistics import ALL, DEFAULT
 
@@ -125,7 +127,7 @@ def test_kind_allows_interventions_on_its_changeable_roles_only(kind: str) -> No
 )
 def test_statistics_are_in_column_order(requested: Any, given: tuple[str, ...]) -> None:
     spec = parse_hooks({"x": {**RECORD, "tensors": True, "stats": requested}})["x"]
-    assert isinstance(spec, hook_specs.RecordSpec)
+    assert isinstance(spec, RecordSpec)
     assert spec.statistics == given
 
 
@@ -145,7 +147,7 @@ def test_histogram_parses_to_bins(requested: Any, bins: int | None) -> None:
 
 def test_stats_none_records_tensors_only() -> None:
     spec = parse_hooks({"x": {**RECORD, "stats": "none", "tensors": True}})["x"]
-    assert isinstance(spec, hook_specs.RecordSpec)
+    assert isinstance(spec, RecordSpec)
     assert spec.statistics == ()
 
 
@@ -161,20 +163,20 @@ def test_stats_none_records_tensors_only() -> None:
 )
 def test_norm_scope_default_depends_on_the_kind(fields: dict[str, str], scope: str) -> None:
     spec = parse_hooks({"x": {**CLIP, "norm": 1.0, **fields}})["x"]
-    assert isinstance(spec, hook_specs.ClipSpec)
+    assert isinstance(spec, ClipSpec)
     assert spec.norm_scope == scope
 
 
 def test_norm_order_may_be_infinite() -> None:
     spec = parse_hooks({"x": {**CLIP, "norm": 1.0, "ord": math.inf}})["x"]
-    assert isinstance(spec, hook_specs.ClipSpec)
+    assert isinstance(spec, ClipSpec)
     assert spec.ord == math.inf
 
 
 def test_custom_function_keeps_its_arguments() -> None:
     fn = {"_target_": "my.module.shift", "by": 2, "inner": {"_target_": "my.other"}}
     spec = parse_hooks({"x": {**SCALE, "action": "modify", "fn": fn}})["x"]
-    assert isinstance(spec, hook_specs.FunctionSpec)
+    assert isinstance(spec, FunctionSpec)
     assert spec.fn.to_config() == fn
 
 
@@ -665,7 +667,7 @@ def test_function_without_import_path_is_named_by_its_source(function: Any, name
 
 def numeric_fields() -> list[tuple[type[Any], str]]:
     """Return every spec field that takes a number and is not limited to integers."""
-    models = [*hook_specs.ACTIONS.values(), *FUNCTIONS.values(), *apply_specs.ACTIONS.values(), BudgetConfig]
+    models = [*HOOK_ACTIONS.values(), *FUNCTIONS.values(), *apply_specs.ACTIONS.values(), BudgetConfig]
     return [
         (model, name)
         for model in dict.fromkeys(models)
