@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import dropwhile, takewhile
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 import hydra._internal.hydra
@@ -259,23 +258,22 @@ def _maps_only_for_interpolations() -> Iterator[None]:
             return before(overrides, defaults_list, self_added)
         return DictConfig({})
 
-    with _replaced(defaults_list, "_create_interpolation_map", create):
+    defaults_list._create_interpolation_map = create
+    try:
         yield
+    finally:
+        defaults_list._create_interpolation_map = before
 
 
-def use_field_loader() -> AbstractContextManager[None]:
+@contextmanager
+def use_field_loader() -> Iterator[None]:
     """Replace the loader of `hydra.main` by `FieldLoader` during the `with` block.
 
     `hydra.main` has no parameter for the loader.
     """
-    return _replaced(hydra._internal.hydra, "ConfigLoaderImpl", FieldLoader)
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
-    before = getattr(module, name)
-    setattr(module, name, value)
+    before = hydra._internal.hydra.ConfigLoaderImpl  # type: ignore[attr-defined]
+    hydra._internal.hydra.ConfigLoaderImpl = FieldLoader  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        setattr(module, name, before)
+        hydra._internal.hydra.ConfigLoaderImpl = before  # type: ignore[attr-defined]

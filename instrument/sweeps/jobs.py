@@ -93,7 +93,30 @@ class Jobs(ABC):
         return found
 
 
-class Sweep(Jobs):
+class PlannedJobs(Jobs):
+    """The jobs of a sweep with a record.
+
+    Args:
+        hydra: Section `hydra` of the configuration of the sweep.
+    """
+
+    def __init__(self, hydra: DictConfig) -> None:
+        self.hydra = hydra
+        subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+        self.has_known_jobs = bool(hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
+
+    @cached_property
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values."""
+        return values_of(sweep_overrides(self.hydra))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
+        return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
+
+
+class Sweep(PlannedJobs):
     """A sweep, read from its local folder.
 
     Args:
@@ -106,8 +129,7 @@ class Sweep(Jobs):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record = read_sweep(folder)
-        self.hydra: DictConfig = self.record.hydra
-        self.has_known_jobs = has_known_jobs(self.hydra)
+        super().__init__(self.record.hydra)
 
     @property
     def address(self) -> str | None:
@@ -121,28 +143,17 @@ class Sweep(Jobs):
             return None
         return None if remote is None or REMOTE_KEY in self.swept else remote_address_of(self.folder, str(remote))
 
-    @cached_property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values."""
-        return values_of(self._swept)
-
-    @cached_property
-    def _swept(self) -> list[Override]:
-        return sweep_overrides(self.hydra)
-
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
         recorded = {
             str(folder.relative_to(self.folder)): _read_overrides(folder) for folder in _jobs_below(self.folder)
         }
-        planned = self._planned(recorded) if self.has_known_jobs else {}
+        planned = {}
+        if self.has_known_jobs:
+            planned = _planned(expand_sweep(self.hydra), recorded, shuffled=self.is_shuffled)
         names = sorted({**recorded, **planned}, key=natural_sort_key)
         with suppress_warnings():
             return [self._job(name, recorded.get(name) or planned.get(name, ())) for name in names]
-
-    def _planned(self, recorded: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        shuffled = any(getattr(override.value(), "shuffle", False) for override in self._swept)
-        return _planned(expand_sweep(self.hydra), recorded, shuffled=shuffled)
 
     def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
         from ..analysis.run_files import RunFiles
@@ -215,16 +226,6 @@ def read_sweep(folder: Path) -> DictConfig:
         message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
         raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
     return record
-
-
-def has_known_jobs(hydra: DictConfig) -> bool:
-    """Return whether all jobs are known before the first one starts, and each folder is named by its job number.
-
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
-    """
-    subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-    return bool(hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
 
 
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:

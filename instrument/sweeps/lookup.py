@@ -18,16 +18,14 @@ from ..sinks.remote_folder import SWEEP_RECORD, is_address
 from .jobs import (
     MISSING,
     Jobs,
+    PlannedJobs,
     Sweep,
     SweepJob,
     error_of,
     expand_sweep,
-    has_known_jobs,
     natural_sort_key,
     read_sweep,
     suppress_warnings,
-    sweep_overrides,
-    values_of,
 )
 
 ALLOWED = "the folder of a sweep, or a folder that contains several runs"
@@ -67,7 +65,7 @@ class Runs(Jobs):
         ]
 
 
-class RemoteSweep(Jobs):
+class RemoteSweep(PlannedJobs):
     """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
 
     Args:
@@ -76,13 +74,8 @@ class RemoteSweep(Jobs):
     """
 
     def __init__(self, run: Run, hydra: DictConfig) -> None:
-        self.runs, self.hydra = Runs(run), hydra
-        self.has_known_jobs = has_known_jobs(hydra)
-
-    @cached_property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values."""
-        return values_of(sweep_overrides(self.hydra))
+        super().__init__(hydra)
+        self.runs = Runs(run)
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number.
@@ -91,8 +84,7 @@ class RemoteSweep(Jobs):
         one by one, and not for shuffled values.
         """
         existing = {job.name: job for job in self.runs.jobs()}
-        shuffled = any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
-        if not self.has_known_jobs or shuffled:
+        if not self.has_known_jobs or self.is_shuffled:
             return list(existing.values())
         planned = {str(number): overrides for number, overrides in enumerate(expand_sweep(self.hydra))}
         above = self.runs.run.path

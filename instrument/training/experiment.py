@@ -231,11 +231,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
 
 
 def _check_conditions(plan: HookPlan, length: Length) -> None:
-    """Check that the run is long enough for the conditions of hooks.
-
-    Raises:
-        ConfigError: A condition requires more earlier values than the run has.
-    """
+    """Check that the run is long enough for the conditions of hooks, which require earlier values."""
     problems = []
     for name, spec in plan.specs.items():
         # A module can be called several times in a step. The default also allows short trials of a configuration.
@@ -250,11 +246,7 @@ def _check_conditions(plan: HookPlan, length: Length) -> None:
 
 
 def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
-    """Check that the hooks record what the rules read, and that the run is long enough for the rules.
-
-    Raises:
-        ConfigError: See `instrument.rules.requirements.check_rules`.
-    """
+    """Check that the hooks record what the rules read, and that the run is long enough for the rules."""
     records = [spec for spec in plan.specs.values() if isinstance(spec, RecordSpec)]
     records_tensors = any(spec.tensors and spec.keep is None for spec in records)
     evaluations = len(length.evaluations.regular) + (length.steps not in length.evaluations.regular)
@@ -481,11 +473,7 @@ def _forward(
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:
-    """Check that a task can select the targets of a batch.
-
-    Raises:
-        ConfigError: It raises an exception.
-    """
+    """Check that a task can select the targets of a batch."""
     try:
         batch_with_targets(task, batch)
     except Exception as error:
@@ -495,11 +483,7 @@ def _check_target_selection(task: Task, batch: Any) -> None:
 
 
 def _check_trainable(config: RunConfig, model: nn.Module) -> None:
-    """Check that the model has a trainable parameter.
-
-    Raises:
-        ConfigError: The model has no trainable parameter.
-    """
+    """Check that the model has a trainable parameter."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         message = "the model has no trainable parameter: it has no parameters, or 'apply' froze all of them"
         fix = "to run it without training, set mode=forward"

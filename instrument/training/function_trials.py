@@ -201,11 +201,7 @@ class _JoinedTensor(NamedTuple):
 
 
 def _check_unmodified(joined: Sequence[_JoinedTensor]) -> None:
-    """Check that tensors were not modified in place.
-
-    Raises:
-        ConfigError: One was.
-    """
+    """Check that tensors were not modified in place."""
     for attached, path, tensor, version in joined:
         if tensor._version != version:
             site = attached.site

@@ -197,11 +197,7 @@ def _record_environment(
 
 
 def _check_report_packages() -> None:
-    """Check that the packages for the report are installed.
-
-    Raises:
-        ConfigError: A package is missing.
-    """
+    """Check that the packages for the report are installed."""
     try:
         report.check_packages()
     except InstrumentError as error:
@@ -209,11 +205,7 @@ def _check_report_packages() -> None:
 
 
 def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRunFolder) -> None:
-    """Check that a resumed run loads the weights with which it was started.
-
-    Raises:
-        ConfigError: The file has changed.
-    """
+    """Check that a resumed run loads the weights with which it was started."""
     recorded = run_folder.record.get("init_from") if isinstance(run_folder, RunFolder) else None
     if recorded and experiment.weights is not None and recorded["sha256"] != experiment.weights.sha256:
         raise ConfigError(Problem("init_from", "the file has changed since the run was started", recorded["path"]))
