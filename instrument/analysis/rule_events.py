@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 
 from ..rules.rule import LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
-from ..rules.step_rows import Columns, FloatArray, Site, StepBlock, time_order
+from ..rules.step_rows import FloatArray, Site, StepRows, time_order
 from ..spec.kinds import KINDS
 from ..spec.rules import METRIC_NAMES, RuleBase
 from ..spec.run_changes import Settings
@@ -40,7 +40,8 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
     frozen_layers = _frozen_layers(run)
     for rank in _ranks(run):
         rule_set = RuleSet(rules, events.append, frozen_layers)
-        rule_set.update(_steps(run, rule_set, ds.field("rank") == rank))
+        for rows in _steps(run, rule_set, ds.field("rank") == rank):
+            rule_set.update(rows)
     return sorted(events, key=lambda event: event.step)
 
 
@@ -55,7 +56,7 @@ def _ranks(run: RunTables) -> list[int]:
     return sorted({rank for batch in batches for rank in batch["rank"].unique().to_pylist()})
 
 
-def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[StepBlock]:
+def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[StepRows]:
     """Yield the rows of each step and phase, in order."""
     metrics = {
         (row["step"], row["phase"]): row
@@ -66,14 +67,13 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
     left = sorted({*metrics, *targets}, key=time_order)
     no_rows: _Rows = ([], {})
 
-    def rows_of(moment: Moment, stats: _Rows) -> StepBlock:
+    def rows_of(moment: Moment, stats: _Rows) -> StepRows:
         sites, columns = stats
-        step, phase = moment
         missing = np.full(len(sites), np.nan)
-        block = StepBlock(phase, rules.layout(sites, phase, lambda site: site))
-        statistics = Columns(lambda name: columns.get(name, missing)) if sites else None
-        block.append(step, metrics.get(moment), targets.get(moment), statistics=statistics)
-        return block
+        layout = rules.layout(sites, moment[1], lambda site: site)
+        return StepRows(
+            *moment, layout, lambda name: columns.get(name, missing), metrics.get(moment), targets.get(moment)
+        )
 
     position = 0
     for moment, stats in _statistics(run, rules, condition):

@@ -42,7 +42,7 @@ from .phase_watch import PhaseWatch
 from .recorder import Recorder
 from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
 from .rule_actions import RuleActions
-from .rule_rows import RuleRows
+from .rule_rows import update_rules
 from .samples import SampleBatch, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Row, Sink
@@ -84,8 +84,7 @@ class Probe:
 
     Attributes:
         sink: The sink that receives all rows.
-        written_warnings: The messages of those events of severity `warning` that are written already, in order. Rules can write
-            theirs a fraction of a second after their step.
+        warnings: The messages of all events of severity `warning`, in order.
         recorder: Collects the rows of a step and passes them to the sink.
 
     Raises:
@@ -122,10 +121,9 @@ class Probe:
         self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
-        self._rule_rows = RuleRows(self.rules, self._rule_actions)
         self.recorder = Recorder(
             sink,
-            self._rule_rows.add if rules else None,
+            partial(update_rules, self.rules) if rules else None,
             ranks,
             all_samples=ids == "all",
             print_line=print_line,
@@ -157,7 +155,7 @@ class Probe:
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
         self._metrics = Metrics(self.recorder, self.clock, ranks)
-        self.written_warnings: list[str] = []
+        self.warnings: list[str] = []
         self._stop_reason: str | None = None
         self._entered = False
         self._is_resumed = False  # whether it continues the recording of an earlier probe
@@ -291,7 +289,7 @@ class Probe:
             self.phase = previous_phase
         self.recorder.end_step(any_scheduled=any_scheduled)
         if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
-            self._rule_rows.end_step(self.step)
+            self._rule_actions.act(self.step)
         seconds = time.perf_counter() - started_at
         self._step_started_at += seconds  # the block is not part of the step that it interrupts
         if self.budget is not None and not any_scheduled:
@@ -349,18 +347,11 @@ class Probe:
         return self._rule_actions.is_pruned
 
     @property
-    def warnings(self) -> list[str]:
-        """The messages of all events of severity `warning`, in order."""
-        self._rule_rows.read()
-        return self.written_warnings
-
-    @property
     def fired_rules(self) -> frozenset[str]:
         """The names of the rules that fired in the last step, or in an evaluation after it.
 
         With several processes, rules without actions can differ between them.
         """
-        self._rule_rows.read()
         return self._rule_actions.fired
 
     @property
@@ -502,7 +493,7 @@ class Probe:
         with self.clock.timer or nullcontext(), deferred_signals():
             has_pending_rows = self.recorder.has_pending_rows
             row = self._end_step(samples, checked)
-            self._rule_rows.end_step(self.step + 1)
+            self._rule_actions.act(self.step + 1)
             if self.budget is not None:
                 self.budget.end_step(
                     self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
@@ -611,7 +602,6 @@ class Probe:
             layer: The name of the layer that the event is about, if any.
             step: The optimizer step. Default: the current step.
         """
-        self._rule_rows.read()  # the events are written in the order of the steps
         at = self.step if step is None else step
         self._write_event((at, self.clock.rank, layer, rule, message, severity, None, None, None))
 
@@ -622,7 +612,7 @@ class Probe:
     def _write_event(self, row: Row) -> None:
         message, severity = row[4:6]
         if severity == "warning":
-            self.written_warnings.append(message)
+            self.warnings.append(message)
         self.recorder.write("events", [row])
 
     def _write_kept(self, hook: str, reason: str) -> None:
@@ -674,7 +664,7 @@ class Probe:
         self.flush()
         if error is None:
             if self.ranks is None:  # with several processes, some may have ended already
-                self._rule_rows.end_step(self.step)
+                self._rule_actions.act(self.step)
             self.recorder.end_step(any_scheduled=False)
             self.flush()
             self._report_unfired()
@@ -716,8 +706,6 @@ class Probe:
         This waits for values that are still being copied from a GPU.
         """
         self.recorder.flush()
-        if self._rule_rows.read():
-            self.sink.end_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a probe with the same plan requires to resume after the current step.
@@ -725,7 +713,6 @@ class Probe:
         Returns:
             Numbers, strings, lists and dictionaries of them.
         """
-        self._rule_rows.read()
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -757,7 +744,7 @@ class Probe:
         self._is_resumed = True
         self.begin_at(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
-        self.written_warnings = list(state["warnings"])
+        self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])
         self.rules.load_state_dict(state["rules"])
         self._rule_actions.load_state_dict(state["rule_actions"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..spec.rules import AllZeroRule
-from .rule import Firing, PersistentLocatedRule
-from .step_rows import BoolArray, Bounds, Chosen, Location, StepRows
+from .rule import Bounds, Firing, PersistentLocatedRule
+from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
 class AllZero(PersistentLocatedRule[AllZeroRule]):
@@ -27,8 +27,8 @@ class AllZero(PersistentLocatedRule[AllZeroRule]):
             zero &= np.array([not location.is_gradient for location in chosen.locations])
         return zero
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return None if self._any else Bounds("zero_fraction", -np.inf, np.nextafter(1.0, 0.0))
+    def bounds(self) -> Bounds | None:
+        return None if self._any else Bounds("zero_fraction", high=np.nextafter(1.0, 0.0))
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
         return Firing(f"every element is zero, {self.spec.for_} times in succession", 1.0, 1.0, chosen.locations[at])

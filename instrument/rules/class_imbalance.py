@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..spec.rules import ClassImbalanceRule
-from .rule import CatalogueRule, Firing
-from .step_rows import TARGETS, Bounds, StepRows
+from .rule import TARGETS, Bounds, CatalogueRule, Firing
+from .step_rows import StepRows
 
 MOST_CLASSES = 1000  # with more different targets, the task is no classification
 
@@ -49,9 +48,10 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
                 text = f"class {most} has {many:,} samples, class {rarest} has {few:,}"
                 yield Firing(text, many / few, self.spec.above)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:
-        has_targets = not self._done and (len(rows.targets) or self._counts)
-        return None if has_targets else Bounds(TARGETS, 0, math.inf if self._done else 0)
+    def bounds(self) -> Bounds | None:
+        if self._done:
+            return Bounds(TARGETS)
+        return None if self._counts else Bounds(TARGETS, high=0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"counts": [[target, count] for target, count in self._counts.items()], "done": self._done}

@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..spec.rules import ExplodingActivationRule, ExplodingGradientRule
-from .rule import Firing, LocatedRule, extended, pack, unpack
-from .step_rows import Bounds, Chosen, FloatArray, IndexArray, QuietSteps, StepRows, quiet_values
+from ..spec.statistics import ALL
+from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended, pack, unpack
+from .step_rows import Chosen, FloatArray, IndexArray, StepRows
 
 FEWEST = 2  # required previous values: a single one, such as that of weights that start at zero, is no reference
 SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
@@ -133,17 +134,18 @@ class GrowthRule(LocatedRule[GrowthT]):
         self._windows.grow(count)
         self._holds = extended(self._holds, count)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+    def bounds(self) -> Bounds | None:
         if self._holds.any():
             return None
         low, high = self._windows.bounds()
         return Bounds(self.statistics[0], low, np.minimum(high, self._above))
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         for layout, numbers in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
-                self._windows.add_all(chosen.slots, quiet_values(numbers, chosen, self.statistics[0], self.merge))
+                column = numbers[:, :, ALL.index(self.statistics[0])]
+                self._windows.add_all(chosen.slots, chosen.values(column, self.merge))
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         values, slots = chosen.values(rows.column(self.statistics[0]), self.merge), chosen.slots

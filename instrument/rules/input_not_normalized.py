@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..spec.rules import InputNotNormalizedRule
-from .rule import WEIGHTED, Firing, LocatedRule
-from .step_rows import Bounds, Chosen, Location, StepRows
+from .rule import WEIGHTED, Bounds, Firing, LocatedRule
+from .step_rows import Chosen, Location, StepRows
 
 
 class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
@@ -41,8 +40,8 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
             text = f"mean {mean:.4g} with std {std:.4g}: more than {self.spec.mean:g} times the std"
             yield Firing(text, abs(mean), bound, where)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return Bounds("mean", -math.inf, math.inf) if self._done else None
+    def bounds(self) -> Bounds | None:
+        return Bounds("mean") if self._done else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "done": self._done}

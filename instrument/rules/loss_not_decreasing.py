@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..spec.rules import LossNotDecreasingRule
-from .rule import CatalogueRule, Firing
-from .step_rows import Bounds, QuietSteps, StepRows
+from .rule import Bounds, CatalogueRule, Firing, QuietSteps
+from .step_rows import StepRows
 
 PLATEAU = 0.05  # the largest relative difference between quarters of a loss that stays the same
 QUARTERS = 4
@@ -72,12 +72,12 @@ class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
         if self._last > bound:
             yield Firing(f"{self._first:.4g} at first, {self._last:.4g} before it was {loss}", self._last, bound)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        bounds = Bounds("loss", -math.inf, math.inf)
+    def bounds(self) -> Bounds | None:
+        bounds = Bounds("loss")
         left = self.spec.window - self._count
         return bounds._replace(steps=left - 1) if left > 0 else bounds  # the last step of the window decides
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         for loss in steps.losses:
             if self._count >= self.spec.window:
                 return

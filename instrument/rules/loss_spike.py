@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..spec.rules import LossSpikeRule
-from .rule import CatalogueRule, Firing
-from .step_rows import Bounds, QuietSteps, StepRows
+from .rule import Bounds, CatalogueRule, Firing, QuietSteps
+from .step_rows import StepRows
 
 SUDDEN = 1000.0  # how many times the largest previous loss, before the median of enough losses exists
 FEWEST = 2  # previous losses: a first loss near zero, such as that of a policy equal to the old one, cannot be compared with others
@@ -64,7 +64,7 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
             return None
         return Firing(f"{loss:.4g}, {loss / median:.0f} times its median {median:.4g}", loss, bound)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+    def bounds(self) -> Bounds | None:
         if self._first is None or self._holds:
             return None
         if self._lowest < 0:
@@ -73,7 +73,7 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
         low = min(self._losses) / SLACK
         return Bounds("loss", low, max(0.5 * self._first, self.spec.factor * low))
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         self._losses.extend(steps.losses)
         self._lowest = min(self._lowest, *steps.losses) if steps.losses else self._lowest
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..spec.kinds import KINDS
 from ..spec.rules import NonFiniteRule
-from .rule import WEIGHTED, Firing, LocatedRule
-from .step_rows import Bounds, Chosen, Location, QuietSteps, StepRows
+from .rule import WEIGHTED, Bounds, Firing, LocatedRule, QuietSteps
+from .step_rows import Chosen, Location, StepRows
 
 LOSS_NOT_FINITE = "loss not finite"
 
@@ -74,10 +74,10 @@ class NonFinite(LocatedRule[NonFiniteRule]):
             self._reported.add(location)
             yield Firing(text, float(counts[row]), 0.0, location, what)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return Bounds("nan_count", -math.inf, 0.0)
+    def bounds(self) -> Bounds | None:
+        return Bounds("nan_count", high=0.0)
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         self._loss = steps.losses[-1] if steps.losses else self._loss
 
     def state_dict(self) -> dict[str, Any]:

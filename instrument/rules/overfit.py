@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..spec.rules import OverfitRule
-from .rule import CatalogueRule, Firing
-from .step_rows import Bounds, QuietSteps, StepRows
+from .rule import Bounds, CatalogueRule, Firing, QuietSteps
+from .step_rows import StepRows
 
 RISE = 0.1  # how far the evaluation loss has to be above its minimum, relative to the minimum and to what was learned before
 
@@ -52,10 +52,10 @@ class Overfit(CatalogueRule[OverfitRule]):
         self._count += len(losses)
         self._first = losses[0] if losses and self._first is None else self._first
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return Bounds("loss", -math.inf, math.inf)
+    def bounds(self) -> Bounds | None:
+        return Bounds("loss")
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         self._add(steps.losses)
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..spec.rules import OvertrainingRule
-from .rule import CatalogueRule, Firing
-from .step_rows import Bounds, StepRows
+from .rule import Bounds, CatalogueRule, Firing
+from .step_rows import StepRows
 
 
 class Overtraining(CatalogueRule[OvertrainingRule]):
@@ -38,8 +38,8 @@ class Overtraining(CatalogueRule[OvertrainingRule]):
             text = f"evaluation loss {loss:.4g}, lowest {self._lowest:.4g} after {self._at} steps"
             yield Firing(text, loss, bound)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return Bounds("loss", -math.inf, math.inf)
+    def bounds(self) -> Bounds | None:
+        return Bounds("loss")
 
     def state_dict(self) -> dict[str, Any]:
         return {"lowest": self._lowest, "at": self._at, "first": self._first, "times": self._times}

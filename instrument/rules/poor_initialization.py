@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..spec.rules import PoorInitializationRule
-from .rule import WEIGHTED, Firing, LocatedRule
-from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
+from .rule import WEIGHTED, Bounds, Firing, LocatedRule
+from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 
@@ -75,8 +75,8 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
                 text = f"all of its weights are {mean[after] - mean[update]:.3g}"
                 yield Firing(text, initial, None, location)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return Bounds("mean", -np.inf, np.inf) if self._done else None
+    def bounds(self) -> Bounds | None:
+        return Bounds("mean") if self._done else None
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "done": self._done}

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import base64
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..spec.rules import PersistentRule, RuleBase
-from .step_rows import BoolArray, Bounds, Chosen, FloatArray, IndexArray, Layout, Location, QuietSteps, StepRows
+from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Layout, Location, StepRows
+
+TARGETS = "targets"
+"""The name of the number of targets of a step, next to the metrics."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,35 @@ class Rule(ABC):
         """Restore the state. Default: nothing."""
 
 
+class Bounds(NamedTuple):
+    """Bounds of a statistic or of a metric within which a rule does not fire.
+
+    Attributes:
+        name: The name of the statistic (for a `LocatedRule`) or of the metric.
+        low: The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
+        high: The largest value.
+        steps: For how many steps this is certain. Default: all.
+    """
+
+    name: str
+    low: float | FloatArray = -math.inf
+    high: float | FloatArray = math.inf
+    steps: int = sys.maxsize
+
+
+class QuietSteps(NamedTuple):
+    """Successive steps within the bounds of the rules that have not read them.
+
+    Attributes:
+        losses: The losses of the training steps that have one.
+        tables: The layout and the statistics of successive steps with rows: float64 [steps, rows, statistics]; see
+            `StepRows.numbers`.
+    """
+
+    losses: Sequence[float]
+    tables: Sequence[tuple[Layout, FloatArray]]
+
+
 SpecT = TypeVar("SpecT", bound=RuleBase)
 PersistentT = TypeVar("PersistentT", bound=PersistentRule)
 
@@ -96,17 +130,10 @@ class CatalogueRule(Rule, Generic[SpecT]):
         """Return whether the rule reads a location, according to its field `hook`."""
         return not self.spec.hook or location.hook in self.spec.hook
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        """Return bounds within which the rule does not fire in training steps, until it reads the next step.
+    def bounds(self) -> Bounds | None:
+        """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
 
-        In addition, these steps have no NaN, no infinity and a finite loss. The rule does not read them; see `advance`.
-
-        Args:
-            rows: The last step, which the rule has read.
-
-        Returns:
-            The bounds of a value: of a statistic for a `LocatedRule`, otherwise of a metric. None (default) if the rule has to
-            read each step.
+        These steps also have no NaN, no infinity and a finite loss. The rule does not read them; see `remember`.
         """
         return None
 
@@ -114,7 +141,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
         """Return why the rule could never fire in the steps that it read; empty if it could."""
         return ""
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         """Change the state as by reading steps within the bounds. Default: they do not change it."""
 
 
@@ -243,7 +270,7 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
             return values < (np.nan if self.below is None else self.below)
         return values > self.above if self.below is None else (values > self.above) | (values < self.below)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+    def bounds(self) -> Bounds | None:
         low = -np.inf if self.below is None else self.below
         high = np.inf if self.above is None else self.above
         return None if self._any else Bounds(self.statistics[0], low, high)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from ..errors import HookError, user_code_location
 from ..spec.rules import Action, CustomRule, RuleBase
+from .bounds import MOST_LAYOUTS, StepBounds
 from .catalogue import make_rule
-from .deferral import MOST_LAYOUTS, DeferredSteps
 from .rule import CatalogueRule, Firing, Rule
-from .step_rows import Layout, Locations, Site, StepBlock, StepRows
+from .step_rows import Layout, Locations, Site, StepRows
 
 MOST_EVENTS = 20  # further events of a rule after the first one
 
@@ -68,11 +68,11 @@ class RuleSet:
         self._write = write
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}
-        self._fired_at: dict[str, tuple[int, str]] = {}  # the last step and phase at which each rule fired
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
         self._latest: tuple[Sequence[Any], str, Layout] = ((), "", self._locations.layout((), "", lambda row: row))
-        self._deferred = DeferredSteps(self._rules, self._locations)
+        self._bounds = StepBounds(self._rules, self._locations)
+        self._active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
         """Return the layout of rows; that of an earlier step, if it had the same rows.
@@ -93,33 +93,22 @@ class RuleSet:
         self._latest = (rows, phase, known[1])
         return known[1]
 
-    def update(self, blocks: Iterable[StepBlock]) -> None:
-        """Pass the rows of steps to every rule, in order, and write an event for each firing.
+    def update(self, rows: StepRows) -> None:
+        """Pass the rows of a step to every rule that they concern, and write an event for each firing.
 
-        The decisions do not depend on how the steps are divided into blocks.
+        Call it in the order of the steps.
 
         Raises:
             HookError: A custom rule failed.
         """
-        for block in blocks:
-            self._update(block)
-
-    def _update(self, block: StepBlock) -> None:
-        begin, size = 0, len(block)
-        while begin < len(block):
-            end = min(begin + size, len(block))
-            count = self._deferred.accept(block, begin, end)
-            if self._deferred.immediate:
-                for at in range(begin, begin + count):
-                    rows = block[at]
-                    rows.has_non_finite = False
-                    self._check(self._deferred.immediate, rows)
-            begin, size = begin + count, 2 * size
-            if begin < end:
-                self._deferred.catch_up()
-                self._check(self._rules, block[begin])
-                self._deferred.plan(block[begin])
-                begin, size = begin + 1, 1  # the next steps may be like this one
+        if self._bounds.contain(rows):
+            if self._active:
+                rows.has_non_finite = False
+                self._check(self._active, rows)
+        else:
+            self._bounds.catch_up()
+            self._check(self._rules, rows)
+            self._active = self._bounds.renew(rows)
 
     def _check(self, rules: Mapping[str, Rule], rows: StepRows) -> None:
         for name, rule in rules.items():
@@ -131,10 +120,6 @@ class RuleSet:
                 raise HookError(f"rules.{name}: it failed at step {rows.step}{location}: {reason}") from error
             for firing in firings:
                 self._report(name, firing, rows)
-
-    def fired_at(self, moment: tuple[int, str] | None) -> frozenset[str]:
-        """Return the names of the rules that fired last at a step and phase; none of them if it is None."""
-        return frozenset(name for name, fired_at in self._fired_at.items() if fired_at == moment)
 
     def take_fired(self) -> list[RuleEvent]:
         """Return the first event of each rule that fired since the last call."""
@@ -150,11 +135,6 @@ class RuleSet:
         """What to do next if a custom rule fires, by its name."""
         custom = {name: rule for name, rule in self._rules.items() if isinstance(self.specs[name], CustomRule)}
         return {name: text for name, rule in custom.items() if (text := getattr(rule, "advice", ""))}
-
-    @property
-    def has_custom_rules(self) -> bool:
-        """Whether a rule is not of the catalogue."""
-        return not all(isinstance(rule, CatalogueRule) for rule in self._rules.values())
 
     @property
     def rules(self) -> Sequence[Rule]:
@@ -181,7 +161,6 @@ class RuleSet:
         if not is_note:
             self._written[key] += 1
             self._fired.setdefault(name, event)
-            self._fired_at[name] = rows.step, rows.phase
         if self._written[key] <= MOST_EVENTS + 1:
             self._write(event)
             if not is_note and self._written[key] == MOST_EVENTS + 1:
@@ -195,7 +174,7 @@ class RuleSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries."""
-        self._deferred.catch_up()
+        self._bounds.catch_up()
         states = {name: rule.state_dict() if hasattr(rule, "state_dict") else {} for name, rule in self._rules.items()}
         fired = [list(astuple(event)) for event in self._fired.values()]
         return {"written": dict(self._written), "fired": fired, "rules": states}
@@ -207,4 +186,4 @@ class RuleSet:
         for name, rule in self._rules.items():
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])
-        self._deferred = DeferredSteps(self._rules, self._locations)
+        self._bounds = StepBounds(self._rules, self._locations)

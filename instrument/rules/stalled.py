@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ..spec.rules import StalledRule
-from .rule import CatalogueRule, Firing
-from .step_rows import Bounds, StepRows
+from .rule import Bounds, CatalogueRule, Firing
+from .step_rows import StepRows
 
 
 class Stalled(CatalogueRule[StalledRule]):
@@ -22,5 +21,5 @@ class Stalled(CatalogueRule[StalledRule]):
         if seconds is not None and seconds > self.spec.above:
             yield Firing(f"{seconds:,.0f} seconds, above {self.spec.above:g}", seconds, self.spec.above)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return Bounds("seconds", -math.inf, self.spec.above)
+    def bounds(self) -> Bounds | None:
+        return Bounds("seconds", high=self.spec.above)

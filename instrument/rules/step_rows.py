@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
-from ..spec.statistics import ALL
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 IndexArray = np.ndarray[Any, np.dtype[np.int64]]
-TARGETS = "targets"
-"""The name of the number of targets of a step, next to the metrics."""
 _NO_TARGETS: FloatArray = np.empty(0)
 
 NON_FINITE_FRACTION, MASK_FRACTION = 0.01, 0.5
@@ -121,29 +116,21 @@ class Chosen:
     index: IndexArray | None
 
     def values(self, column: FloatArray, merge: np.ufunc) -> FloatArray:
-        """Return one value per location. Several rows of a location are merged; NaN, a missing value, is ignored."""
-        values = column[self.rows]
+        """Return one value per location. Several rows of a location are merged; NaN, a missing value, is ignored.
+
+        Args:
+            column: A statistic of all rows of a step, or of each of several steps: float64 [..., rows].
+            merge: How several rows of a location are merged.
+
+        Returns:
+            float64 [..., chosen locations].
+        """
+        values = column[..., self.rows]
         if self.index is None:
             return values
-        merged = np.full(len(self.locations), np.nan)
-        merge.at(merged, self.index, values)
+        merged = np.full((*values.shape[:-1], len(self.locations)), np.nan)
+        merge.at(merged, (..., self.index), values)
         return merged
-
-
-class Bounds(NamedTuple):
-    """Bounds of a statistic or of a metric within which a rule does not fire.
-
-    Attributes:
-        name: The name of the statistic or of the metric.
-        low: The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
-        high: The largest value.
-        steps: For how many steps this is certain. Default: all.
-    """
-
-    name: str
-    low: float | FloatArray
-    high: float | FloatArray
-    steps: int = sys.maxsize
 
 
 class Locations:
@@ -214,10 +201,6 @@ class Layout:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def without_rows(self) -> Layout:
-        """Return the layout of a step without rows in the same run."""
-        return Layout(self._locations, self.numbers[:0], self._recomputed[:0], self.limits[:0])
-
     @property
     def locations(self) -> list[Location]:
         """The location of each row, in the order in which the rows were recorded."""
@@ -246,41 +229,6 @@ class Layout:
         return Chosen(rows, slots[numbers], [self._locations[number] for number in numbers.tolist()], index)
 
 
-class Statistics(Protocol):
-    """The statistics of rows."""
-
-    @property
-    def numbers(self) -> FloatArray | None:
-        """The first statistics of `ALL` as one matrix, float64 [rows, statistics]; None if it is unknown."""
-
-    def column(self, name: str) -> FloatArray:
-        """Return a statistic of all rows: float64 [rows], NaN for no value."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Statistics that a function returns by name; see `Statistics`."""
-
-    column: Callable[[str], FloatArray]
-    numbers: FloatArray | None = None
-
-
-@dataclass(frozen=True)
-class KernelStatistics:
-    """Rows without other statistics than `numbers`; see `Statistics`."""
-
-    numbers: FloatArray
-
-    def column(self, name: str) -> FloatArray:
-        """Return a statistic of all rows: float64 [rows], NaN for no value."""
-        at = _INDEX.get(name, len(ALL))
-        return self.numbers[:, at] if at < self.numbers.shape[1] else np.full(len(self.numbers), np.nan)
-
-
-_INDEX = {name: index for index, name in enumerate(ALL)}
-_NO_ROWS = KernelStatistics(np.empty((0, 0)))
-
-
 class StepRows:
     """The rows of one step and phase.
 
@@ -288,13 +236,14 @@ class StepRows:
         step: The step.
         phase: The phase.
         layout: The locations of the rows of statistics, in the order in which they were recorded.
-        statistics: The statistics of these rows.
+        statistic: Returns a statistic of all rows by name: float64 [rows], NaN for no value.
         metrics: The row of the table `metrics`; None without metrics.
         targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
+        numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics], if no row has further built-in ones.
+            None if there is no such matrix.
 
     Attributes:
-        step, phase, layout, metrics, targets: See above.
-        is_readable: Whether `Statistics.numbers` has all rows.
+        step, phase, layout, metrics, targets, numbers: See above.
     """
 
     def __init__(
@@ -302,17 +251,19 @@ class StepRows:
         step: int,
         phase: str,
         layout: Layout,
-        statistics: Statistics,
+        statistic: Callable[[str], FloatArray],
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,
+        *,
+        numbers: FloatArray | None = None,
     ) -> None:
         self.step = step
         self.phase = phase
         self.layout = layout
         self.metrics = metrics
         self.targets = _NO_TARGETS if targets is None else targets
-        self.is_readable = statistics.numbers is not None
-        self._column = statistics.column
+        self.numbers = numbers
+        self._statistic = statistic
         self._columns: dict[str, FloatArray] = {}
         self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
 
@@ -321,12 +272,12 @@ class StepRows:
 
     def counts(self, name: str) -> FloatArray:
         """Return `numel`, `nan_count` or `inf_count` of all rows, also of those with many non-finite elements."""
-        return self._column(name)
+        return self._statistic(name)
 
     def column(self, name: str) -> FloatArray:
         """Return a statistic of all rows, float64 [rows]. Rows with many non-finite elements have no value (NaN)."""
         if name not in self._columns:
-            values, invalid = self._column(name), self._find_invalid()
+            values, invalid = self._statistic(name), self._find_invalid()
             self._columns[name] = np.where(invalid, np.nan, values) if len(invalid) else values
         return self._columns[name]
 
@@ -364,108 +315,6 @@ class StepRows:
         if self.phase in STEP_PHASES:
             return f"at step {self.step}"
         return f"in the {'probe batch' if self.phase == 'probe' else 'evaluation'} after {self.step} steps"
-
-
-class StepBlock:
-    """Successive steps of one phase, which rules can read together. All steps with rows of statistics have the same layout.
-
-    Args:
-        phase: The phase.
-        layout: The layout of the steps with rows, or that of no rows.
-
-    Attributes:
-        phase, layout: See above.
-        steps: The steps.
-        metrics: For each step, the row of the table `metrics`; None without metrics.
-        targets: For each step, the targets of samples, float64 [samples]; None without targets.
-        with_rows: The indices of the steps with rows, in order.
-        numbers: For each of these steps, the first statistics of `ALL`, float64 [rows, statistics].
-        others: For each of these steps, all statistics; None if `numbers` has all.
-        is_readable: Whether `numbers` is complete.
-    """
-
-    def __init__(self, phase: str, layout: Layout) -> None:
-        self.phase = phase
-        self.layout = layout
-        self.steps: list[int] = []
-        self.metrics: list[Mapping[str, Any] | None] = []
-        self.targets: list[FloatArray | None] = []
-        self.with_rows: list[int] = []
-        self.numbers: list[FloatArray] = []
-        self.others: list[Statistics | None] = []
-        self.is_readable = True
-
-    def append(
-        self,
-        step: int,
-        metrics: Mapping[str, Any] | None,
-        targets: FloatArray | None = None,
-        numbers: FloatArray | None = None,
-        statistics: Statistics | None = None,
-    ) -> None:
-        """Append a step. Its rows, if it has any, have the layout of the block.
-
-        Args:
-            step: The step.
-            metrics: Its row of the table `metrics`; None without metrics.
-            targets: The targets of its samples, float64 [samples]; NaN for no number. None without targets.
-            numbers: The first statistics of `ALL` of its rows, float64 [rows, statistics]; None if they are unknown.
-            statistics: All statistics of its rows; None if `numbers` has all. Without rows, both are None.
-        """
-        if numbers is not None or statistics is not None:
-            self.with_rows.append(len(self.steps))
-            self.others.append(statistics)
-            if numbers is None:
-                self.is_readable = False
-            else:
-                self.numbers.append(numbers)
-        self.steps.append(step)
-        self.metrics.append(metrics)
-        self.targets.append(targets)
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, at: int) -> StepRows:
-        """Return the rows of the step with an index."""
-        row = bisect_left(self.with_rows, at)
-        if row == len(self.with_rows) or self.with_rows[row] != at:
-            layout, statistics = self.layout.without_rows(), None
-        else:
-            layout, statistics = self.layout, self.others[row] or KernelStatistics(self.numbers[row])
-        return StepRows(self.steps[at], self.phase, layout, statistics or _NO_ROWS, self.metrics[at], self.targets[at])
-
-
-class QuietSteps:
-    """Steps in which no value is outside of the bounds of the rules that read them.
-
-    Args:
-        losses: The losses of the training steps that have one.
-        tables: The layout and the statistics of successive steps with rows: float64 [steps, rows, statistics]; see
-            `StepRows.numbers`.
-
-    Attributes:
-        losses, tables: See above.
-    """
-
-    def __init__(self, losses: Sequence[float], tables: Sequence[tuple[Layout, FloatArray]]) -> None:
-        self.losses = losses
-        self.tables = tables
-
-
-def quiet_values(numbers: FloatArray, chosen: Chosen, statistic: str, merge: np.ufunc) -> FloatArray:
-    """Return the values of a statistic of the kernel, float64 [steps, chosen locations]; see `Chosen.values`.
-
-    Args:
-        numbers: The statistics of steps; see `QuietSteps.tables`.
-        chosen: The rows that the rule reads.
-        statistic: The name of the statistic.
-        merge: How several rows of a location are merged.
-    """
-    columns = numbers[:, :, ALL.index(statistic)]
-    if chosen.index is None:
-        return columns[:, chosen.rows]
-    return np.stack([chosen.values(column, merge) for column in columns])
 
 
 def time_order(moment: tuple[int, str]) -> tuple[int, bool, str]:

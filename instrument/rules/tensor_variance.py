@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from ..spec.rules import TensorVarianceRule
-from .rule import WEIGHTED, BoundsRule
-from .step_rows import Bounds, Chosen, FloatArray, Location, StepRows
+from .rule import WEIGHTED, Bounds, BoundsRule
+from .step_rows import Chosen, FloatArray, Location, StepRows
 
 ROUNDING = 1e-9  # of the square of a bound
 
@@ -32,8 +32,8 @@ class TensorVariance(BoundsRule[TensorVarianceRule]):
         std, numel = (chosen.values(rows.column(name), self.merge) for name in ("std", "numel"))
         return np.where(numel < 2, np.nan, std**2)  # one element has no variance
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:
-        bounds = super().quiet_bounds(rows)  # of the variance
+    def bounds(self) -> Bounds | None:
+        bounds = super().bounds()  # of the variance
         if bounds is None:
             return None
         low = -np.inf if self.below is None else math.sqrt(self.below) * (1 + ROUNDING)

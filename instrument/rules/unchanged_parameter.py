@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..spec.rules import UnchangedParameterRule
-from .rule import Firing, PersistentLocatedRule, extended, pack, unpack
-from .step_rows import BoolArray, Bounds, Chosen, IndexArray, Location, QuietSteps, StepRows, quiet_values
+from ..spec.statistics import ALL
+from .rule import Bounds, Firing, PersistentLocatedRule, QuietSteps, extended, pack, unpack
+from .step_rows import BoolArray, Chosen, IndexArray, Location, StepRows
 
 
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
@@ -49,16 +50,16 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     def times_needed(self, slots: IndexArray) -> IndexArray:
         return np.where(self._is_update[slots], self.spec.for_, max(1, self.spec.for_ - 1))
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+    def bounds(self) -> Bounds | None:
         if self._any or not self._is_update.all():
             return None
-        return Bounds("l2", np.nextafter(0.0, 1.0), np.inf)
+        return Bounds("l2", low=np.nextafter(0.0, 1.0))
 
-    def advance(self, steps: QuietSteps) -> None:
+    def remember(self, steps: QuietSteps) -> None:
         for layout, numbers in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
-                values = [quiet_values(numbers[-1:], chosen, name, self.merge)[0] for name in self.statistics]
+                values = [chosen.values(numbers[-1, :, ALL.index(name)], self.merge) for name in self.statistics]
                 self._previous[chosen.slots] = np.stack(values, axis=1)
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002

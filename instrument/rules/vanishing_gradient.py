@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..spec.rules import VanishingGradientRule
-from .rule import BoundsRule
-from .step_rows import BoolArray, Bounds, Chosen, Location, StepRows
+from .rule import Bounds, BoundsRule
+from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
@@ -43,8 +43,8 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
     def _set_first_loss(self, loss: float) -> None:
         self._first_loss, self.below = loss, self.spec.below * abs(loss)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:
-        return None if self._first_loss is None else super().quiet_bounds(rows)
+    def bounds(self) -> Bounds | None:
+        return None if self._first_loss is None else super().bounds()
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "first_loss": self._first_loss}

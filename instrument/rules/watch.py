@@ -10,8 +10,8 @@ import numpy as np
 
 from ..errors import Problem, similar_names
 from ..spec.rules import WatchRule
-from .rule import BoundsRule, CatalogueRule, Firing
-from .step_rows import Bounds, Location, StepRows
+from .rule import Bounds, BoundsRule, CatalogueRule, Firing
+from .step_rows import Location, StepRows
 
 ADVICE = (
     "Compare it with the steps before, and repeat them with more hooks. For runs of python -m instrument, use "
@@ -61,7 +61,7 @@ class WatchMetric(CatalogueRule[WatchRule]):
             side = "above" if is_above else "below"
             yield Firing(f"{self.spec.stat} {value:.4g}, {side} {bound:g}", value, bound)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
+    def bounds(self) -> Bounds | None:
         low = -math.inf if self.spec.below is None else self.spec.below
         high = math.inf if self.spec.above is None else self.spec.above
         return Bounds(self.spec.stat, low, high) if self._is_read and not self._times else None

@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from ..spec.rules import ZeroLearningRateRule
-from .rule import CatalogueRule, Firing
-from .step_rows import Bounds, StepRows
+from .rule import Bounds, CatalogueRule, Firing
+from .step_rows import StepRows
 
 
 class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
@@ -32,8 +30,8 @@ class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
         if self._times == self.spec.for_:
             yield Firing(f"in {self._times} steps in succession", rate)
 
-    def quiet_bounds(self, rows: StepRows) -> Bounds | None:  # noqa: ARG002
-        return None if self._times else Bounds("lr", float(np.nextafter(0.0, 1.0)), math.inf)
+    def bounds(self) -> Bounds | None:
+        return None if self._times else Bounds("lr", low=math.nextafter(0.0, 1.0))
 
     def state_dict(self) -> dict[str, Any]:
         return {"times": self._times}

@@ -1,11 +1,11 @@
-"""Rules that only warn read the rows of several steps together. Nothing that a user sees depends on it, except for a short delay."""
+"""The rows of the recorder reach the rules in their step."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.capture import rule_rows
+from instrument.analysis.rule_events import rule_events
 from instrument.capture.probe import Probe
 from instrument.capture.recorder import Recorder
 from instrument.plan.hook_plan import make_plan
-from instrument.rules.deferral import MOST_STEPS
 from instrument.spec.parse import parse_hooks, parse_rules
+from instrument.spec.spec_file import read_rules
 from instrument.spec.tables import TABLES
 
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}
@@ -30,11 +30,6 @@ class Loud(instrument.Rule):
     def update(self, rows: instrument.StepRows) -> Iterator[instrument.Firing]:
         if rows.step == 2:
             yield instrument.Firing("loud", value=1.0)
-
-
-@pytest.fixture(autouse=True)
-def no_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rule_rows, "MOST_SECONDS", float("inf"))
 
 
 def net() -> nn.Module:
@@ -61,49 +56,58 @@ def written(sink: instrument.MemorySink) -> list[tuple[str, int]]:
     return [(row["rule"], row["step"]) for row in events if row["rule"] in ("big", "mine", "error", "loss")]
 
 
-def test_warning_is_written_when_it_is_read() -> None:
-    model = net()
-    probe, sink = started({"big": LARGE}, model)
-    with probe:
-        run(probe)
-        assert written(sink) == []
-        assert len(probe.warnings) == 1
-        assert written(sink) == [("big", 2)]
-        run(probe)
-        probe.flush()
-        assert written(sink) == [("big", 2), ("big", 6)]
-        run(probe)
-    assert written(sink) == [("big", 2), ("big", 6), ("big", 10)]
-
-
 @pytest.mark.parametrize(
-    "rule", [{**LARGE, "then": ["warn", "checkpoint"]}, {"_target_": Loud}], ids=["with an action", "custom"]
+    "rule",
+    [LARGE, {**LARGE, "then": ["warn", "checkpoint"]}, {"_target_": Loud}],
+    ids=["warning", "with an action", "custom"],
 )
-def test_rules_with_consequences_and_custom_rules_read_each_step(rule: dict[str, Any]) -> None:
-    probe, sink = started({"big": rule}, net())
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_rule_fires_in_its_step(
+    monkeypatch: pytest.MonkeyPatch, rule: dict[str, Any], every: int, has_metrics: bool
+) -> None:
+    if not has_metrics:  # as where rank 0 writes the metrics
+        monkeypatch.setattr(Recorder, "note_metrics", lambda recorder, row: None)
+    probe, sink = started({"big": rule}, net(), every=every)
     with probe:
-        run(probe, SCALES[:3])
-        assert written(sink) == [("big", 2)]
+        for step in range(9):
+            run(probe, (SCALES[step % 4],))
+            fires = step == 2 or (step == 6 and "watch" in rule)
+            assert probe.fired_rules == ({"big"} if fires else set())
+            assert written(sink)[-1:] == ([("big", step)] if fires else written(sink)[-1:])
+    assert written(sink) == ([("big", 2), ("big", 6)] if "watch" in rule else [("big", 2)])
+    assert len(probe.warnings) == 1
 
 
-def test_slow_steps_evaluations_and_many_steps_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = net()
-    probe, sink = started({"big": LARGE, "loss": {"rule": "non_finite"}}, model)
-    with probe:
-        run(probe)
-        with probe.evaluating():
-            probe.write_metrics(loss=1.0, seconds=0.1)
-        assert written(sink) == [("big", 2)]
-        run(probe)
-        run(probe, (1.0,), loss=float("nan"))
-        assert written(sink)[1:] == [("big", 6), ("loss", 8)]
-        run(probe, (100.0, *[1.0] * (MOST_STEPS - 2)))
-        assert len(written(sink)) == 3
-        run(probe, (1.0,))
-        assert written(sink)[3:] == [("big", 9)]
-        monkeypatch.setattr(rule_rows, "MOST_SECONDS", -1.0)
-        run(probe, (100.0,))
-        assert len(written(sink)) == 5
+def test_decisions_equal_those_on_the_finished_run(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    hooks = {
+        "seen": SEEN,
+        "gradients": {"layers": "*", "kind": "parameter_grad", "action": "record", "every": 3},
+        "dead": {**SEEN, "types": "ReLU", "stats": ["dead_fraction"]},
+    }
+    rules = {"big": {**LARGE, "above": 5.0}, "spike": {"rule": "loss_spike", "window": 8, "after": 4}}
+    with instrument.attach(model, hooks, optimizer=optimizer, out=tmp_path / "run", rules=rules) as probe:
+        for step in range(300):
+            scale = {50: 1e6, 120: float("nan"), 200: 1e3}.get(step, 1.0)
+            torch.manual_seed(step)
+            loss = model(scale * torch.randn(4, 2)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            if scale == 1.0:
+                optimizer.step()
+            probe.end_step(loss=loss)
+            if step == 150:
+                with probe.evaluating():
+                    probe.write_metrics(loss=1.0, seconds=0.1)
+    run = instrument.load(tmp_path / "run")
+    events = rule_events(run, read_rules(hooks, rules))
+    of_rules = run.events[run.events["rule"].isin([*read_rules(hooks, rules)])]
+    assert len(events) > 10
+    assert [(event.rule, event.step, event.message) for event in events] == [
+        *of_rules[["rule", "step", "message"]].itertuples(index=False, name=None)
+    ]
 
 
 def test_events_are_in_the_order_of_the_steps() -> None:
@@ -114,19 +118,6 @@ def test_events_are_in_the_order_of_the_steps() -> None:
         run(probe, SCALES[:3])
         raise KeyError("missing")
     assert written(sink) == [("big", 2), ("mine", 4), ("big", 6), ("error", 7)]
-
-
-@pytest.mark.parametrize("read_at", [range(12), range(0, 12, 2), range(1, 12, 3), [6], [7]])
-def test_fired_rules_are_those_of_the_last_step(read_at: list[int]) -> None:
-    probe, _ = started({"big": LARGE}, net())
-    fired = {}
-    with probe:
-        for step, scale in enumerate(itertools.islice(itertools.cycle(SCALES), 12)):
-            run(probe, (scale,))
-            if step in read_at:
-                fired[step] = probe.fired_rules
-                assert probe.fired_rules == fired[step]
-    assert fired == {step: {"big"} if step % 4 == 2 else set() for step in read_at}
 
 
 @pytest.mark.parametrize("then", [["warn"], ["warn", "checkpoint"]])
@@ -142,32 +133,6 @@ def test_fired_rules_remain_after_a_checkpoint(then: list[str], record: dict[str
         assert probe.fired_rules == {"big"}
         run(probe, SCALES[3:])
         assert probe.fired_rules == set()
-
-
-def test_processes_without_metrics_read_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Recorder, "note_metrics", lambda recorder, row: None)  # as where rank 0 writes the metrics
-    probe, sink = started({"big": LARGE}, net())
-    with probe:
-        run(probe)
-        assert written(sink) == []
-        assert len(probe.warnings) == 1
-    probe, _ = started({"big": LARGE}, net(), every=2)
-    with probe:
-        run(probe, SCALES[:3])
-        assert probe.fired_rules == {"big"}
-        run(probe, SCALES[3:])
-        assert probe.fired_rules == set()
-
-
-@pytest.mark.parametrize("every", [1, 3])
-def test_memory_of_kept_rows_is_bounded(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    monkeypatch.setattr(rule_rows, "MOST_ROWS", 20)
-    probe, sink = started({"big": LARGE}, net(), every=every, start=2, tensors=True)
-    with probe:
-        for step in range(18):
-            probe.batch(ids=range(4), targets=torch.arange(4))
-            run(probe, SCALES[step % 4 :][:1])
-        assert len(written(sink)) > 0
 
 
 def test_state_contains_the_decisions_of_all_steps() -> None:

@@ -1,0 +1,164 @@
+"""Bounds of the values of a step: one comparison with them shows that most rules cannot fire in it.
+
+Most steps of a training are similar to the steps before them. A rule states the bounds within which it does not fire. It reads a
+step outside of them at once. Steps within them are kept, and the rules add them to their state before the next step that they read.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..spec.schedule import STEP_PHASES
+from ..spec.statistics import ALL
+from .rule import TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
+from .step_rows import BoolArray, FloatArray, IndexArray, Layout, Locations, StepRows
+
+MOST_STEPS, MOST_ROWS = 256, 10_000  # the memory of kept steps is bounded
+STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
+MOST_LAYOUTS = 64
+_LARGEST = sys.float_info.max
+
+
+class _LayoutBounds(NamedTuple):
+    """The bounds of the rows of a layout, float64 [rows, statistics], and memory for the comparison, bool [2, rows, statistics]."""
+
+    low: FloatArray
+    high: FloatArray
+    outside: BoolArray
+
+
+class StepBounds:
+    """The bounds of the rules that do not have to read each step.
+
+    Args:
+        rules: All rules by name.
+        locations: The locations of the run.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule], locations: Locations) -> None:
+        self._rules = rules
+        self._locations = locations
+        self._resting: list[CatalogueRule[Any]] = []  # the rules that do not read the steps within the bounds
+        self._left = 0  # for how many further steps the bounds hold
+        self._metrics: dict[str, tuple[float, float]] = {}
+        self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
+        self._of_layout: dict[Layout, _LayoutBounds] = {}
+        self._kept: list[tuple[Layout, FloatArray]] = []
+        self._losses: list[float] = []  # of kept training steps
+        self._steps = self._rows = 0  # of all kept steps
+
+    def contain(self, rows: StepRows) -> bool:
+        """Return whether a step is within the bounds. If it is, keep its values."""
+        if not self._left or rows.phase not in STEP_PHASES or not self._contain_metrics(rows):
+            return False
+        if len(rows.layout):
+            if rows.numbers is None:
+                return False
+            bounds = self._of_layout.get(rows.layout)
+            if bounds is None or bounds.low.shape != rows.numbers.shape:
+                bounds = self._bounds_of(rows.layout, rows.numbers.shape[1])
+            np.less(rows.numbers, bounds.low, bounds.outside[0])
+            np.greater(rows.numbers, bounds.high, bounds.outside[1])  # NaN is a missing value and never outside
+            if np.count_nonzero(bounds.outside):
+                return False
+            self._kept.append((rows.layout, rows.numbers.copy()))  # the recorder may reuse the memory
+            self._rows += len(rows.layout)
+        if rows.metrics is not None and rows.phase == "train" and (loss := rows.metrics["loss"]) is not None:
+            self._losses.append(float(loss))
+        self._left -= 1
+        self._steps += 1
+        if self._steps >= MOST_STEPS or self._rows >= MOST_ROWS:
+            self.catch_up()
+        return True
+
+    def _contain_metrics(self, rows: StepRows) -> bool:
+        for name, (low, high) in self._metrics.items():
+            value = _metric(rows, name)
+            if value is not None and not low <= value <= high:  # also NaN
+                return False
+        return True
+
+    def _bounds_of(self, layout: Layout, width: int) -> _LayoutBounds:
+        """Return the bounds of the first statistics of a layout. Rows of a new location are outside of them."""
+        if len(self._of_layout) >= MOST_LAYOUTS:
+            self._of_layout.clear()
+        at = np.minimum(layout.numbers, len(self._low) - 1)
+        low, high = (np.ascontiguousarray(bounds[at, :width]) for bounds in (self._low, self._high))
+        bounds = _LayoutBounds(low, high, np.empty((2, *low.shape), np.bool_))
+        self._of_layout[layout] = bounds
+        return bounds
+
+    def catch_up(self) -> None:
+        """Pass the kept steps to the rules that have not read them."""
+        if self._steps:
+            groups = groupby(self._kept, lambda kept: (kept[0], kept[1].shape))
+            tables = [(layout, np.stack([numbers for _, numbers in kept])) for (layout, _), kept in groups]
+            steps = QuietSteps(self._losses, tables)
+            self._kept, self._losses, self._steps, self._rows = [], [], 0, 0
+            for rule in self._resting:
+                rule.remember(steps)
+
+    def renew(self, rows: StepRows) -> Mapping[str, Rule]:
+        """Ask the rules for their bounds. Return the rules that have to read each of the next steps.
+
+        Args:
+            rows: The last step, which all rules have read. A rule whose bounds do not contain it has to read each step.
+        """
+        self._of_layout.clear()
+        self._metrics = {"loss": (-_LARGEST, _LARGEST)}
+        self._low, self._high = np.full((2, len(self._locations.all) + 1, len(ALL)), [[[-math.inf]], [[math.inf]]])
+        self._low[-1] = math.inf
+        self._high[:, [ALL.index("nan_count"), ALL.index("inf_count")]] = 0.0
+        self._resting, self._left = [], sys.maxsize
+        active = {}
+        for name, rule in self._rules.items():
+            if isinstance(rule, CatalogueRule) and self._narrow(rule, rows):
+                self._resting.append(rule)
+            else:
+                active[name] = rule
+        if active:
+            self._left = min(self._left, STEPS_UNTIL_RENEWAL)
+        return active
+
+    def _narrow(self, rule: CatalogueRule[Any], rows: StepRows) -> bool:
+        """Add the bounds of a rule. Return false if the rule has none that contain the last step."""
+        if isinstance(rule, LocatedRule):
+            slots = rule.slots_of(self._locations.all)
+            return not (slots >= 0).any() or self._narrow_statistic(rule.bounds(), slots, rows)
+        bounds = rule.bounds()
+        if bounds is None:
+            return False
+        value = _metric(rows, bounds.name)
+        if value is not None and not bounds.low <= value <= bounds.high:
+            return False
+        low, high = self._metrics.get(bounds.name, (-math.inf, math.inf))
+        self._metrics[bounds.name] = max(low, float(bounds.low)), min(high, float(bounds.high))
+        self._left = min(self._left, bounds.steps)
+        return True
+
+    def _narrow_statistic(self, bounds: Bounds | None, slots: IndexArray, rows: StepRows) -> bool:
+        if bounds is None or bounds.name not in ALL:
+            return False
+        low, high = (
+            np.where(slots < 0, 0.0, bound[slots] if isinstance(bound, np.ndarray) else bound) for bound in bounds[1:3]
+        )
+        low[slots < 0], high[slots < 0] = -math.inf, math.inf
+        values, at = rows.counts(bounds.name), rows.layout.numbers
+        if ((values < low[at]) | (values > high[at])).any():
+            return False
+        column = ALL.index(bounds.name)
+        self._low[:-1, column] = np.maximum(self._low[:-1, column], low)
+        self._high[:-1, column] = np.minimum(self._high[:-1, column], high)
+        return True
+
+
+def _metric(rows: StepRows, name: str) -> float | None:
+    if name == TARGETS:
+        return len(rows.targets)
+    return None if rows.metrics is None else rows.metrics.get(name)
