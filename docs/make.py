@@ -16,7 +16,6 @@ from hydra.utils import get_object
 from pydantic import BaseModel
 
 from instrument.actions.base import Context
-from instrument.rules.catalogue import CATALOGUE
 from instrument.spec import schema
 from instrument.spec.apply import ACTIONS, ApplyBase
 from instrument.spec.base import ACTIONS as HOOK_ACTIONS
@@ -35,7 +34,7 @@ from instrument.spec.config import (
 from instrument.spec.field_types import Selection
 from instrument.spec.kinds import KINDS
 from instrument.spec.modify import FUNCTIONS, FunctionSpec, ModifySpec
-from instrument.spec.rules import RULES, CustomRule, RuleBase, WatchRule
+from instrument.spec.rules import RULES, CustomRule, RuleBase, WatchRule, default_rules
 from instrument.spec.statistics import STATISTICS
 from instrument.spec.tables import IDENTITY, TABLES, Column
 
@@ -223,8 +222,8 @@ def rules_page() -> str:
         "## Fields of every rule",
         _fields(RuleBase),
     ]
-    for name, model in RULES.items():
-        rule = CATALOGUE[name]
+    for name, rule in sorted(RULES.items()):
+        model = rule.fields
         fields = [field for field in model.model_fields if field not in shared]
         parts += [f"## `{name}`", f"{_sentences(model)} It reads {rule.requires}.", _fields(model, fields)]
         parts += [f"What to do: {rule.advice[0].lower()}{rule.advice[1:]}"]
@@ -237,6 +236,13 @@ def rules_page() -> str:
             _example({"rules": {"mine": yaml.safe_load(example)}}),
         ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def default_rules_file() -> str:
+    """Return the file of the default rules."""
+    title = "# Every rule. It only warns, and is inactive if no hook records what it requires: rules=default"
+    lines = [f"{name}: {{rule: {rule['rule']}, optional: true}}" for name, rule in default_rules().items()]
+    return "\n".join([title, *lines, ""])
 
 
 def statistics_page() -> str:
@@ -368,6 +374,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/reference/actions.md": actions_page,
     "docs/reference/statistics.md": statistics_page,
     "docs/reference/rules.md": rules_page,
+    "conf/rules/default.yaml": default_rules_file,
     "docs/reference/tasks.md": tasks_page,
 }
 PARTS: dict[str, dict[str, Callable[[], str]]] = {

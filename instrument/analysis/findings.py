@@ -21,7 +21,6 @@ import pyarrow.dataset as ds
 
 from ..errors import ConfigError, InstrumentError
 from ..kinds.reasons import is_incomplete
-from ..rules.catalogue import CATALOGUE
 from ..rules.dead_units import DeadUnits
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.rule_set import RuleEvent
@@ -31,7 +30,7 @@ from ..rules.watch import ADVICE as WATCH_ADVICE
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks, parse_rules
-from ..spec.rules import default_rules
+from ..spec.rules import RULES, default_rules
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .rule_events import rule_events
 from .run_tables import RunTables
@@ -156,7 +155,7 @@ def advice_by_rule(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[st
     """
     entries = {name: entry for name, entry in rules.items() if isinstance(entry, Mapping)}
     of_catalogue = {
-        name: CATALOGUE[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in CATALOGUE
+        name: RULES[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in RULES
     }
     of_watch = {name: WATCH_ADVICE for name, entry in entries.items() if "watch" in entry}
     return {**of_catalogue, **of_watch, **(info.get("advice") or {})}

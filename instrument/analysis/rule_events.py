@@ -63,7 +63,7 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
         for batch in run.scan("metrics", ["step", "phase", *_METRICS, *run.custom_metrics], condition)
         for row in batch.to_pylist()
     }
-    targets = _targets(run, condition) if any(spec.source == "samples" for spec in rules.specs.values()) else {}
+    targets = _targets(run, condition) if any(getattr(rule, "source", "") == "targets" for rule in rules.rules) else {}
     left = sorted({*metrics, *targets}, key=time_order)
     no_rows: _Rows = ([], {})
 

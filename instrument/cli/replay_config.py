@@ -24,7 +24,7 @@ from ..spec.base import ObservationSpec
 from ..spec.config import TRACKERS, SinkConfig
 from ..spec.hooks import HookSpec
 from ..spec.parse import parse_hooks, parse_rules
-from ..spec.rules import DisableAction, EnableAction, RuleSpec
+from ..spec.rules import DisableAction, EnableAction, RuleBase
 from ..spec.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
 from ..spec.schedule import STEP_PHASES
 from .hydra_errors import composition_problem
@@ -169,11 +169,11 @@ class RecordedRun:
         return {name: spec for name, spec in self.hooks.items() if every or is_required(spec)}
 
     @property
-    def rules(self) -> dict[str, RuleSpec]:
+    def rules(self) -> dict[str, RuleBase]:
         """The rules of the run."""
         return parse_rules(self.record["config"].get("rules"))
 
-    def rules_of_replay(self, hooks: Mapping[str, HookSpec]) -> dict[str, RuleSpec]:
+    def rules_of_replay(self, hooks: Mapping[str, HookSpec]) -> dict[str, RuleBase]:
         """Return the rules of a replay: those that affect the training, that only warn, or that one of its hooks follows."""
         if self.depends_on_values:
             return self.rules

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Literal
 
-from ..spec.rules import AllZeroRule
+import numpy as np
+from pydantic import Field
+
+from ..spec.field_types import Count
+from ..spec.rules import RULES, PersistentRule
 from .rule import Bounds, Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
+class AllZeroRule(PersistentRule):
+    """All elements of an output or of a gradient are zero (SageMaker Debugger: AllZero, 100%).
+
+    Gradients of biases do not count: they cancel out exactly in some healthy trainings, such as that of a Wasserstein critic.
+    """
+
+    rule: Literal["all_zero"]
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
+
+
+@RULES.register("all_zero")
 class AllZero(PersistentLocatedRule[AllZeroRule]):
     """See `AllZeroRule`: 100% of the elements (SageMaker Debugger)."""
 
+    fields = AllZeroRule
     what = "all zero"
     advice = "Check that the layers before it, and for a gradient those after it, are connected and not dead."
     requires = "an output or a gradient with the statistic zero_fraction, such as hooks=activations"

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import ClassImbalanceRule
+from ..spec.field_types import Count
+from ..spec.rules import RULES, RuleBase
 from .rule import TARGETS, Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
 MOST_CLASSES = 1000  # with more different targets, the task is no classification
 
 
+class ClassImbalanceRule(RuleBase):
+    """The most frequent class has many more samples than the rarest one (SageMaker Debugger: ClassImbalance, 10), or all samples.
+
+    It reads the targets of the table `samples`: those of batches in which a tensor is recorded, without `keep`, or all with
+    `data.ids=all`.
+    """
+
+    rule: Literal["class_imbalance"]
+    above: Annotated[float, Field(ge=1)] = Field(10.0, description="The ratio of both numbers exceeds this number.")
+    after: Count = Field(500, description="How many samples are counted first.")
+
+
+@RULES.register("class_imbalance")
 class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
     """See `ClassImbalanceRule`: a ratio above 10 (SageMaker Debugger)."""
 
+    fields = ClassImbalanceRule
+    source = "targets"
     what = "class imbalance"
     advice = "Sample the classes evenly with data.sampler, or weight the loss."
     requires = "the targets of samples: set data.ids=all, or record tensors"

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
-from ..spec.rules import DeadUnitsRule
+from ..spec.rules import RULES, FractionRule
 from .rule import BoundsRule
 from .step_rows import Location
 
 
+class DeadUnitsRule(FractionRule):
+    """The `dead_fraction` of an output is large: its units are zero for a whole batch.
+
+    The threshold is that of SageMaker Debugger (DeadRelu, `threshold_layer`).
+    """
+
+    rule: Literal["dead_units"]
+
+
+@RULES.register("dead_units")
 class DeadUnits(BoundsRule[DeadUnitsRule]):
     """See `DeadUnitsRule`: more than 50% of the units (SageMaker Debugger)."""
 
+    fields = DeadUnitsRule
     what = "dead units"
     advice = "Lower the learning rate, or replace the ReLU by a LeakyReLU or GELU."
     requires = "an output (kind: forward) with the statistic dead_fraction, such as hooks=dead_relu"
     statistics = ("dead_fraction",)
     merge = np.fmin
-
-    def __init__(self, spec: DeadUnitsRule) -> None:
-        super().__init__(spec)
-        self.above = spec.above
 
     def selects(self, location: Location) -> bool:
         return location.is_output

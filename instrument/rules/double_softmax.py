@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import DoubleSoftmaxRule
+from ..spec.field_types import Count
+from ..spec.rules import RULES, PersistentRule
 from .rule import Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
@@ -15,9 +18,23 @@ TOLERANCE = 1e-3
 SIGMOID_OF_ONE = 1 / (1 + math.exp(-1))
 
 
+class DoubleSoftmaxRule(PersistentRule):
+    """The loss applies a softmax or sigmoid to probabilities: a Softmax followed by CrossEntropyLoss, or a Sigmoid by BCEWithLogitsLoss.
+
+    It compares three numbers with those of such a loss, which probabilities limit. With K classes, the mean cross-entropy is between
+    log(1 + (K - 1) / e) and log(1 + (K - 1) e), and the largest gradient of a sample is between 1 - e / (e + K - 1) and 1. The
+    gradients of a sample have the sum 0, as a softmax ignores a constant that is added to its input.
+    """
+
+    rule: Literal["double_softmax"]
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
+
+
+@RULES.register("double_softmax")
 class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
     """See `DoubleSoftmaxRule`: the gradient and the loss that probabilities have as logits, 3 times in succession."""
 
+    fields = DoubleSoftmaxRule
     what = "softmax applied twice"
     advice = "Remove this layer, and pass its input to the loss function, which expects logits."
     requires = (

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from ..spec.rules import ExplodingActivationRule
-from .growth import GrowthRule
+from typing import Literal
+
+from ..spec.rules import RULES
+from .growth import GrowthFields, GrowthRule
 from .step_rows import Location
 
 
+class ExplodingActivationRule(GrowthFields):
+    """The `abs_max` of an output is far above the median of its previous values."""
+
+    rule: Literal["exploding_activation"]
+
+
+@RULES.register("exploding_activation")
 class ExplodingActivation(GrowthRule[ExplodingActivationRule]):
     """See `ExplodingActivationRule`: 100 times the median of the last 50 values."""
 
+    fields = ExplodingActivationRule
     what = "exploding activation"
     advice = "Lower the learning rate, or add a normalization layer in front of this layer."
     requires = "an output (kind: forward) with the statistic abs_max, such as hooks=activations"

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from ..spec.rules import ExplodingGradientRule
-from .growth import GrowthRule
+from typing import Literal
+
+from ..spec.rules import RULES
+from .growth import GrowthFields, GrowthRule
 from .step_rows import Location
 
 
+class ExplodingGradientRule(GrowthFields):
+    """The `l2` of a gradient is far above the median of its previous values.
+
+    A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
+    `factor: 100`. The norm itself is no reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
+    """
+
+    rule: Literal["exploding_gradient"]
+
+
+@RULES.register("exploding_gradient")
 class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
     """See `ExplodingGradientRule`: 100 times the median of the last 50 values."""
 
+    fields = ExplodingGradientRule
     what = "exploding gradient"
     advice = "Clip gradients with an action clip, or lower the learning rate."
     requires = "a gradient with the statistic l2, such as hooks=gradients"

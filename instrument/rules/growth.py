@@ -2,158 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, TypeVar
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import ExplodingActivationRule, ExplodingGradientRule
+from ..spec.field_types import Count, NonNegative
+from ..spec.rules import WindowRule
 from ..spec.statistics import ALL
-from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended, pack, unpack
+from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended
 from .step_rows import Chosen, FloatArray, IndexArray, StepRows
 
 FEWEST = 2  # required previous values: a single one, such as that of weights that start at zero, is no reference
 SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
-GrowthT = TypeVar("GrowthT", bound=ExplodingGradientRule | ExplodingActivationRule)
 
 
-class WindowSpec(Protocol):
-    """The fields of a rule that compares a value with the median of previous ones."""
+class GrowthFields(WindowRule):
+    """The fields of a rule on growth."""
 
-    @property
-    def factor(self) -> float: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def after(self) -> int: ...
-
-
-class Windows:
-    """The last values at each location.
-
-    The median is only computed if a value exceeds `factor` times a lower bound of it, because the median of every location
-    would cost more than all rules together. Before `after` values exist, the square of `factor` is used instead of `factor`.
-    The lower bound is half of the smallest positive value: the median of an even number of values can be the mean of zero and
-    this value.
-
-    Args:
-        spec: The fields of the rule.
-    """
-
-    def __init__(self, spec: WindowSpec) -> None:
-        self.spec = spec
-        self._values = np.zeros((0, spec.window))  # a ring for each location
-        self._count = np.zeros(0, np.int64)
-        self._lowest = np.zeros(0)  # at most the smallest positive value in the window
-
-    def grow(self, count: int) -> None:
-        """Extend the state to a number of locations."""
-        self._values = extended(self._values, count, np.nan)
-        self._count = extended(self._count, count)
-        self._lowest = extended(self._lowest, count, np.inf)
-
-    def exceeded(self, slots: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> dict[int, tuple[float, float]]:
-        """Return the median and the bound at those locations whose value exceeds the bound, by index in `slots`.
-
-        Args:
-            slots: The locations.
-            values: Their values; NaN for no value.
-        """
-        fewest = min(FEWEST, self.spec.after)
-        exceeds = (values > self.spec.factor * (self._lowest[slots] / 2)) & (self._count[slots] >= fewest)
-        found = {}
-        for at in np.flatnonzero(exceeds):
-            window = self._values[slots[at]]
-            median = float(np.nanmedian(window))
-            self._lowest[slots[at]] = _lowest(window)
-            bound = median * self.spec.factor ** (1 if self._count[slots[at]] >= self.spec.after else 2)
-            if median > 0 and values[at] > bound:
-                found[int(at)] = median, bound
-        return found
-
-    def add(self, slots: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-        """Add a value at each location, and forget the oldest one."""
-        known = values == values  # noqa: PLR0124 - not NaN
-        if not known.all():
-            slots, values = slots[known], values[known]
-        count = self._count[slots]
-        self._values[slots, count % self.spec.window] = values
-        self._count[slots] = count + 1
-        lowest = np.minimum(self._lowest[slots], values)
-        self._lowest[slots] = np.where(values > 0, lowest, self._lowest[slots]) if (values <= 0).any() else lowest
-
-    def bounds(self) -> tuple[FloatArray, FloatArray]:
-        """Return the bounds within which no further value exceeds `factor` times the median: two arrays [locations].
-
-        No positive value in the window becomes smaller than the lower bound, so that no positive median becomes smaller than half
-        of it.
-        """
-        lowest = _lowest(self._values)
-        low = np.where(np.isfinite(lowest), lowest / SLACK, 0.0)
-        return low, self.spec.factor * (low / 2)
-
-    def add_all(self, slots: IndexArray, values: FloatArray) -> None:
-        """Add values [steps, slots] one after the other; see `add`."""
-        if np.isnan(values).any():
-            for each in values:
-                self.add(slots, each)
-            return
-        count = self._count[slots] + len(values)
-        last = values[-self.spec.window :]
-        at = (count - np.arange(len(last), 0, -1)[:, None]) % self.spec.window
-        self._values[slots, at] = last
-        self._count[slots] = count
-        self._lowest[slots] = np.minimum(self._lowest[slots], _lowest(values.T))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as strings, numbers and lists."""
-        return {"values": pack(self._values), "count": pack(self._count)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state."""
-        self._values, self._count = (unpack(state[name]) for name in ("values", "count"))
-        self._lowest = _lowest(self._values)
+    factor: Annotated[float, Field(gt=1)] = Field(
+        100.0,
+        description="The value exceeds this many times the median of the previous values at the same location; the square of this "
+        "number, until `after` previous values exist.",
+    )
+    after: Count = Field(10, description="How many previous values have to exist.")
+    above: NonNegative | None = Field(
+        None,
+        description="The value exceeds this number, whatever the previous values are; null: no absolute bound.",
+    )
 
 
-def _lowest(windows: FloatArray) -> FloatArray:
-    """Return the smallest positive value of each window [..., values]; infinity without a positive value."""
-    lowest: FloatArray = np.where(windows > 0, windows, np.inf).min(axis=-1)
-    return lowest
+GrowthT = TypeVar("GrowthT", bound=GrowthFields)
 
 
 class GrowthRule(LocatedRule[GrowthT]):
-    """A statistic that grows suddenly, or beyond an absolute bound. It fires when this begins at a location."""
+    """A statistic that grows suddenly, or beyond an absolute bound. It fires when this begins at a location.
+
+    The median is only computed if a value exceeds `factor` times a lower bound of it: half of the smallest positive value, since the
+    median of an even number of values can be the mean of zero and this value. Before `after` values exist, the square of `factor`
+    is used instead of `factor`.
+    """
+
+    saved = ("values", "count", "holds")
 
     def __init__(self, spec: GrowthT) -> None:
         super().__init__(spec)
         self._above = np.inf if spec.above is None else spec.above
-        self._windows = Windows(spec)
+        self._values = np.zeros((0, spec.window))  # the last values at each location, as a ring
+        self._count = np.zeros(0, np.int64)
         self._holds = np.zeros(0, np.bool_)
 
     def grow(self, count: int) -> None:
-        self._windows.grow(count)
-        self._holds = extended(self._holds, count)
+        self._values = extended(self._values, count, np.nan)
+        self._count, self._holds = extended(self._count, count), extended(self._holds, count)
 
     def bounds(self) -> Bounds | None:
         if self._holds.any():
             return None
-        low, high = self._windows.bounds()
-        return Bounds(self.statistics[0], low, np.minimum(high, self._above))
+        # If no value is below `low`, no positive median becomes smaller than half of it.
+        lowest = _lowest(self._values)
+        low = np.where(np.isfinite(lowest), lowest / SLACK, 0.0)
+        return Bounds(self.statistics[0], low, np.minimum(self.spec.factor * (low / 2), self._above))
 
     def remember(self, steps: QuietSteps) -> None:
         for layout, numbers in steps.tables:
             chosen = self.choose(layout)
             if chosen is not None:
                 column = numbers[:, :, ALL.index(self.statistics[0])]
-                self._windows.add_all(chosen.slots, chosen.values(column, self.merge))
+                self._add(chosen.slots, chosen.values(column, self.merge))
+
+    def _add(self, slots: IndexArray, values: FloatArray) -> None:
+        """Add values [steps, slots], NaN for no value, and forget the oldest ones."""
+        known = ~np.isnan(values)
+        if not known.all():
+            for each, of_step in zip(values, known, strict=True):
+                self._add(slots[of_step], each[None, of_step])
+            return
+        self._count[slots] += len(values)
+        last = values[-self.spec.window :]
+        at = (self._count[slots] - np.arange(len(last), 0, -1)[:, None]) % self.spec.window
+        self._values[slots, at] = last
 
     def check(self, rows: StepRows, chosen: Chosen) -> Iterator[Firing]:
         values, slots = chosen.values(rows.column(self.statistics[0]), self.merge), chosen.slots
-        exceeded = self._windows.exceeded(slots, values)
-        self._windows.add(slots, values)
+        exceeded = self._exceeded(slots, values)
+        self._add(slots, values[None])
         holds = values > self._above
-        if not exceeded and not holds.any() and not self._holds.any():
-            return
         holds[list(exceeded)] = True
         fired = np.flatnonzero(holds & ~self._holds[slots])
         self._holds[slots] = holds
@@ -164,10 +99,19 @@ class GrowthRule(LocatedRule[GrowthT]):
             text = f"{self.statistics[0]} {value:.4g}, {compared}"
             yield Firing(text, value, bound, chosen.locations[at])
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "windows": self._windows.state_dict(), "holds": self._holds.tolist()}
+    def _exceeded(self, slots: IndexArray, values: FloatArray) -> dict[int, tuple[float, float]]:
+        """Return the median and the bound at those locations whose value exceeds the bound, by index in `slots`."""
+        enough = self._count[slots] >= min(FEWEST, self.spec.after)
+        found = {}
+        for at in np.flatnonzero(enough & (values > self.spec.factor * (_lowest(self._values[slots]) / 2))):
+            median = float(np.nanmedian(self._values[slots[at]]))
+            bound = median * self.spec.factor ** (1 if self._count[slots[at]] >= self.spec.after else 2)
+            if median > 0 and values[at] > bound:
+                found[int(at)] = median, bound
+        return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._windows.load_state_dict(state["windows"])
-        self._holds = np.array(state["holds"], np.bool_)
+
+def _lowest(windows: FloatArray) -> FloatArray:
+    """Return the smallest positive value of each window [..., values]; infinity without a positive value."""
+    lowest: FloatArray = np.where(windows > 0, windows, np.inf).min(axis=-1)
+    return lowest

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from ..spec.rules import InputNotNormalizedRule
+from pydantic import Field
+
+from ..spec.rules import RULES, RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, Location, StepRows
 
 
+class InputNotNormalizedRule(RuleBase):
+    """The input of the first layer with weights has a mean far from zero, or a large `std`, at the first recorded step.
+
+    SageMaker Debugger (NotNormalizedInput) has 0.2 for the mean, which images with values from 0 to 1 exceed.
+    """
+
+    rule: Literal["input_not_normalized"]
+    mean: Annotated[float, Field(gt=0)] = Field(3.0, description="|mean| exceeds this many times the std.")
+    std: Annotated[float, Field(gt=0)] = Field(10.0, description="The std exceeds this number.")
+
+
+@RULES.register("input_not_normalized")
 class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
     """See `InputNotNormalizedRule`: the first input of a layer with weights that is recorded, at step 0 only."""
 
+    fields = InputNotNormalizedRule
+    saved = ("done",)
     what = "input not normalized"
     advice = "Subtract the mean of the data and divide by its standard deviation."
     requires = "the input (kind: forward_pre) of the first layer with weights with the statistics mean and std, such as hooks=inputs"
@@ -42,10 +58,3 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
 
     def bounds(self) -> Bounds | None:
         return Bounds("mean") if self._done else None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "done": self._done}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._done = state["done"]

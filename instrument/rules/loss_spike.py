@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import LossSpikeRule
+from ..spec.field_types import Count
+from ..spec.rules import RULES, WindowRule
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
@@ -19,9 +21,29 @@ LARGEST = 2.0  # how many times the largest of the last `after` losses
 SLACK = 4.0  # how many times smaller than the smallest loss of the window the next losses may be
 
 
+class LossSpikeRule(WindowRule):
+    """The training loss is far above the median of the previous losses, and undoes half of what was learned.
+
+    It is also above twice the largest of the last `after` losses, since some losses vary a lot, such as those of
+    episodes. A ratio of losses with both signs has no meaning. If a loss was negative, `factor` therefore refers to the difference from the
+    median and to the range of the window. Before `after` losses exist, a loss above 1000 times the largest previous one (of at
+    least two) is reported at once.
+    """
+
+    rule: Literal["loss_spike"]
+    factor: Annotated[float, Field(gt=1)] = Field(
+        5.0,
+        description="The loss exceeds this many times the median; if a loss was negative, it exceeds the median by this many times "
+        "the range of the previous losses.",
+    )
+    after: Count = Field(20, description="How many previous losses have to exist.")
+
+
+@RULES.register("loss_spike")
 class LossSpike(CatalogueRule[LossSpikeRule]):
     """See `LossSpikeRule`: 5 times the median of the last 50 losses, twice their latest maximum, and half of the first loss or more."""
 
+    fields = LossSpikeRule
     what = "loss spike"
     advice = "Look at the batch of this step, lower the learning rate, or clip gradients."
     requires = "the loss, which the loop passes to end_step"

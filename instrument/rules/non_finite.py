@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..spec.kinds import KINDS
-from ..spec.rules import NonFiniteRule
+from ..spec.rules import RULES, RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule, QuietSteps
 from .step_rows import Chosen, Location, StepRows
 
 LOSS_NOT_FINITE = "loss not finite"
 
 
+class NonFiniteRule(RuleBase):
+    """A recorded tensor contains NaN or infinity, or the loss is not finite.
+
+    Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
+    a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
+    do not count if it is finite. The values of layers with weights are no masks.
+    """
+
+    rule: Literal["non_finite"]
+
+
+@RULES.register("non_finite")
 class NonFinite(LocatedRule[NonFiniteRule]):
     """See `NonFiniteRule`. It fires once for each location, and once for the loss of each phase."""
 
+    fields = NonFiniteRule
     what = "non-finite value"
     advice = (
         "Look at the first location in the order of the step: its inputs were finite; see the guide Find a NaN, and lower the "

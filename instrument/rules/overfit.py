@@ -3,19 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
-from ..spec.rules import OverfitRule
+from pydantic import Field
+
+from ..spec.field_types import Count, NonNegative
+from ..spec.rules import RULES, PersistentRule
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 
 RISE = 0.1  # how far the evaluation loss has to be above its minimum, relative to the minimum and to what was learned before
 
 
+class OverfitRule(PersistentRule):
+    """The evaluation loss is far above the training loss since the last evaluation, and above its own minimum.
+
+    The rise above the minimum exceeds 10% of the minimum, and 10% of the decrease from the first training loss to the minimum: the
+    loss of a few wrong but confident predictions rises in healthy trainings too. Negative losses do not count: their ratio has no
+    meaning.
+    SageMaker Debugger (Overfit) has a ratio of 0.1, which most trainings on little data exceed.
+    """
+
+    rule: Literal["overfit"]
+    above: NonNegative = Field(
+        1.0, description="(evaluation loss - training loss) / training loss exceeds this number."
+    )
+    for_: Count = Field(3, alias="for", description="In how many evaluations in succession.")
+
+
+@RULES.register("overfit")
 class Overfit(CatalogueRule[OverfitRule]):
     """See `OverfitRule`: twice the training loss in 3 evaluations in succession (SageMaker Debugger: 1.1 times)."""
 
+    fields = OverfitRule
+    source = "evaluations"
+    saved = ("sum", "count", "lowest", "first", "times")
     what = "overfitting"
     advice = "Stop earlier, use more data or augmentation, or increase the weight decay."
     requires = "evaluations: set train.eval_every"
@@ -57,16 +80,3 @@ class Overfit(CatalogueRule[OverfitRule]):
 
     def remember(self, steps: QuietSteps) -> None:
         self._add(steps.losses)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sum": self._sum,
-            "count": self._count,
-            "lowest": self._lowest,
-            "first": self._first,
-            "times": self._times,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sum, self._count, self._lowest = state["sum"], state["count"], state["lowest"]
-        self._first, self._times = state["first"], state["times"]

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Literal
 
-from ..spec.rules import OvertrainingRule
+from pydantic import Field
+
+from ..spec.field_types import Count, NonNegative
+from ..spec.rules import RULES, PersistentRule
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
 
+class OvertrainingRule(PersistentRule):
+    """The evaluation loss is worse than its minimum in many evaluations in succession.
+
+    Both numbers are those of SageMaker Debugger (Overtraining, `patience_validation` and `delta`). If a loss was negative, the
+    fraction is that of the decrease from the first evaluation to the minimum, instead of the minimum.
+    """
+
+    rule: Literal["overtraining"]
+    above: NonNegative = Field(0.01, description="The loss is above its minimum by more than this fraction.")
+    for_: Count = Field(10, alias="for", description="In how many evaluations in succession.")
+
+
+@RULES.register("overtraining")
 class Overtraining(CatalogueRule[OvertrainingRule]):
     """See `OvertrainingRule`: 1% worse than its minimum in 10 evaluations in succession (SageMaker Debugger)."""
 
+    fields = OvertrainingRule
+    source = "evaluations"
+    saved = ("lowest", "at", "first", "times")
     what = "overtraining"
     advice = "Stop earlier: use the checkpoint of the lowest evaluation loss."
     requires = "evaluations: set train.eval_every"
@@ -40,10 +59,3 @@ class Overtraining(CatalogueRule[OvertrainingRule]):
 
     def bounds(self) -> Bounds | None:
         return Bounds("loss")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"lowest": self._lowest, "at": self._at, "first": self._first, "times": self._times}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._lowest, self._at, self._times = state["lowest"], state["at"], state["times"]
-        self._first = state["first"]

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import PoorInitializationRule
+from ..spec.rules import RULES, RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 
 SAME = 1e-4  # relative difference of two std that are equal except for rounding
 
 
+class PoorInitializationRule(RuleBase):
+    """At the first step, the `std` of the outputs of layers with weights differs by orders of magnitude, or all weights are equal.
+
+    Units with equal weights have equal gradients, and stay equal (Goodfellow et al. 2016, Deep Learning, section 8.4). The weights
+    after the first update are the initial ones plus the update, so that equal ones have the `std` of the update. Weights that are zero
+    are a usual start of some layers, but not of more than half of them: they pass no gradient to the layers before.
+
+    A good initialization keeps the variance from layer to layer (He et al. 2015, https://arxiv.org/abs/1502.01852). PyTorch's
+    default shrinks it to about a third per layer, so that only a far larger ratio is reported.
+    """
+
+    rule: Literal["poor_initialization"]
+    factor: Annotated[float, Field(gt=1)] = Field(
+        1e4, description="The largest std exceeds this many times the smallest one."
+    )
+
+
+@RULES.register("poor_initialization")
 class PoorInitialization(LocatedRule[PoorInitializationRule]):
     """See `PoorInitializationRule`: outputs (He et al. 2015) and weights of layers with weights, at step 0 only."""
 
+    fields = PoorInitializationRule
+    saved = ("done",)
     what = "poor initialization"
     advice = "Initialize with apply: {action: init, fn: kaiming_normal_}, or add normalization layers."
     requires = (
@@ -77,10 +98,3 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
 
     def bounds(self) -> Bounds | None:
         return Bounds("mean") if self._done else None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "done": self._done}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._done = state["done"]

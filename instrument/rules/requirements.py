@@ -8,17 +8,18 @@ from ..errors import ConfigError, Problem, similar_names
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.rules import (
+    RULES,
     CustomRule,
     DisableAction,
     EnableAction,
-    LossSpikeRule,
-    NonFiniteRule,
     PersistentRule,
     RuleBase,
     WatchRule,
 )
 from ..spec.schedule import STEP_PHASES
-from .catalogue import make_rule
+from .loss_spike import LossSpikeRule
+from .make_rule import make_rule
+from .non_finite import NonFiniteRule
 from .rule import LocatedRule
 from .step_rows import Location
 
@@ -137,11 +138,12 @@ def _requirement_problems(
     evaluations: int | None,
     steps: int | None,
 ) -> Iterator[Problem]:
-    if rule.source == "samples" and not has_targets:
+    source = RULES[str(rule.rule)].source if hasattr(rule, "rule") else "steps"
+    if source == "targets" and not has_targets:
         fix = "set data.ids=all, or 'tensors: true' in a record hook"
         yield Problem(where, "no targets of samples are recorded, which the rule reads", fix=fix)
-    evaluated = getattr(rule, "rule", "") in ("overfit", "overtraining")
-    if evaluated and isinstance(rule, PersistentRule) and evaluations is not None and evaluations < rule.for_:
+    few = source == "evaluations" and evaluations is not None
+    if few and isinstance(rule, PersistentRule) and evaluations < rule.for_:
         message = f"cannot be reached: the run has {evaluations} evaluations"
         yield Problem(f"{where}.for", message, rule.for_, fix="set train.eval_every to a smaller number")
     if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:

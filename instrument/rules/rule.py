@@ -7,8 +7,9 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -117,8 +118,17 @@ class CatalogueRule(Rule, Generic[SpecT]):
         spec: Its entry in the configuration.
     """
 
+    fields: ClassVar[type[RuleBase]]
+    """The model of its entry in the configuration."""
+
     requires: ClassVar[str] = ""
     """What a hook has to record, for the error message if none does."""
+
+    source: ClassVar[Literal["steps", "targets", "evaluations"]] = "steps"
+    """What it reads: rows of steps, the targets of samples, or evaluations."""
+
+    saved: ClassVar[tuple[str, ...]] = ()
+    """The attributes that a checkpoint keeps, without the underscore."""
 
     frozen_layers: Collection[str] = ()
     """The layers whose parameters are all frozen."""
@@ -129,6 +139,13 @@ class CatalogueRule(Rule, Generic[SpecT]):
     def reads(self, location: Location) -> bool:
         """Return whether the rule reads a location, according to its field `hook`."""
         return not self.spec.hook or location.hook in self.spec.hook
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: _packed(getattr(self, f"_{name}")) for name in self.saved}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in self.saved:
+            setattr(self, f"_{name}", _unpacked(state[name]))
 
     def bounds(self) -> Bounds | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
@@ -197,9 +214,10 @@ class LocatedRule(CatalogueRule[SpecT]):
         """Extend the state to a number of locations."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"locations": [list(location) for location in self._slots]}
+        return {**super().state_dict(), "locations": [list(location) for location in self._slots]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._slots = {Location(*location): slot for slot, location in enumerate(state["locations"])}
 
 
@@ -210,6 +228,8 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         super().__init__(spec)
         self._counts = np.zeros(0, np.int64)  # how often in succession the condition held
         self._any = False
+
+    saved = ("counts",)
 
     @abstractmethod
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
@@ -236,12 +256,8 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
     def grow(self, count: int) -> None:
         self._counts = extended(self._counts, count)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "counts": self._counts.tolist()}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._counts = np.array(state["counts"], np.int64)
         self._any = bool(self._counts.any())
 
 
@@ -253,8 +269,10 @@ class BoundsRule(PersistentLocatedRule[PersistentT]):
         below: The value is below this number, if it is not None.
     """
 
-    above: float | None = None
-    below: float | None = None
+    def __init__(self, spec: PersistentT) -> None:
+        super().__init__(spec)
+        self.above: float | None = getattr(spec, "above", None)
+        self.below: float | None = getattr(spec, "below", None)
 
     def describe(self, value: float) -> str:
         """Return the value in words."""
@@ -292,16 +310,20 @@ def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.nda
     return np.concatenate([array, more])
 
 
-def pack(array: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Convert an array to strings and numbers, for a checkpoint."""
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "data": data}
+def _packed(value: Any) -> Any:
+    """Return a copy of a value that JSON can represent."""
+    if not isinstance(value, np.ndarray):
+        return copy(value)
+    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+    return {"dtype": str(value.dtype), "shape": list(value.shape), "data": data}
 
 
-def unpack(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Restore an array from the result of `pack`."""
-    values = np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"])
-    return values.reshape(packed["shape"]).copy()
+def _unpacked(value: Any) -> Any:
+    """Restore a value from the result of `_packed`."""
+    if not (isinstance(value, dict) and "dtype" in value):
+        return copy(value)
+    values = np.frombuffer(base64.b64decode(value["data"]), value["dtype"])
+    return values.reshape(value["shape"]).copy()
 
 
 WEIGHTED = frozenset(

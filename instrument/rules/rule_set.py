@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import HookError, user_code_location
 from ..spec.rules import Action, CustomRule, RuleBase
 from .bounds import MOST_LAYOUTS, StepBounds
-from .catalogue import make_rule
+from .make_rule import make_rule
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Layout, Locations, Site, StepRows
 

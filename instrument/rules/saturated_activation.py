@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 
-from ..spec.rules import SaturatedActivationRule
+from ..spec.rules import RULES, FractionRule
 from .rule import WEIGHTED, BoundsRule
 from .step_rows import BoolArray, Chosen, Layout, Location, StepRows
 
 
+class SaturatedActivationRule(FractionRule):
+    """The `saturated_fraction` of an output is large: Tanh, Sigmoid and similar functions pass no gradient there.
+
+    The threshold is that of SageMaker Debugger (SaturatedActivation, `threshold_layer`). The output of the network does not count:
+    confident predictions saturate it.
+    """
+
+    rule: Literal["saturated_activation"]
+
+
+@RULES.register("saturated_activation")
 class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
     """See `SaturatedActivationRule`: more than 50% of the values (SageMaker Debugger)."""
 
+    fields = SaturatedActivationRule
     what = "saturated activation"
     advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."
     requires = "an output (kind: forward) with the statistic saturated_fraction, such as hooks=dead_relu"
     statistics = ("saturated_fraction",)
     merge = np.fmin
-
-    def __init__(self, spec: SaturatedActivationRule) -> None:
-        super().__init__(spec)
-        self.above = spec.above
 
     def selects(self, location: Location) -> bool:
         return location.is_output

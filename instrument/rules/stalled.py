@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated, Literal
 
-from ..spec.rules import StalledRule
+from pydantic import Field
+
+from ..spec.rules import RULES, RuleBase
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
 
+class StalledRule(RuleBase):
+    """A step or an evaluation took very long (SageMaker Debugger: StalledTrainingRule, half an hour)."""
+
+    rule: Literal["stalled"]
+    above: Annotated[float, Field(gt=0)] = Field(1800.0, description="Seconds of a step.")
+
+
+@RULES.register("stalled")
 class Stalled(CatalogueRule[StalledRule]):
     """See `StalledRule`: half an hour (SageMaker Debugger). The rule fires when the step ends."""
 
+    fields = StalledRule
     what = "stalled step"
     advice = "Check the data loader, the file system and the other processes at this time."
     requires = "the duration of steps, which is always recorded"

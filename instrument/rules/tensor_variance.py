@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import TensorVarianceRule
+from ..spec.field_types import Count, NonNegative
+from ..spec.rules import RULES, RangeRule
 from .rule import WEIGHTED, Bounds, BoundsRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 
 ROUNDING = 1e-9  # of the square of a bound
 
 
+class TensorVarianceRule(RangeRule):
+    """The variance of the output of a layer with weights is tiny or huge.
+
+    SageMaker Debugger (TensorVariance) has 1e-5 and 10, which residual streams and small initializations leave.
+    """
+
+    rule: Literal["tensor_variance"]
+    below: NonNegative = Field(1e-9, description="The variance is below this number.")
+    above: NonNegative = Field(1e6, description="The variance exceeds this number.")
+    for_: Count = Field(5, alias="for", description="How often in succession the condition has to hold.")
+
+
+@RULES.register("tensor_variance")
 class TensorVariance(BoundsRule[TensorVarianceRule]):
     """See `TensorVarianceRule`: outside of 1e-9 to 1e6, wider than SageMaker Debugger's 1e-5 to 10."""
 
+    fields = TensorVarianceRule
     what = "variance of an output"
     advice = "Check the initialization and the learning rate of this layer, and whether its inputs differ."
     requires = "an output (kind: forward) of a layer with weights with the statistic std, such as hooks=activations"
     statistics = ("std",)
-
-    def __init__(self, spec: TensorVarianceRule) -> None:
-        super().__init__(spec)
-        self.above, self.below = spec.above, spec.below
 
     def selects(self, location: Location) -> bool:
         return location.is_output and location.module_type in WEIGHTED

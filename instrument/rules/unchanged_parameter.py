@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import UnchangedParameterRule
+from ..spec.field_types import Count
+from ..spec.rules import RULES, PersistentRule
 from ..spec.statistics import ALL
-from .rule import Bounds, Firing, PersistentLocatedRule, QuietSteps, extended, pack, unpack
+from .rule import Bounds, Firing, PersistentLocatedRule, QuietSteps, extended
 from .step_rows import BoolArray, Chosen, IndexArray, Location, StepRows
 
 
+class UnchangedParameterRule(PersistentRule):
+    """A parameter has the same statistics in several recorded steps, or its update is zero, while the learning rate is not.
+
+    The number of steps is that of SageMaker Debugger (UnchangedTensor). Biases do not count: a normalization layer after them
+    makes their gradient zero. Frozen layers (`requires_grad` is False) do not count either.
+    """
+
+    rule: Literal["unchanged_parameter"]
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
+
+
+@RULES.register("unchanged_parameter")
 class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     """See `UnchangedParameterRule`: for 3 recorded steps (SageMaker Debugger).
 
@@ -20,6 +33,8 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
     values are therefore two comparisons. A loss of exactly 0, such as that of a margin, has no gradient, and does not count.
     """
 
+    fields = UnchangedParameterRule
+    saved = ("counts", "previous")
     what = "unchanged parameter"
     advice = "Check that the optimizer holds it, that it is used in the loss, and that its gradient is not zero."
     requires = "parameters or updates (kind: step_post) with the statistics mean and l2, such as hooks=parameters"
@@ -64,10 +79,3 @@ class UnchangedParameter(PersistentLocatedRule[UnchangedParameterRule]):
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:  # noqa: ARG002
         return Firing(f"unchanged for {self.spec.for_} recorded steps", 0.0, None, chosen.locations[at])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "previous": pack(self._previous)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._previous = unpack(state["previous"])

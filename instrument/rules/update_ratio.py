@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import UpdateRatioRule
+from ..spec.field_types import Count, Index, NonNegative
+from ..spec.rules import RULES, RangeRule
 from .rule import BoundsRule, Firing
 from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
 
@@ -14,17 +17,30 @@ REPLACED = 0.5  # of more than half of the weights in the first step
 FROM_ZERO = 0.9999  # weights that start at zero have a ratio of 1
 
 
+class UpdateRatioRule(RangeRule):
+    """The `update_ratio` of a weight is too large or too small.
+
+    About 1e-3 is usual (CS231n). Above 0.1, ten updates replace a weight completely. 6e-8 is the rounding unit of float32: smaller
+    updates do not change a weight. An update of exactly zero is reported by `unchanged_parameter`. It also fires if the first step
+    replaces more than half of the weights: their ratio is above 0.5, so that little of the initialization is left.
+    """
+
+    rule: Literal["update_ratio"]
+    above: NonNegative = Field(0.1, description="The ratio exceeds this number.")
+    below: NonNegative = Field(1e-7, description="The ratio is below this number.")
+    for_: Count = Field(10, alias="for", description="How often in succession the condition has to hold.")
+    start: Index = Field(20, description="Updates before this step do not count: weights that start at zero grow fast.")
+
+
+@RULES.register("update_ratio")
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
     """See `UpdateRatioRule`: outside of 1e-7 (rounding of float32) to 0.1; about 1e-3 is usual (CS231n)."""
 
+    fields = UpdateRatioRule
     what = "update ratio"
     advice = "Change the learning rate of this parameter: an update of about 0.1% of the weight is usual."
     requires = "updates (kind: step_post, role: update) with the statistic update_ratio, such as hooks=parameters"
     statistics = ("update_ratio",)
-
-    def __init__(self, spec: UpdateRatioRule) -> None:
-        super().__init__(spec)
-        self.above, self.below = spec.above, spec.below
 
     def selects(self, location: Location) -> bool:
         return location.role == "update" and not location.is_of_bias

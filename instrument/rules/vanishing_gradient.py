@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from ..spec.rules import VanishingGradientRule
+from ..spec.field_types import Count, NonNegative
+from ..spec.rules import RULES, PersistentRule
 from .rule import Bounds, BoundsRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 
 
+class VanishingGradientRule(PersistentRule):
+    """The `rms` of the gradient of a weight is tiny, although the loss has not halved since the first step.
+
+    The threshold is that of SageMaker Debugger (VanishingGradient) for a loss of 1. A gradient is proportional to the scale of the
+    loss, hence the comparison with the first loss. Without a loss, it is compared with the largest gradient of the step. A training
+    that has converged has small gradients too, hence the condition on the loss.
+    """
+
+    rule: Literal["vanishing_gradient"]
+    below: NonNegative = Field(
+        1e-7, gt=0, description="The rms is below this many times the absolute value of the first loss."
+    )
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
+
+
+@RULES.register("vanishing_gradient")
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
     """See `VanishingGradientRule`: rms below 1e-7 (SageMaker Debugger) times the first loss, while the loss has not halved."""
 
+    fields = VanishingGradientRule
     what = "vanishing gradient"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
     requires = "the gradients of parameters with the statistic rms, such as hooks=gradients"

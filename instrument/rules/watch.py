@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -28,7 +27,6 @@ class WatchStatistic(BoundsRule[WatchRule]):
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)
         self.statistics = (spec.stat,)
-        self.above, self.below = spec.above, spec.below
         self.merge = np.fmin if spec.above is None else np.fmax
 
     def reads(self, location: Location) -> bool:
@@ -40,6 +38,7 @@ class WatchMetric(CatalogueRule[WatchRule]):
 
     what = "watched metric"
     advice = ADVICE
+    saved = ("times", "names")
 
     def __init__(self, spec: WatchRule) -> None:
         super().__init__(spec)
@@ -80,9 +79,3 @@ class WatchMetric(CatalogueRule[WatchRule]):
         names = [name for name, phase in self._names.items() if phase == "train"]
         where, similar = f"rules.{self.spec.name}.stat", similar_names(self.spec.stat, names)
         return str(Problem(where, message, self.spec.stat, names, similar))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"times": self._times, "names": self._names}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._times, self._names = state["times"], dict(state["names"])

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Literal
 
-from ..spec.rules import ZeroLearningRateRule
+from pydantic import Field
+
+from ..spec.field_types import Count
+from ..spec.rules import RULES, PersistentRule
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
 
+class ZeroLearningRateRule(PersistentRule):
+    """The learning rate is exactly 0: no parameter of the first group changes.
+
+    A linear warm-up starts with 0 for one step, hence several steps in succession. The default of `for` is that of
+    `unchanged_parameter`.
+    """
+
+    rule: Literal["zero_learning_rate"]
+    for_: Count = Field(3, alias="for", description="How often in succession the condition has to hold.")
+
+
+@RULES.register("zero_learning_rate")
 class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
     """See `ZeroLearningRateRule`: in 3 steps in succession."""
 
+    fields = ZeroLearningRateRule
+    saved = ("times",)
     what = "zero learning rate"
     advice = "Check the learning rate of the optimizer and the schedule; a schedule may count epochs instead of steps."
     requires = "the learning rate: pass optimizer= to attach, or lr= to end_step"
@@ -32,9 +49,3 @@ class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
 
     def bounds(self) -> Bounds | None:
         return None if self._times else Bounds("lr", low=math.nextafter(0.0, 1.0))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"times": self._times}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._times = state["times"]

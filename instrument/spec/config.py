@@ -22,7 +22,7 @@ from .base import parse_slice
 from .budget import BudgetConfig
 from .field_types import Count, Index, Seed, Spec, Target, number_to_text
 from .hooks import HookSpec
-from .rules import RuleSpec
+from .rules import RuleBase
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]*$"), BeforeValidator(number_to_text)]
 
@@ -354,7 +354,7 @@ class RunConfig(Spec):
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
     hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="The hooks, by name.")
-    rules: SkipValidation[dict[str, RuleSpec]] = Field(
+    rules: SkipValidation[dict[str, RuleBase]] = Field(
         default_factory=dict,
         description="The rules, by name: conditions on the recorded rows, and what happens when one of them holds.",
     )

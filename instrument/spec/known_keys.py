@@ -44,7 +44,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
 def fields_of_specs(name: str) -> tuple[str, ...]:
     """Return the fields of all specs of `hooks`, `apply` or `rules`, for all actions."""
     if name == "rules":
-        return _unique_fields([*RULES.values(), WatchRule, CustomRule], [])
+        return _unique_fields([*(rule.fields for rule in RULES.values()), WatchRule, CustomRule], [])
     if name == "apply":
         arguments = [argument for names in apply.INIT_FUNCTIONS.values() for argument in names]
         return _unique_fields(apply.ACTIONS.values(), arguments)

@@ -23,7 +23,7 @@ from .messages import TARGET, UnknownNameError, message_of
 from .mode_checks import mode_problems
 from .modify import FUNCTIONS, FunctionSpec
 from .record import CustomStatistic, StatisticsSpec
-from .rules import RESERVED, RULES, CustomRule, RuleSpec, WatchRule
+from .rules import RESERVED, RULES, CustomRule, RuleBase, WatchRule
 from .schedule import Phase
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -156,7 +156,7 @@ def parse_apply(raw: Any) -> dict[str, ApplySpec]:
     return _parse_section("apply", raw, _apply_class, {})
 
 
-def parse_rules(raw: Any) -> dict[str, RuleSpec]:
+def parse_rules(raw: Any) -> dict[str, RuleBase]:
     """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
 
     An optional rule of the catalogue, such as a default rule, is left out if another entry has the same rule.
@@ -167,7 +167,7 @@ def parse_rules(raw: Any) -> dict[str, RuleSpec]:
     Raises:
         ConfigError: A rule is invalid. The error contains every problem.
     """
-    rules: dict[str, RuleSpec] = _parse_section("rules", raw, _rule_class, {})
+    rules: dict[str, RuleBase] = _parse_section("rules", raw, _rule_class, {})
     problems = [
         Problem("rules", "other events have this name", given=name, fix="choose another name for the rule")
         for name in rules
@@ -291,7 +291,9 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
         return CustomRule
     if "watch" in value:
         return WatchRule
-    return RULES[_choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")]
+    name = _choice(value, "rule", sorted(RULES), where, "or {watch: HOOK, ...}, or {_target_: package.Class}")
+    fields: type[BaseModel] = RULES[name].fields
+    return fields
 
 
 def _choice(value: Mapping[str, Any], key: str, options: Mapping[str, Any], where: str, hint: str = "") -> str:

@@ -17,6 +17,7 @@ from pydantic import create_model
 from .base import ACTIONS
 from .config import RunConfig
 from .modify import FUNCTIONS, FunctionSpec
+from .rules import RULES, CustomRule, WatchRule
 
 HYDRA_KEYS: dict[str, Any] = {
     "defaults": {"type": "array", "description": "Hydra's defaults list: the files that are composed with this one."},
@@ -30,9 +31,13 @@ def experiment_schema() -> dict[str, Any]:
     No root key is required, and no key of a section that a config group may set.
     """
     actions: set[Any] = {*ACTIONS.values(), *FUNCTIONS.values(), FunctionSpec} - {ACTIONS["modify"]}
-    union: Any = reduce(or_, sorted(actions, key=lambda spec: spec.__name__))
-    hooks: Any = (dict[str, union], RunConfig.model_fields["hooks"])
-    config = create_model("RunConfig", __base__=RunConfig, hooks=hooks)
+    models: list[Any] = [*(rule.fields for _, rule in sorted(RULES.items())), WatchRule, CustomRule]
+    unions: dict[str, Any] = {
+        "hooks": reduce(or_, sorted(actions, key=lambda spec: spec.__name__)),
+        "rules": reduce(or_, models),
+    }
+    fields: Any = {name: (dict[str, union], RunConfig.model_fields[name]) for name, union in unions.items()}
+    config = create_model("RunConfig", __base__=RunConfig, **fields)
     schema: dict[str, Any] = config.model_json_schema(by_alias=True)
     schema["title"] = "Experiment of instrument"
     schema["properties"] |= HYDRA_KEYS

@@ -12,7 +12,7 @@ from ..errors import ConfigError, Problem
 from .base import HookBase
 from .hooks import HookSpec
 from .parse import parse_hooks, parse_rules
-from .rules import RuleSpec, default_rules
+from .rules import RuleBase, default_rules
 
 YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
 """The errors of PyYAML for invalid YAML. A date that does not exist, for example, raises ValueError."""
@@ -43,7 +43,7 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
     return parse_hooks(given)
 
 
-def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | None = "default") -> dict[str, RuleSpec]:
+def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | None = "default") -> dict[str, RuleBase]:
     """Parse the rules of a custom training loop.
 
     Args:

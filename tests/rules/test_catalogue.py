@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import numpy as np
 import pytest
-import yaml
 from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fired, rule_set, values
 
-from instrument.rules.catalogue import CATALOGUE
+from instrument.errors import ConfigError
+from instrument.rules.rule import CatalogueRule, Firing
 from instrument.rules.rule_set import MOST_EVENTS, RuleEvent, RuleSet
+from instrument.rules.step_rows import StepRows
 from instrument.spec.parse import parse_rules
-from instrument.spec.rules import RULES, default_rules
+from instrument.spec.rules import RULES, RuleBase, default_rules
 
 NOISE = [1.0, 1.3, 0.8, 1.1, 0.9] * 6
 CONV = {**OUTPUT, "layer": "b", "module_type": "Conv2d"}
@@ -139,17 +140,41 @@ CASES: dict[str, tuple[list[Step], list[Step], int, float]] = {
 
 
 def test_every_rule_has_a_case_and_an_advice() -> None:
-    assert CASES.keys() == CATALOGUE.keys() == RULES.keys() == default_rules().keys()
-    for name, rule in CATALOGUE.items():
+    assert CASES.keys() == RULES.keys() == default_rules().keys()
+    for name, rule in RULES.items():
         assert rule.what, name
         assert ": " not in rule.what, name
         assert rule.advice.endswith("."), name
         assert rule.requires, name
 
 
-def test_default_yaml_has_every_rule() -> None:
-    file = Path(__file__).parents[2] / "conf" / "rules" / "default.yaml"
-    assert yaml.safe_load(file.read_text()) == default_rules()
+def test_registered_rule_is_parsed_fires_and_is_no_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(RULES) == len(CASES)
+    for state in ("_entries", "places"):
+        monkeypatch.setattr(RULES, state, {**getattr(RULES, state)})
+
+    class LowLossRule(RuleBase):
+        rule: Literal["low_loss"]
+        below: float = 0.5
+
+    @RULES.register("low_loss")
+    class LowLoss(CatalogueRule[LowLossRule]):
+        fields = LowLossRule
+        what = "low loss"
+
+        def update(self, rows: StepRows) -> Iterator[Firing]:
+            loss = rows.metric("loss")
+            if loss is not None and loss < self.spec.below:
+                yield Firing(f"{loss:g}", loss, self.spec.below)
+
+    (event,) = fired({"rule": "low_loss", "below": 0.2}, losses(1.0, 0.3, 0.1))
+    assert (event.step, event.message) == (2, "low loss: at step 2: 0.1")
+    assert "low_loss" not in default_rules()
+    with pytest.raises(ConfigError, match=r"(?s)unknown rule.*low_loss.*stalled") as failed:
+        parse_rules({"r": {"rule": "low_los"}})
+    assert failed.value.problems[0].similar[0] == "low_loss"
+    with pytest.raises(ConfigError, match=r"rule 'mine' is no subclass of CatalogueRule with 'fields'"):
+        RULES.register("mine")(int)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -159,7 +184,7 @@ def test_rule_fires_once_on_its_fault_only(name: str) -> None:
     (event,) = fired(name, faulty)
     assert (event.rule, event.step, event.severity) == ("r", step, "warning")
     assert event.value == pytest.approx(value)
-    assert event.message.startswith(f"{'first recorded ' * (name == 'non_finite')}{CATALOGUE[name].what}: ")
+    assert event.message.startswith(f"{'first recorded ' * (name == 'non_finite')}{RULES[name].what}: ")
     assert (event.location is None) == (event.layer is None) == ("rows" not in faulty[0])
 
 
