@@ -19,14 +19,13 @@ from ..distributed.torchrun import check_processes, process_group, synced_errors
 from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.folder_snapshot import Snapshot
 from ..folders.run_folder import create_free_folder
-from ..folders.unique_names import contains_time
 from ..sinks.lock import FolderLock
 from ..sinks.remote_folder import SWEEP_RECORD, check_is_local, check_remote
 from ..sweeps.jobs import BASIC_SWEEPER, DONE, STOPPED, Sweep
 from ..sweeps.objective import read_objective
 from ..sweeps.optuna_checks import check_search, is_search
 from ..sweeps.summary import job_lines, outcome
-from .folder_reservation import remove_uploaded_record, reserve_folder, set_sweep_folder, upload_record
+from .folder_reservation import contains_time, remove_uploaded_record, reserve_folder, set_sweep_folder, upload_record
 from .job import as_instrument_error, print_error, show_plan
 from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
 from .validated_config import read_config
