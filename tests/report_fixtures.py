@@ -33,6 +33,7 @@ EVERYTHING = {
         "role": "update",
         "action": "record",
         "stats": ["l2", "update_ratio"],
+        "spectrum": 2,
     },
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.5},
 }

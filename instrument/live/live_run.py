@@ -67,7 +67,7 @@ class LiveRun:
 
     Args:
         folder: The folder of the run, local or remote.
-        tables: The tables to read. Default: all that are shown.
+        tables: The tables to read. Default: all with something that is shown.
         version: The first version. Default: 0.
 
     Attributes:
@@ -91,11 +91,11 @@ class LiveRun:
     def __init__(
         self,
         folder: Path,
-        tables: Sequence[str] = ("metrics", "events", "layers", "coverage", "effects", "stats", "distributions"),
+        tables: Sequence[str] = (),
         version: int = 0,
     ) -> None:
         self.folder = folder
-        self.tables = tuple(tables)
+        self.tables = tuple(tables) or _shown_tables()
         self.version = version
         self.unreachable: str | None = None
         self._reset()
@@ -125,9 +125,9 @@ class LiveRun:
 
     def _columns(self, table: str) -> list[str]:
         identity = ["step", "recompute", "module_type", *WHERE]
-        if table == "stats":
-            custom = [CUSTOM.name] if self.custom else []
-            return [*identity, "position", *STATISTICS, *custom]
+        if TABLES[table].joins_statistics:
+            more = ["position", *([CUSTOM.name] if self.custom else [])] if table == "stats" else []
+            return [*identity, *TABLES[table].numbers, *more]
         if table in ("effects", "distributions"):
             return [*identity, *(EFFECTS if table == "effects" else COLUMNS)]
         return ["step", "phase", *METRICS, CUSTOM.name] if table == "metrics" else list(TABLES[table].schema.names)
@@ -232,22 +232,14 @@ class LiveRun:
         return changed
 
     def _add(self, table: str, rows: pa.Table) -> None:
-        add: Mapping[str, Callable[[pa.Table], None]] = {
-            "stats": self._add_statistics,
-            "effects": self._add_effects,
-            "distributions": self._add_distributions,
-            "metrics": self._add_metrics,
-            "events": self._add_events,
-            "layers": self._add_layers,
-            "coverage": self._add_coverage,
-        }
-        add[table](rows.combine_chunks())
+        if "recompute" in rows.schema.names:
+            rows = rows.filter(pc.invert(rows["recompute"]))
+        add = _adder_of(table)
+        if add is not None and rows.num_rows:
+            add(self, rows.combine_chunks())
 
-    def _add_statistics(self, rows: pa.Table) -> None:
+    def _add_stats(self, rows: pa.Table) -> None:
         rows = with_custom_columns(rows, self.custom)
-        rows = rows.filter(pc.invert(rows["recompute"]))
-        if not rows.num_rows:
-            return
         names = [*STATISTICS, *self.custom]
         values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
         lost = not_finite_in(rows.to_batches()[0])
@@ -265,16 +257,17 @@ class LiveRun:
                 self._called[combination["layer"]] = int(positions[index].min())
                 self._order, self.order_version = None, self.version
 
+    def _add_numbers(self, rows: pa.Table) -> None:
+        """Add the numbers of a table to the statistics of the same tensors."""
+        names = [name for name in rows.schema.names if name not in ("step", "recompute", "module_type", *WHERE)]
+        self._add_to(self.series, rows, {name: _floats(rows[name]) for name in names})
+
     def _add_effects(self, rows: pa.Table) -> None:
-        rows = rows.filter(pc.invert(rows["recompute"]))
-        if rows.num_rows:
-            self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS})
+        self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS})
 
     def _add_distributions(self, rows: pa.Table) -> None:
-        rows = rows.filter(pc.invert(rows["recompute"]))
-        if rows.num_rows:
-            for series, location, index in self._locations(rows):
-                self.distributions.add((series, location), rows.take(index), self.version)
+        for series, location, index in self._locations(rows):
+            self.distributions.add((series, location), rows.take(index), self.version)
 
     def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
         """Yield each series and location with the indices of its rows."""
@@ -383,6 +376,16 @@ class LiveRun:
         if history is None or name not in history.statistics:
             return None
         return float(history.last(name)[0])
+
+
+def _adder_of(table: str) -> Callable[[LiveRun, pa.Table], None] | None:
+    """Return what adds rows of a table; None if the live view shows nothing of it."""
+    return getattr(LiveRun, f"_add_{table}", LiveRun._add_numbers if TABLES[table].joins_statistics else None)
+
+
+def _shown_tables() -> tuple[str, ...]:
+    """Return the tables of which something is shown, those with one row per tensor last: they are the largest."""
+    return tuple(sorted(filter(_adder_of, TABLES), key=lambda name: TABLES[name].has_identity))
 
 
 def _severity(name: str) -> Severity:

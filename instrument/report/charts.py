@@ -16,6 +16,7 @@ from ..analysis.plot_data import (
     StepGroups,
     forward_order,
     groups_of,
+    joined_statistics,
     matrices,
     row_locations,
     series_in,
@@ -41,10 +42,10 @@ CURVE_KEYS = ("first", "last", "groups", "bad")  # of the data of a curve, next 
 def charts(run: Run) -> dict[str, Any]:
     """Return the data of all charts of one run's page."""
     order = forward_order(run)
-    recorded = run.distributions
+    stats, recorded = joined_statistics(run), run.distributions
     layers = attention_layers(run, order)
     return {
-        "series": heat_maps(run.stats, order) + heat_maps(_without_statistics(run.stats, recorded), order),
+        "series": heat_maps(stats, order) + heat_maps(_without_statistics(stats, recorded), order),
         "distributions": distributions(recorded),
         "metrics": curves(run),
         "acted": firing_ranges(run.effects),

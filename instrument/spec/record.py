@@ -153,16 +153,12 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
     return DEFAULT if given == "default" else (given,)
 
 
-_WithTableFields: Any = create_model(
-    "_WithTableFields",
-    __base__=StatisticsSpec,
-    **{name: definition for table in TABLES.values() for name, definition in table.fields.items()},
-)
-"""A model with the fields of all tables."""
+_fields: Any = {name: definition for table in TABLES.values() for name, definition in table.fields.items()}
+_WithTableFields: Any = create_model("_WithTableFields", __base__=StatisticsSpec, **_fields)
 
 
 @ACTIONS.register("record")
-class RecordSpec(_WithTableFields):  # type: ignore[misc]  # its fields are those of the tables
+class RecordSpec(_WithTableFields):
     """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
 
     action: Literal["record"]

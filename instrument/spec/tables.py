@@ -91,6 +91,11 @@ class Table:
         return tuple(numeric) if self.has_numbers else ()
 
     @property
+    def joins_statistics(self) -> bool:
+        """Whether charts and the live view show its numbers as statistics of the same tensors."""
+        return self.has_numbers and (bool(self.fields) or self.name == "stats")
+
+    @property
     def stored(self) -> tuple[Column, ...]:
         """The columns of its files."""
         return (*self.columns, POSITION) if self.is_sorted else self.columns
@@ -211,17 +216,26 @@ RESERVED = ("run", "seed")  # columns that readers of several runs add
 def _clash(table: Table) -> str | None:
     """Return which columns or fields of `record` clash; None if all are unique."""
     for index, column in enumerate(table.stored):
-        names = [other.name for other in table.stored[:index]]
+        names = [earlier.name for earlier in table.stored[:index]]
         if column.name in (*names, *RESERVED):
-            other = (
+            where = (
                 f"it has one at index {names.index(column.name)}"
                 if column.name in names
                 else "readers of several runs add it"
             )
-            return f"cannot have the column {column.name!r} at index {index}: {other}"
-    for other in TABLES.places:
-        if shared := sorted({*table.fields} & {*TABLES[other].fields}):
-            return f"cannot have the field {shared[0]!r} of record, which table {other!r} has ({TABLES.places[other]})"
+            return f"cannot have the column {column.name!r} at index {index}: {where}"
+    for name, place in TABLES.places.items():
+        other = TABLES[name]
+        if shared := sorted({*table.fields} & {*other.fields}):
+            return f"cannot have the field {shared[0]!r} of record, which table {name!r} has ({place})"
+        if (
+            other.joins_statistics
+            and table.joins_statistics
+            and (shared := sorted({*table.numbers} & {*other.numbers}))
+        ):
+            return (
+                f"cannot have the number {shared[0]!r}, which table {name!r} has ({place}): charts show both together"
+            )
     return None
 
 

@@ -113,7 +113,9 @@ def test_removed_rows_restart_the_state(watched: tuple[Path, LiveRun, list[int]]
     with pytest.raises(RowsRemovedError):
         list(stats.read(float("inf")))
     live.refresh()
-    steps = {history.last_step for history in live.series.values()}
+    steps = {
+        history.last_step for series, history in live.series.items() if series.hook != "updates"
+    }  # these have spectra
     assert steps == {int(instrument.load(copy).stats["step"].max())} != {STEPS - 1}
 
 

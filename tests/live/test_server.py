@@ -31,7 +31,8 @@ from instrument.report.charts import EFFECTS, charts
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-HOOKS = {**{name: spec for name, spec in EVERYTHING.items() if name != "flow"}, "spread": SPREAD}
+RANKS = {"layers": "**", "kind": "step_post", "role": "param", "action": "record", "stats": "none", "spectrum": 1}
+HOOKS = {**{name: spec for name, spec in EVERYTHING.items() if name != "flow"}, "spread": SPREAD, "ranks": RANKS}
 
 
 class Training:
@@ -177,6 +178,8 @@ def test_data_are_those_of_the_report(tmp_path: Path) -> None:
     live = LiveRun(training.folder)
     live.refresh()
     found, expected = LivePage(live).numbers(), charts(instrument.load(training.folder))
+    (ranks,) = [one["statistics"] for one in expected["series"] if one["hook"] == "ranks"]
+    assert [*ranks] == ["spectral_norm", "stable_rank"]
     for part in ("series", "effects"):
         for one in expected[part]:
             (same,) = [other for other in found[part] if other["label"] == one["label"]]
@@ -184,7 +187,8 @@ def test_data_are_those_of_the_report(tmp_path: Path) -> None:
             names = one["statistics"] if part == "series" else EFFECTS
             for name in names:
                 rows, cells = (each["statistics"][name] if part == "series" else each[name] for each in (one, same))
-                assert cells == [pytest.approx(row, rel=2e-5) for row in rows], name
+                for shown, row in zip(cells, rows, strict=True):  # None: a bias has no singular values
+                    assert shown == [None if cell is None else pytest.approx(cell, rel=2e-5) for cell in row], name
     for name, cells in expected["metrics"]["train"].items():
         assert found["metrics"]["train"][name] == (cells if name == "bad" else pytest.approx(cells, rel=2e-5)), name
     assert found["distributions"] == [
@@ -201,7 +205,7 @@ def test_changes_contain_only_new_groups_of_steps(tmp_path: Path) -> None:
     live = LiveRun(training.folder)
     page = LivePage(live)
     live.refresh()
-    assert len(page.changes(0)["whole"]["series"]) == 3
+    assert len(page.changes(0)["whole"]["series"]) == 4
     before = live.version
     training.step(1)
     live.refresh()
