@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from instrument.spec import tables
 from instrument.spec.statistics import STATISTICS
 from instrument.spec.tables import TABLES, Column, Table
 
+REPOSITORY = Path(__file__).parents[2]
 MOMENT = ["step", "micro_step", "epoch", "phase", "rank"]
 IDENTITY = [*MOMENT, "hook", "layer", "module_type", "kind", "role", "path", "call", "backward", "recompute", "scope"]
 
@@ -126,7 +130,7 @@ def described(section: str) -> dict[str, list[str]]:
 
 
 def test_docs_describe_every_column_and_shared_ones_once() -> None:
-    text = (Path(__file__).parents[2] / "docs/tables.md").read_text().partition("<!-- tables:")[2]
+    text = (REPOSITORY / "docs/tables.md").read_text().partition("<!-- tables:")[2]
     shared = described(text.split("###")[1])
     assert shared == {column.name: [column.unit, column.meaning] for column in tables.IDENTITY}
     for table in TABLES.values():
@@ -179,3 +183,98 @@ def test_clash_of_tables_names_both_places(name: str, columns: list[str], entry:
         add(name, *columns, **entry)
     assert "mine" not in TABLES
     assert TABLES["spectra"].measured_by
+
+
+PACKAGE = """
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from instrument.spec.tables import IDENTITY, Column, Table
+
+
+@dataclass(frozen=True)
+class Measure:
+    top: int
+
+    @property
+    def size(self):
+        return self.top + 1
+
+    def values(self, tensor):
+        return tensor.detach().flatten().double().topk(self.top).values.tolist()
+
+    def cells(self, values, shape):
+        return list(values), values[0] - values[-1]
+
+
+largest = Table(
+    "largest",
+    "the largest elements of one tensor at one firing",
+    (
+        *IDENTITY,
+        Column("elements", "list<double>", "the tensor's own", "the largest elements, descending"),
+        Column("gap", "double", "the tensor's own", "difference of the first and the last of them"),
+    ),
+    is_sorted=True,
+    has_numbers=True,
+    fields={"top": (int | None, Field(None, description="Number of largest elements to record."))},
+    roles=("output",),
+    measured_by="added_table:Measure",
+)
+"""
+USE = """
+import contextlib, io, sys
+import instrument
+from instrument.__main__ import main
+from instrument.export import main as export
+from instrument.live.live_run import LiveRun
+from instrument.live.page_data import LivePage
+from instrument.report.charts import charts
+from instrument.sinks.tags import SCALAR_TABLES
+from instrument.sweeps.objective import read_objective
+
+assert not main()
+run = instrument.load("out")
+rows = run.largest
+assert len(rows) == 3 * 2 and set(rows.hook) == {"seen"}
+tensors = run.tensors().set_index(["step", "layer"])["values"]
+for row in rows.itertuples():
+    expected = sorted(tensors[row.step, row.layer].ravel(), reverse=True)[:3]
+    assert row.elements.tolist() == expected and row.gap == expected[0] - expected[2]
+assert run.sql("select max(gap) as gap from largest").gap[0] == rows.gap.max()
+assert read_objective("max(largest.gap)").value_of("out", {})[0] == rows.gap.max()
+live = LiveRun(run.path)
+live.refresh()
+for (series,) in (LivePage(live).numbers()["series"], charts(run)["series"]):
+    assert [name for name in series["statistics"] if name == "gap"] == ["gap"]
+assert "largest" in SCALAR_TABLES
+assert not export(["out", "--to", "csv", "--out", "csv"])
+assert open("csv/largest.csv").read().count("\\n") == 1 + len(rows)
+
+sys.argv.append("plan=true")
+with contextlib.redirect_stdout(io.StringIO()) as shown:
+    assert not main()
+assert "record stats, top, tensors" in shown.getvalue() and "largest/" in shown.getvalue(), shown.getvalue()
+"""
+
+
+@pytest.mark.slow
+def test_table_of_an_installed_package_is_one_entry(tmp_path: Path) -> None:
+    (tmp_path / "added_table.py").write_text(PACKAGE)
+    info = tmp_path / "added_table-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: added_table\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[instrument.table]\nlargest = added_table:largest\n")
+    hook = "+hooks.seen={layers: 'layers.*', kind: forward, action: record, top: 3, tensors: true, every: 1}"
+    arguments = ["model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=3", "hydra.run.dir=out", hook]
+    docs = f"sys.path.insert(0, {str(REPOSITORY / 'docs')!r})\nimport make\nassert 'difference of the first' in make.tables()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{USE}\n{docs}", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
