@@ -160,7 +160,10 @@ def tables() -> str:
 
 def _column_rows(columns: Sequence[Column]) -> str:
     """Return a Markdown table that describes columns."""
-    rows = [f"| `{c.name}` | {c.type_name} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |" for c in columns]
+    rows = [
+        f"| `{c.name}` | {c.type_name.replace('label', 'string (dictionary)')} | {c.unit} | {c.meaning.replace('|', chr(92) + '|')} |"
+        for c in columns
+    ]
     return "\n".join(["| column | type | unit | meaning |", "|---|---|---|---|", *rows])
 
 

@@ -41,7 +41,7 @@ def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, M
     return {
         table: (TABLES[table].least_dimensions, resolve_name(TABLES[table].measured_by)(**values))
         for table, values in fields.items()
-        if any(value is not None for value in values.values())
+        if values
     }
 
 
@@ -80,8 +80,8 @@ class Record:
             reduced.keeps_tensors = False
             return reduced, "tensors"
         for table, fields in reversed(self._fields.items()):
-            for name in [name for name in reversed(fields) if fields[name] is not None]:
-                reduced._fields = {**self._fields, table: {**fields, name: None}}
+            for name in reversed(fields):
+                reduced._fields = {**self._fields, table: {other: fields[other] for other in fields if other != name}}
                 reduced.tables = _measures(reduced._fields)
                 return reduced, name
         measurement = self.measurement

@@ -194,7 +194,11 @@ def _bins(value: Any) -> Any:
 
 Levels = Annotated[
     tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...] | None,
-    Field(min_length=1, max_length=1000),
+    Field(
+        min_length=1,
+        max_length=1000,
+        description=f"Levels of the quantiles to record, from 0 to 1; true: {', '.join(map(str, DEFAULT_LEVELS))}.",
+    ),
     BeforeValidator(_levels),
     AfterValidator(lambda levels: levels and tuple(sorted(set(levels)))),
     WithJsonSchema(
@@ -209,6 +213,7 @@ Levels = Annotated[
 ]
 Bins = Annotated[
     Annotated[int, Field(ge=2, le=MAX_BINS)] | None,
+    Field(description=f"Number of equal bins between minimum and maximum; true: {DEFAULT_BINS}."),
     BeforeValidator(_bins),
     WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2, "maximum": MAX_BINS}]}),
 ]

@@ -153,7 +153,7 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
     return DEFAULT if given == "default" else (given,)
 
 
-_fields: Any = {name: definition for table in TABLES.values() for name, definition in table.fields.items()}
+_fields: Any = {name: (kind, None) for table in TABLES.values() for name, kind in table.fields.items()}
 _WithTableFields: Any = create_model("_WithTableFields", __base__=StatisticsSpec, **_fields)
 
 
@@ -210,9 +210,12 @@ class RecordSpec(_WithTableFields):
 
     @property
     def tables(self) -> dict[str, dict[str, Any]]:
-        """The further tables that get rows, with the values of their fields."""
-        values = {table.name: {name: getattr(self, name) for name in table.fields} for table in TABLES.values()}
-        return {name: fields for name, fields in values.items() if any(value is not None for value in fields.values())}
+        """The further tables that get rows, each with the values of those of its fields that are set."""
+        tables = {table.name: ((name, getattr(self, name)) for name in table.fields) for table in TABLES.values()}
+        given = {
+            table: {name: value for name, value in fields if value is not None} for table, fields in tables.items()
+        }
+        return {table: values for table, values in given.items() if values}
 
 
 @ACTIONS.register("print")

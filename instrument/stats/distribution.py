@@ -8,7 +8,7 @@ element.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
@@ -32,9 +32,6 @@ BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
 Distribution = Sequence[float | None] | DeviceNumbers
 """The result of `distribution`: numbers and None, or numbers that are still on a device."""
-DistributionColumns = tuple[
-    int | None, list[float] | None, list[float] | None, float | None, float | None, list[int] | None
-]
 
 
 def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Distribution:
@@ -62,20 +59,6 @@ def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Distri
     if bins:
         found += _histogram(vector, bins, zeros)
     return found
-
-
-def distribution_columns(levels: tuple[float, ...], bins: int, values: Sequence[float | None]) -> DistributionColumns:
-    """Convert the result of `distribution` to the columns `sampled` to `counts` of the `distributions` table."""
-    numbers: Iterator[Any] = (None if number is None or math.isnan(number) else number for number in values)
-    sampled = quantiles = low = high = counts = None
-    if levels:
-        sampled = int(next(numbers))
-        quantiles = [next(numbers) for _ in levels]
-        quantiles = quantiles if sampled else None
-    if bins:
-        low, high = next(numbers), next(numbers)
-        counts = [int(next(numbers)) for _ in range(bins)]
-    return sampled, list(levels) or None, quantiles, low, high, counts
 
 
 def _sample(vector: Tensor, zeros: int) -> tuple[Tensor, int]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from .distribution import distribution, distribution_columns
+from .distribution import distribution
 from .measure import Values
 from .merge import Array, merge_distributions, sketch
 
@@ -51,44 +52,43 @@ class Measure(Protocol):
 
 @dataclass(frozen=True)
 class Distributions:
-    """Quantiles and histograms: the table `distributions`.
+    """Quantiles and histograms: the table `distributions`; see `Measure`.
 
     Attributes:
-        quantiles: The levels of the quantiles; None for no quantiles.
-        histogram: The number of bins; None for no histogram.
+        quantiles: The levels of the quantiles; empty for no quantiles.
+        histogram: The number of bins; 0 for no histogram.
     """
 
-    quantiles: tuple[float, ...] | None
-    histogram: int | None
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """The levels of the quantiles; empty for no quantiles."""
-        return self.quantiles or ()
-
-    @property
-    def bins(self) -> int:
-        """The number of bins; 0 for no histogram."""
-        return self.histogram or 0
+    quantiles: tuple[float, ...] = ()
+    histogram: int = 0
 
     @property
     def size(self) -> int:
         """See `Measure`."""
-        return 2 * len(self.levels) + self.bins
+        return 2 * len(self.quantiles) + self.histogram
 
     def values(self, tensor: Tensor) -> Values:
         """See `Measure`."""
-        return distribution(tensor, self.levels, self.bins)
+        return distribution(tensor, self.quantiles, self.histogram)
 
-    def cells(self, values: Sequence[float | None], shape: tuple[int, ...]) -> tuple[Any, ...]:  # noqa: ARG002
-        """See `Measure`."""
-        return distribution_columns(self.levels, self.bins, values)
+    def cells(self, values: Sequence[float | None], shape: tuple[int, ...] = ()) -> tuple[Any, ...]:  # noqa: ARG002
+        """Return the cells of the columns `sampled` to `counts`."""
+        numbers: Iterator[Any] = (None if number is None or math.isnan(number) else number for number in values)
+        sampled = quantiles = low = high = counts = None
+        if self.quantiles:
+            sampled = int(next(numbers))
+            quantiles = [next(numbers) for _ in self.quantiles]
+            quantiles = quantiles if sampled else None
+        if self.histogram:
+            low, high = next(numbers), next(numbers)
+            counts = [int(next(numbers)) for _ in range(self.histogram)]
+        return sampled, list(self.quantiles) or None, quantiles, low, high, counts
 
     def part(self, tensor: Tensor) -> Tensor:
         """See `Measure`."""
-        return sketch(tensor, bool(self.levels), self.bins)
+        return sketch(tensor, bool(self.quantiles), self.histogram)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""
-        sampled, *rest = merge_distributions(parts, self.levels, self.bins)
-        return (sampled if self.levels else None, list(self.levels) or None, *rest)
+        sampled, *rest = merge_distributions(parts, self.quantiles, self.histogram)
+        return (sampled if self.quantiles else None, list(self.quantiles) or None, *rest)

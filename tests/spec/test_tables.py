@@ -170,11 +170,12 @@ def add(name: str, *names: str, **entry: Any) -> None:
         ("mine", ["seed"], {}, "cannot have the column 'seed' at index 15: readers of several runs add it"),
         ("mine", ["layer"], {}, "cannot have the column 'layer' at index 15: .* at index 6"),
         ("mine", ["position"], {"is_sorted": True}, "cannot have the column 'position' at index 16: .* at index 15"),
+        ("mine", ["l2"], {"fields": {"my": (int, 1)}, "has_numbers": True}, "number 'l2', which table 'stats' has"),
         (
             "mine",
             [],
             {"fields": {"spectrum": (int, 1)}},
-            r"the field 'spectrum' of record, .* table 'spectra' .*spec/tables.py:\d+",
+            r"the field or number 'spectrum', .* table 'spectra' .*spec/tables.py:\d+",
         ),
     ],
 )

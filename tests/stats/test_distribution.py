@@ -18,10 +18,10 @@ from instrument.stats.distribution import (
     SAMPLE,
     _sample_indices,
     distribution,
-    distribution_columns,
     distribution_on_device,
 )
 from instrument.stats.flatten import stored_elements
+from instrument.stats.table_rows import Distributions
 
 LEVELS = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 IMPLEMENTATIONS = ("compiled", "portable", "on a device")
@@ -38,7 +38,7 @@ def compute(
     else:
         values = list(distribution(tensor, levels, bins))
     names = ("sampled", "levels", "quantiles", "low", "high", "counts")
-    return dict(zip(names, distribution_columns(levels, bins, values), strict=True))
+    return dict(zip(names, Distributions(levels, bins).cells(values), strict=True))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -200,8 +200,8 @@ def test_distribution_of_a_huge_sparse_tensor_counts_its_zeros() -> None:
 
 def test_cells_contain_only_what_was_requested() -> None:
     tensor = torch.arange(4.0)
-    assert distribution_columns((), 2, list(distribution(tensor, (), 2))) == (None, None, None, 0.0, 3.0, [2, 2])
-    assert distribution_columns((0.5,), 0, list(distribution(tensor, (0.5,), 0))) == (4, [0.5], [1.5], None, None, None)
+    assert Distributions((), 2).cells(list(distribution(tensor, (), 2))) == (None, None, None, 0.0, 3.0, [2, 2])
+    assert Distributions((0.5,), 0).cells(list(distribution(tensor, (0.5,), 0))) == (4, [0.5], [1.5], None, None, None)
 
 
 def test_kernel_refuses_invalid_arguments() -> None:
