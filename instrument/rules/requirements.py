@@ -142,8 +142,8 @@ def _requirement_problems(
     if source == "targets" and not has_targets:
         fix = "set data.ids=all, or 'tensors: true' in a record hook"
         yield Problem(where, "no targets of samples are recorded, which the rule reads", fix=fix)
-    few = source == "evaluations" and evaluations is not None
-    if few and isinstance(rule, PersistentRule) and evaluations < rule.for_:
+    count = evaluations if source == "evaluations" else None
+    if isinstance(rule, PersistentRule) and count is not None and count < rule.for_:
         message = f"cannot be reached: the run has {evaluations} evaluations"
         yield Problem(f"{where}.for", message, rule.for_, fix="set train.eval_every to a smaller number")
     if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:

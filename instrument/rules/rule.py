@@ -145,7 +145,8 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.saved:
-            setattr(self, f"_{name}", _unpacked(state[name]))
+            is_array = isinstance(getattr(self, f"_{name}"), np.ndarray)
+            setattr(self, f"_{name}", _unpacked(state[name]) if is_array else copy(state[name]))
 
     def bounds(self) -> Bounds | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
@@ -229,7 +230,7 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
         self._counts = np.zeros(0, np.int64)  # how often in succession the condition held
         self._any = False
 
-    saved = ("counts",)
+    saved: ClassVar[tuple[str, ...]] = ("counts",)
 
     @abstractmethod
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
@@ -318,32 +319,13 @@ def _packed(value: Any) -> Any:
     return {"dtype": str(value.dtype), "shape": list(value.shape), "data": data}
 
 
-def _unpacked(value: Any) -> Any:
-    """Restore a value from the result of `_packed`."""
-    if not (isinstance(value, dict) and "dtype" in value):
-        return copy(value)
-    values = np.frombuffer(base64.b64decode(value["data"]), value["dtype"])
-    return values.reshape(value["shape"]).copy()
+def _unpacked(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
+    """Restore an array from the result of `_packed`."""
+    return np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"]).copy()
 
 
-WEIGHTED = frozenset(
-    [
-        "Linear",
-        "Bilinear",
-        "Conv1d",
-        "Conv2d",
-        "Conv3d",
-        "ConvTranspose1d",
-        "ConvTranspose2d",
-        "ConvTranspose3d",
-        "RNN",
-        "LSTM",
-        "GRU",
-        "RNNCell",
-        "LSTMCell",
-        "GRUCell",
-        "MultiheadAttention",
-        "Conv1D",
-    ]
-)
+WEIGHTED = frozenset([
+    "Linear", "Bilinear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d",
+    "RNN", "LSTM", "GRU", "RNNCell", "LSTMCell", "GRUCell", "MultiheadAttention", "Conv1D",
+])  # fmt: skip
 """Classes of layers with weight matrices."""

@@ -129,7 +129,7 @@ class Chosen:
         if self.index is None:
             return values
         merged = np.full((*values.shape[:-1], len(self.locations)), np.nan)
-        merge.at(merged, (..., self.index), values)
+        merge.at(merged, (..., self.index), values)  # type: ignore[arg-type]  # NumPy's types have no tuples
         return merged
 
 

@@ -291,7 +291,7 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
         return CustomRule
     if "watch" in value:
         return WatchRule
-    name = _choice(value, "rule", sorted(RULES), where, "or {watch: HOOK, ...}, or {_target_: package.Class}")
+    name = _choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")
     fields: type[BaseModel] = RULES[name].fields
     return fields
 

@@ -209,35 +209,11 @@ def _problem_of(rule: Any) -> str | None:
 RULES: Registry[Any] = Registry("rules", "rule", folder="instrument.rules", check=_problem_of)
 """The classes of rules by name. `fields` of a class is the model of its entry in the configuration."""
 
-RESERVED = frozenset(
-    [
-        "budget",
-        "compiled",
-        "control",
-        "coverage",
-        "data",
-        "device_statistics",
-        "dropped",
-        "error",
-        "fallback",
-        "fast_path",
-        "flight_recorder",
-        "graph_break",
-        "hidden_module",
-        "hook_order",
-        "init_from",
-        "interrupted",
-        "no_end_step",
-        "optimizer",
-        "output",
-        "ranks",
-        "recording",
-        "remote",
-        "replaced",
-        "resumed",
-        "tracking",
-    ]
-)
+RESERVED = frozenset([
+    "budget", "compiled", "control", "coverage", "data", "device_statistics", "dropped", "error", "fallback",
+    "fast_path", "flight_recorder", "graph_break", "hidden_module", "hook_order", "init_from", "interrupted",
+    "no_end_step", "optimizer", "output", "ranks", "recording", "remote", "replaced", "resumed", "tracking",
+])  # fmt: skip
 """Names of other events, which no rule can have."""
 
 

@@ -36,7 +36,8 @@ def experiment_schema() -> dict[str, Any]:
         "hooks": reduce(or_, sorted(actions, key=lambda spec: spec.__name__)),
         "rules": reduce(or_, models),
     }
-    fields: Any = {name: (dict[str, union], RunConfig.model_fields[name]) for name, union in unions.items()}
+    mapping: Any = dict
+    fields: Any = {name: (mapping[str, union], RunConfig.model_fields[name]) for name, union in unions.items()}
     config = create_model("RunConfig", __base__=RunConfig, **fields)
     schema: dict[str, Any] = config.model_json_schema(by_alias=True)
     schema["title"] = "Experiment of instrument"

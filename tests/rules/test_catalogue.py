@@ -170,9 +170,11 @@ def test_registered_rule_is_parsed_fires_and_is_no_default(monkeypatch: pytest.M
     (event,) = fired({"rule": "low_loss", "below": 0.2}, losses(1.0, 0.3, 0.1))
     assert (event.step, event.message) == (2, "low loss: at step 2: 0.1")
     assert "low_loss" not in default_rules()
-    with pytest.raises(ConfigError, match=r"(?s)unknown rule.*low_loss.*stalled") as failed:
+    with pytest.raises(ConfigError, match="unknown rule") as failed:
         parse_rules({"r": {"rule": "low_los"}})
-    assert failed.value.problems[0].similar[0] == "low_loss"
+    (problem,) = failed.value.problems
+    assert {*problem.allowed} >= {*CASES, "low_loss"}
+    assert problem.similar[0] == "low_loss"
     with pytest.raises(ConfigError, match=r"rule 'mine' is no subclass of CatalogueRule with 'fields'"):
         RULES.register("mine")(int)
 
