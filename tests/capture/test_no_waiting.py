@@ -78,6 +78,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 FUNCTION_KINDS = ("function", "function_grad")
 CHANGES: dict[str, dict[str, Any]] = {
     "record": {"action": "record", "stats": "all", "quantiles": True, "histogram": True},
+    "spectrum": {"action": "record", "stats": "none", "spectrum": 2},
     "print": {"action": "print", "stats": "all"},
     "clip_values": {"action": "clip", "min": -0.5, "max": 0.5},
     "clip_norm": {"action": "clip", "norm": 0.1},
@@ -114,12 +115,18 @@ def spec_of(change: str, kind: str) -> dict[str, Any]:
 
 
 def tables_of(change: str) -> tuple[str, ...]:
-    return {"record": ("stats", "distributions"), "heads": ("stats",), "print": (), "record_when": ("stats",)}.get(
-        change, ("effects",)
-    )
+    return {
+        "record": ("stats", "distributions"),
+        "spectrum": ("spectra",),
+        "heads": ("stats",),
+        "print": (),
+        "record_when": ("stats",),
+    }.get(change, ("effects",))
 
 
 def possible(change: str, kind: str) -> bool:
+    if change == "spectrum":
+        return kind == "parameter_grad"
     if change == "reverse":
         return kind.startswith("forward") or kind == "function"
     return not (
