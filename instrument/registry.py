@@ -6,7 +6,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from pkgutil import iter_modules
+from pkgutil import iter_modules, resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from .errors import ConfigError, Problem, similar_names, user_code_location
@@ -26,14 +27,22 @@ class Registry(Mapping[str, T]):
         group: The group of entry points is `instrument.<group>`.
         what: One entry in words, for messages: `action`.
         folder: A package whose modules register entries. They are imported at first use. Default: none.
+        builtin: Further built-in entries, as `package.module:object`. Each is imported at its first use.
         check: Returns what is wrong with an entry, or None. Default: no check.
     """
 
     def __init__(
-        self, group: str, what: str, folder: str | None = None, check: Callable[[T], str | None] | None = None
+        self,
+        group: str,
+        what: str,
+        *,
+        folder: str | None = None,
+        builtin: Mapping[str, str] = MappingProxyType({}),
+        check: Callable[[T], str | None] | None = None,
     ) -> None:
         self.group, self.what = f"instrument.{group}", what
-        self.places: dict[str, str] = {}
+        self.builtin = builtin
+        self.places: dict[str, str] = {**builtin}
         self._entries: dict[str, T] = {}
         self._folder, self._check = folder, check
 
@@ -70,17 +79,19 @@ class Registry(Mapping[str, T]):
 
     def __getitem__(self, name: str) -> T:
         self._import_folder()
-        if name not in self._entries:
+        if name not in self._entries and name in self.builtin:
+            self._entries[name] = resolve_name(self.builtin[name])
+        elif name not in self._entries:
             self._load(self._installed[name])
         return self._entries[name]
 
     def __contains__(self, name: object) -> bool:
         self._import_folder()
-        return name in self._entries or name in self._installed
+        return name in self._entries or name in self.builtin or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
         self._import_folder()
-        return iter(dict.fromkeys([*self._entries, *self._installed]))
+        return iter(dict.fromkeys([*self.builtin, *self._entries, *self._installed]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

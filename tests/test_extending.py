@@ -1,181 +1,227 @@
-"""A statistic, action, kind, sink, task, dataset and chart are added to a copy of the package, as CONTRIBUTING describes."""
+"""A package adds an extension of each kind with one file and one entry point each, as CONTRIBUTING describes."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+# By entry point: its group, and the only file that it needs.
+EXTENSIONS: dict[str, tuple[str, str]] = {
+    "negate": (
+        "actions",
+        """
+from typing import Literal
+from instrument.spec.base import InterventionSpec
 
-# By file, the text that is replaced and the new text; an empty text to replace means a new file.
-ADDITIONS: dict[str, tuple[tuple[str, str], ...]] = {
-    # A statistic
-    "instrument/spec/statistics.py": (
-        (
-            '    Statistic("inf_count", "number of +inf and -inf", "count", "int64", merged="max"),\n',
-            '    Statistic("inf_count", "number of +inf and -inf", "count", "int64", merged="max"),\n'
-            '    Statistic("value_range", "max(x) - min(x)", "value", "float64", default=False),\n',
-        ),
+class negate(InterventionSpec):
+    action: Literal["negate"]
+
+    def change(self, tensor, context):
+        return -tensor
+""",
     ),
-    "instrument/stats/formulas.py": (
-        (
-            '    "inf_count": lambda s: s.inf_count,\n',
-            '    "inf_count": lambda s: s.inf_count,\n    "value_range": lambda s: s.high - s.low,\n',
-        ),
+    "double": (
+        "functions",
+        """
+from typing import Literal
+from instrument.spec.modify import ModifySpec
+
+class double(ModifySpec):
+    fn: Literal["double"]
+
+    def change(self, tensor, context):
+        return tensor * 2
+""",
     ),
-    # An action
-    "instrument/spec/clip_and_scale.py": (
-        (
-            "class ScaleSpec(InterventionSpec):",
-            'class NegateSpec(InterventionSpec):\n    """Change the sign."""\n\n    action: Literal["negate"]\n\n\n'
-            "class ScaleSpec(InterventionSpec):",
-        ),
+    "result": (
+        "kinds",
+        """
+from instrument.spec.kinds import Kind
+
+class Hooks:
+    def __init__(self, module, attached_hooks, clock):
+        self.module, self.attached_hooks = module, attached_hooks
+
+    def attach(self):
+        self.handle = self.module.register_forward_hook(self.after)
+
+    def refresh(self):
+        pass
+
+    def detach(self):
+        self.handle.remove()
+
+    def after(self, module, args, output):
+        for attached in self.attached_hooks:
+            if not attached.is_scheduled:
+                attached.count_unscheduled()
+            elif attached.count_and_check_readable(output):
+                output = attached.fire(output, "")
+        return output
+
+result = Kind("result", "module", "micro_step", ("output",), ("output",), False, "the output", hooks="extra.result:Hooks")
+""",
     ),
-    "instrument/spec/hooks.py": (
-        ("import ClipSpec, ScaleSpec", "import ClipSpec, NegateSpec, ScaleSpec"),
-        ("    | ScaleSpec\n", "    | ScaleSpec\n    | NegateSpec\n"),
-        ('    "scale": ScaleSpec,\n', '    "scale": ScaleSpec,\n    "negate": NegateSpec,\n'),
+    "absolute": (
+        "tasks",
+        """
+from instrument import Outcome
+
+class absolute:
+    def __call__(self, model, batch):
+        inputs, targets = batch
+        return Outcome((model(inputs).sum(1) - targets).abs().mean(), len(inputs))
+""",
     ),
-    "instrument/actions/make_action.py": (
-        ("import ClipSpec, ScaleSpec", "import ClipSpec, NegateSpec, ScaleSpec"),
-        ("from .modify import Modify\n", "from .modify import Modify\nfrom .negate import Negate\n"),
-        (
-            "        case ScaleSpec():\n",
-            "        case NegateSpec():\n            return Intervention(Negate(), rows)\n        case ScaleSpec():\n",
-        ),
+    "steps_file": (
+        "trackers",
+        """
+class steps_file:
+    shows_images = False
+
+    def __init__(self, run, folder):
+        self.file = folder / "steps.txt"
+
+    def log(self, step, summary):
+        with self.file.open("a") as file:
+            file.write(f"{step} {len(summary.scalars)}\\n")
+
+    def close(self, outcome):
+        with self.file.open("a") as file:
+            file.write(outcome)
+""",
     ),
-    "instrument/actions/negate.py": (
-        (
-            "",
-            "class Negate:\n    entrywise = True\n\n    def prepare(self, tensors):\n        pass\n\n"
-            "    def __call__(self, tensor, context):\n        return -tensor, -1.0\n",
-        ),
+    "loss_plot": (
+        "plots",
+        """
+from instrument.plot.figure import Picture
+
+def loss_plot(run):
+    figure = Picture(figsize=(4, 3))
+    figure.add_subplot().plot(run.metrics.step, run.metrics.loss)
+    return figure
+""",
     ),
-    # A kind of a family that exists
-    "instrument/spec/kinds.py": (
-        (
-            "_ALL = (\n",
-            '_ALL = (\n    Kind("output", "module", "micro_step", ("output",), ("output",), False, "the output"),\n',
-        ),
-    ),
-    "instrument/kinds/module_tensors.py": (
-        ('if kind == "forward" and role == "output"', 'if kind in ("forward", "output") and role == "output"'),
-    ),
-    # A task and a dataset
-    "instrument/tasks/absolute.py": (
-        (
-            "",
-            "from .base import Outcome\n\n\nclass AbsoluteError:\n    def __call__(self, model, batch):\n"
-            "        inputs, targets = batch\n        return Outcome((model(inputs) - targets).abs().mean(), len(inputs))\n",
-        ),
-    ),
-    "conf/task/absolute.yaml": (("", "_target_: instrument.tasks.absolute.AbsoluteError\n"),),
-    "instrument/training/lines.py": (
-        (
-            "",
-            "import torch\n\n\ndef lines(split, samples=64):\n    x = torch.linspace(-1, 1, samples)[:, None]\n"
-            "    return torch.utils.data.TensorDataset(x, 2 * x)\n",
-        ),
-    ),
-    "conf/data/lines.yaml": (
-        (
-            "",
-            "dataset: {_target_: instrument.training.lines.lines}\nslice: {split: train}\neval_slice: {split: test}\n",
-        ),
-    ),
-    # A chart
-    "instrument/plot/loss_chart.py": (
-        (
-            "",
-            "from .figure import Picture\n\n\ndef loss_chart(run):\n    figure = Picture(figsize=(4, 3))\n"
-            "    figure.add_subplot().plot(run.metrics.step, run.metrics.loss)\n    return figure\n",
-        ),
-    ),
-    "instrument/plot/__init__.py": (
-        ("from .heatmap import heatmap\n", "from .heatmap import heatmap\nfrom .loss_chart import loss_chart\n"),
+    "loss_by_step": (
+        "panels",
+        """
+def loss_by_step(run):
+    return f"<p>{len(run.metrics)} losses</p>"
+""",
     ),
 }
-
 USE = """
-import sys
-import torch
+from pathlib import Path
 import instrument
 from instrument.__main__ import main
-from instrument.spec.tables import TABLES
-from instrument.plan.hook_plan import make_plan
-from instrument.spec.spec_file import read_specs
-
-# The task, the dataset, the statistic, the action and the kind, from the command line
 assert not main()
 run = instrument.load("out")
 stats = run.stats
-assert (stats.value_range == stats["max"] - stats["min"]).all() and (stats.value_range > 0).any()
-assert set(stats.kind) == {"forward", "output"}
-assert (stats[stats.kind == "forward"].value_range.values == stats[stats.kind == "output"].value_range.values).all()
-assert set(run.effects.hook) == {"negative"} and (run.effects.factor == -1).all()
-assert run.metrics.loss.notna().all()
-instrument.plot.loss_chart(run).savefig("chart.png")
-
-# A sink is an argument
-class Counts:
-    def __init__(self):
-        self.rows, self.closed = {}, False
-    def write(self, table, rows):
-        self.rows[table] = self.rows.get(table, 0) + len(rows)
-    def keep(self, key, source_shape, tensor, dtype=None):
-        self.rows["tensors"] = self.rows.get("tensors", 0) + 1
-        return tensor.nbytes
-    def end_step(self):
-        pass
-    def close(self):
-        self.closed = True
-
-model, sink = torch.nn.Linear(2, 2), Counts()
-specs = read_specs({"seen": {"layers": ".", "kind": "forward", "action": "record", "tensors": True}})
-with instrument.Probe(make_plan(specs, model), sink) as probe:
-    model(torch.ones(3, 2))
-    probe.end_step()
-assert sink.rows["stats"] == sink.rows["tensors"] == 1 and sink.rows["coverage"] == 1 and sink.closed
+at = lambda hook: stats[stats.hook == hook]["max"].values
+assert set(stats.kind) == {"forward", "result"}
+assert (at("first") > 0).all() and (at("second") == -stats[stats.hook == "first"]["min"].values).all()  # negated
+assert (at("third") == 2 * at("second")).all()  # doubled
+assert set(run.effects.hook) == {"negative", "twice"} and (run.effects.changed_fraction > 0).all()
+assert (run.coverage.fired == run.coverage.expected).all()
+assert Path("out/steps.txt").read_text().startswith("0 ") and Path("out/steps.txt").read_text().endswith("done")
+instrument.plot.loss_plot(run).savefig("plot.png")
+assert Path("plot.png").stat().st_size > 1000
+html = Path("out/report.html").read_text()
+assert '<section id="panel-loss_by_step"><h2>Loss by step</h2>' in html and "<p>4 losses</p>" in html
 """
 ARGUMENTS = (
-    *("model=mlp", "model.sizes=[1,8,1]", "task=absolute", "data=lines", "train.steps=3", "hydra.run.dir=out"),
-    "+hooks.seen={layers: layers.0, kind: forward, action: record, stats: [value_range, min, max]}",
-    "+hooks.also={layers: layers.0, kind: output, action: record, stats: [value_range, min, max]}",
-    "+hooks.negative={layers: layers.1, kind: forward, action: negate}",
+    *("model=mlp", "model.sizes=[64,8,8,1]", "data=digits", "task=absolute", "train.steps=3", "hydra.run.dir=out"),
+    *("report=true", "sink.steps_file=true"),
+    "+hooks.first={layers: layers.0, kind: forward, action: record}",
+    "+hooks.negative={layers: layers.0, kind: result, action: negate}",
+    "+hooks.second={layers: layers.0, kind: result, action: record}",
+    "+hooks.twice={layers: layers.0, kind: result, action: modify, fn: double}",
+    "+hooks.third={layers: layers.0, kind: result, action: record}",
 )
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """Folder of a copy of the package with all additions."""
-    for name in ("instrument", "conf"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, replacements in ADDITIONS.items():
-        file = tmp_path / name
-        text = file.read_text() if file.exists() else ""
-        for old, new in replacements:
-            assert old in text, f"{name} does not contain {old!r}"
-            text = text.replace(old, new, 1)
-        file.write_text(text)
+def package(tmp_path: Path) -> Path:
+    """The folder of an installed package with one file for each extension."""
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "extra" / "__init__.py").touch()
+    info = tmp_path / "extra-3.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: extra\nVersion: 3.1\n")
+    points = []
+    for name, (group, text) in EXTENSIONS.items():
+        (tmp_path / "extra" / f"{name}.py").write_text(text)
+        points.append(f"[instrument.{group}]\n{name} = extra.{name}:{name}\n")
+    (info / "entry_points.txt").write_text("".join(points))
     return tmp_path
 
 
-@pytest.mark.slow
-def test_statistic_action_kind_sink_task_dataset_and_chart_can_be_added(copy: Path) -> None:
-    place = copy / "elsewhere"
-    place.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", USE, *ARGUMENTS],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+def run(package: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a folder next to the package."""
+    folder = package / "elsewhere"
+    folder.mkdir()
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert (place / "chart.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_package_adds_each_kind_of_extension_with_one_file(package: Path) -> None:
+    files = [file for file in (package / "extra").iterdir() if file.name != "__init__.py"]
+    assert len(files) == len({group for group, _ in EXTENSIONS.values()}) == 7
+    done = run(package, USE, *ARGUMENTS)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+UNKNOWN = """
+import instrument
+from instrument.errors import ConfigError
+from instrument.spec.parse import parse_config
+base = {"layers": "*", "kind": "forward"}
+hooks = {
+    "a": {**base, "action": "negat"},
+    "b": {**base, "action": "modify", "fn": "duble"},
+    "c": {**base, "kind": "resul", "action": "record"},
+}
+try:
+    parse_config({"hooks": hooks, "model": "x"})
+except ConfigError as error:
+    print(error)
+try:
+    instrument.plot.los_plot
+except AttributeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_unknown_names_list_installed_extensions(package: Path) -> None:
+    printed = run(package, UNKNOWN).stdout
+    for name in ("negate", "double", "result", "loss_plot"):
+        assert f"similar  {name}" in printed, printed
+
+
+@pytest.mark.slow
+def test_unknown_task_and_tracker_list_installed_ones(package: Path) -> None:
+    code = "from instrument.__main__ import main; raise SystemExit(main())"
+    done = run(package, code, "model=mlp", "data=digits", "task=absolut")
+    assert done.returncode == 2
+    assert "similar  absolute" in done.stderr
+
+
+@pytest.mark.slow
+def test_broken_extension_names_package_and_entry_point(package: Path) -> None:
+    (package / "extra" / "absolute.py").write_text("import no_such_module")
+    code = "from instrument.__main__ import main; raise SystemExit(main())"
+    done = run(package, code, "model=mlp", "data=digits", "task=absolute")
+    assert done.returncode == 2, done.stderr
+    assert "entry point absolute = extra.absolute:absolute (group instrument.tasks, package extra 3.1)" in done.stderr

@@ -44,7 +44,6 @@ MOST_NAMES = 4
 _IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
 _Row = dict[str, Any]
 
-_GRADIENTS = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
 _RECTIFIERS = ["ReLU", "ReLU6", "Threshold"]  # zeros in their output are inactive units
 
 
@@ -291,7 +290,8 @@ def _largest(run: RunTables) -> dict[str, _Row]:
     best: dict[str, _Row] = {}
     columns = ("l2", "dead_fraction", "zero_fraction", "saturated_fraction")
     output = (ds.field("kind") == "forward") & (ds.field("role") == "output")
-    gradient = ds.field("kind").isin(_GRADIENTS) | (ds.field("role") == "param_grad")
+    kinds = [kind.name for kind in KINDS.values() if kind.gradient and kind.family != "optimizer"]
+    gradient = ds.field("kind").isin(kinds) | (ds.field("role") == "param_grad")
     for batch in _finite(run, [*_IDENTITY, "module_type", *columns], gradient | output):
         is_output = pc.and_(pc.equal(batch["kind"], "forward"), pc.equal(batch["role"], "output"))
         of_relu = pc.and_(is_output, pc.is_in(batch["module_type"].cast(pa.string()), pa.array(_RECTIFIERS)))

@@ -16,6 +16,7 @@ from yaml import MarkedYAMLError
 
 from ..errors import Problem, similar_names
 from ..pip_extras import pip_command
+from ..spec.config import TASKS
 from ..spec.known_keys import fields_below
 from ..sweeps.objective import OBJECTIVE_KEY
 
@@ -52,6 +53,7 @@ def composition_problem(error: Exception, overrides: Sequence[str], folders: Seq
         return Problem(missing[1], "requires a package that is not installed", fix=pip_command(extra))
     if missing:
         options = getattr(error, "options", None) or _options(missing[1], folders)
+        options = [*options, *(TASKS if missing[1] == "task" else ())]
         return _option_problem(missing[1], missing[2], options)
     if isinstance(error.__cause__, OmegaConfBaseException):
         return _key_problem(error, error.__cause__)

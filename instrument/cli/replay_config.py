@@ -215,7 +215,7 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     ConfigStore.instance().store(CONFIG_NAME, node, provider="instrument.replay")
 
 
-_PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custom", *TRACKERS}
+_PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custom", *TRACKERS.builtin}
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:

@@ -22,7 +22,6 @@ LOCATION = ("phase", "hook", "kind", "role", "layer", "path")
 """The columns that identify what a hook recorded in one run."""
 MOMENT = ("step", "micro_step", "rank", "call", "backward", "recompute", "scope")
 BATCH_ROWS, BATCH_BYTES = 32_768, 2**24  # a larger batch is not combined with the next one
-_AT_OPTIMIZER = frozenset(name for name, kind in KINDS.items() if kind.frequency == "step")
 T = TypeVar("T", int, str)
 _ONE_PER_RANK = ("local", "shard")  # scopes of rows that describe a part of the batch or of the tensor
 
@@ -196,9 +195,10 @@ def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     found = rows.merge(known, on=list(LOCATION), how="inner").drop(columns=["hook", "layer", "path", "phase"])
     is_part = found["scope"].isin(_ONE_PER_RANK)
     found = found[is_part | (found["rank"] == 0)]  # each rank has the same averaged value
+    at_optimizer = [name for name, kind in KINDS.items() if kind.frequency == "step"]
     return found.assign(
         scope=found["scope"].where(is_part, "global"),
-        micro_step=found["micro_step"].mask(found["kind"].isin(_AT_OPTIMIZER), 0),
+        micro_step=found["micro_step"].mask(found["kind"].isin(at_optimizer), 0),
     ).drop(columns=["kind", "role"])
 
 

@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, Problem
+from ..spec.config import TASKS
 from ..spec.known_keys import fields_below
 from .name_clashes import SECTIONS, check_names
 
@@ -67,6 +68,11 @@ class ParsedFiles(ConfigRepository):
         The content of the result is shared by all compositions, and must be copied before it is modified.
         """
         source = self._find_object_source(config_path, ObjectType.CONFIG)
+        group, _, name = config_path.partition("/")
+        if source is None and group == "task" and name in TASKS:
+            task = TASKS[name]
+            target = OmegaConf.create({"_target_": f"{task.__module__}.{task.__qualname__}"})
+            return ConfigResult("instrument.tasks", config_path, target, {"package": None}, [])
         if source is None or source.scheme() not in ("file", "pkg", "structured"):
             return super().load_config(config_path)
         key: tuple[object, ...] = (source.provider, source.full_path(), config_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from pkgutil import resolve_name
 
 from torch import nn
 from torch.optim import Optimizer
@@ -73,8 +74,8 @@ def group_sites(
             yield FunctionHooks(module, sites, clock, calls[module], threads, suspend=suspend)
         elif group_type is ModuleBackwardHooks:
             yield ModuleBackwardHooks(module, sites, clock, calls[module], prepend=prepend)
-        elif group_type is StateDictHooks:
-            yield StateDictHooks(module, sites, clock)
+        elif group_type is StateDictHooks or sites[0].site.spec.definition.hooks is not None:
+            yield group_type(module, sites, clock)  # type: ignore[call-arg]  # the constructor is no part of the protocol
         elif group_type is GradientHooks:
             yield GradientHooks(sites, clock)
         elif group_type is LossHooks:
@@ -126,6 +127,8 @@ def _location(attached: AttachedHook) -> tuple[type[HookGroup], int, bool, bool]
     """Return the type of the hook group for a site, and the properties that its sites have in common."""
     spec, site = attached.site.spec, attached.site
     module = id(site.layer.module)
+    if spec.definition.hooks is not None:
+        return resolve_name(spec.definition.hooks), module, False, False
     match spec.definition.family:
         case "module" if spec.definition.of_functions:
             return FunctionHooks, module, False, False

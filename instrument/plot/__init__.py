@@ -9,6 +9,10 @@ The functions do not use or change the state of pyplot. matplotlib is part of th
 the first figure is drawn.
 """
 
+from typing import Any
+
+from ..errors import ConfigError
+from ..registry import Registry
 from .attention import attention
 from .class_activation_map import class_activation_map
 from .compare import compare
@@ -36,3 +40,17 @@ __all__ = [
     "patching",
     "replay",
 ]
+
+PLOTS: Registry[Any] = Registry("plots", "plot")
+for _plot in __all__:
+    PLOTS.register(_plot)(globals()[_plot])
+
+
+def __getattr__(name: str) -> Any:
+    """Return a plot of an installed package."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    try:
+        return PLOTS.find(name, __name__)
+    except ConfigError as error:
+        raise AttributeError(str(error)) from error

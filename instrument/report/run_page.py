@@ -20,6 +20,7 @@ from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
 from ..spec.schedule import STEP_PHASES
 from .charts import charts, rule_names
+from .panels import panels
 
 MOST_EVENTS = 200
 MOST_PLACES = 6  # maximum number of locations listed for a hook that did not fire
@@ -88,7 +89,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         *(run.path, run.info, steps, run.layers, run.events, len(run.events)),
         *(run.coverage, observed, run.problems),
     )
-    return values(tables, numbers), numbers
+    return {**values(tables, numbers), "panels": [*panels(run)]}, numbers
 
 
 def add_settings(numbers: Mapping[str, Any], info: Mapping[str, Any]) -> None:
@@ -121,6 +122,7 @@ def values(tables: PageTables, numbers: Mapping[str, Any]) -> dict[str, Any]:
         "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
         "parts": list(PARTS.items()),
+        "panels": [],
         "alerts": _alerts(tables),
     }
 

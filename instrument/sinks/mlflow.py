@@ -66,9 +66,6 @@ class Mlflow:
         self.client.set_terminated(self.id, STATUS[outcome])
 
 
-begin = Mlflow
-
-
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Flatten a configuration into names such as `train.batch_size` and texts.
 

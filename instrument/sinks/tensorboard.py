@@ -48,9 +48,6 @@ class TensorBoard:
         self.writer.close()
 
 
-begin = TensorBoard
-
-
 def _image(picture: Image) -> Summary.Image:
     png = BytesIO()
     # 13 times as fast as TensorBoard's own encoding of the RGB image.

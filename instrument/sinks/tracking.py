@@ -18,6 +18,7 @@ import numpy as np
 from ..capture.sink_interface import Row
 from ..errors import ConfigError, Problem, SinkError
 from ..pip_extras import pip_command
+from ..spec.config import TRACKERS
 from .step_summary import StepSummary, SummaryCollector
 from .tags import SCALAR_TABLES
 
@@ -135,10 +136,10 @@ class TrackingSink:
 
 
 def require(packages: Mapping[str, str]) -> None:
-    """Check that optional packages can be imported.
+    """Check that trackers can be imported.
 
     Args:
-        packages: By package, the config key that requires it.
+        packages: By name of the tracker, the config key that requires it.
 
     Raises:
         ConfigError: A package is missing.
@@ -147,7 +148,7 @@ def require(packages: Mapping[str, str]) -> None:
     for name, where in packages.items():
         try:
             with _same_random_numbers():
-                import_module(name)
+                import_module(name) if name in TRACKERS.builtin else TRACKERS[name]
         except ImportError as error:
             message = f"the package {name} cannot be imported: {error}"
             missing.append(Problem(where, message, fix=pip_command(name)))
@@ -171,10 +172,11 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
         ConfigError: The package is missing, or the service is not available.
     """
     require({name: where})
-    module = import_module(f".{name}", __package__)
     try:
         with _same_random_numbers():
-            return TrackingSink(module.begin(run, tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")), name)
+            return TrackingSink(
+                TRACKERS[name](run, tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")), name
+            )
     except Exception as error:
         message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
         raise ConfigError(Problem(where, message, fix="check the environment variables in docs/export.md")) from error

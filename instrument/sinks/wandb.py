@@ -51,9 +51,6 @@ class WeightsAndBiases:
         self.run.finish(exit_code=0 if outcome == "done" else 1)
 
 
-begin = WeightsAndBiases
-
-
 def _few_bins(histogram: Histogram) -> tuple[Any, Any]:
     """Return counts and edges, with adjacent bins combined if there are more than W&B allows."""
     edges, counts = histogram.bins()

@@ -13,13 +13,20 @@ from ..registry import Registry
 from .condition import Condition, When
 from .field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
 from .kinds import KINDS, Kind
+from .messages import UnknownNameError
 from .schedule import Phase, Schedule
 from .statistics import STATISTICS
 
-if TYPE_CHECKING:
-    KindName = str
-else:
-    KindName = Literal[tuple(KINDS)]
+
+def _known_kind(name: str) -> str:
+    if name not in KINDS:
+        raise UnknownNameError("kind", name, tuple(KINDS))
+    return name
+
+
+KindName = Annotated[
+    str, AfterValidator(_known_kind), Field(json_schema_extra=lambda schema: schema.update(enum=[*KINDS]))
+]
 
 
 def parse_slice(text: str) -> tuple[slice | int, ...]:

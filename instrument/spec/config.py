@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     SkipValidation,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 
+from ..registry import Registry
 from .apply import ApplySpec
 from .base import parse_slice
 from .budget import BudgetConfig
@@ -231,8 +234,19 @@ class InitFromConfig(Spec):
     strict: bool = Field(True, description="Raise an error for missing and unexpected names in the state dict.")
 
 
-# Further destinations of rows, in addition to Parquet.
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS: Registry[Any] = Registry(
+    "trackers",
+    "tracker",
+    builtin={
+        "tensorboard": "instrument.sinks.tensorboard:TensorBoard",
+        "wandb": "instrument.sinks.wandb:WeightsAndBiases",
+        "mlflow": "instrument.sinks.mlflow:Mlflow",
+    },
+)
+"""Further destinations of rows, in addition to Parquet: classes with the methods of `instrument.sinks.tracking.Tracker`."""
+
+TASKS: Registry[Any] = Registry("tasks", "task")
+"""The tasks of installed packages: options of the group `task` without a file in `conf`."""
 
 
 def _custom_sink_schema(schema: dict[str, Any]) -> None:
@@ -280,14 +294,21 @@ class SinkConfig(Spec):
         "arguments.",
     )
 
-    @model_validator(mode="before")
+    _installed: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _collect_arguments(cls, value: Any) -> Any:
-        """Move the arguments of a custom sink into its target."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("_target_"), str):
-            return value
-        arguments = {key: item for key, item in value.items() if key not in cls.model_fields}
-        return {**{key: item for key, item in value.items() if key not in arguments}, "_target_": arguments}
+    def _collect_others(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        """Move the arguments of a custom sink into its target. Without one, other keys can name installed trackers."""
+        if not isinstance(value, Mapping):
+            return validate(value)
+        others = {key: item for key, item in value.items() if key not in cls.model_fields}
+        if isinstance(value.get("_target_"), str):
+            return validate({**{key: item for key, item in value.items() if key not in others}, "_target_": others})
+        installed = {key: item for key, item in others.items() if isinstance(item, bool) and key in TRACKERS}
+        config = validate({key: item for key, item in value.items() if key not in installed})
+        config._installed = tuple(name for name, is_on in installed.items() if is_on)
+        return config
 
     @model_validator(mode="after")
     def _validate_remote(self) -> SinkConfig:
@@ -298,7 +319,7 @@ class SinkConfig(Spec):
     @property
     def trackers(self) -> tuple[str, ...]:
         """The requested trackers."""
-        return tuple(name for name in TRACKERS if getattr(self, name))
+        return (*(name for name in TRACKERS.builtin if getattr(self, name)), *self._installed)
 
 
 class RunConfig(Spec):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..registry import Registry
+
 Family = Literal["module", "parameter", "optimizer", "state_dict", "loss"]
 Frequency = Literal["micro_step", "step", "occasion"]
 
@@ -23,6 +25,8 @@ class Kind:
         gradient: Whether it requires a backward pass.
         meaning: What an intervention changes, for the documentation.
         of_functions: Whether it sees the torch functions that a module calls, and not the module itself.
+        hooks: For a kind of an installed package: the class with the hooks of a module, `package.module:Class`. It is called
+            with the module, the attached hooks and the clock, and has the methods of `HookGroup`.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Kind:
     gradient: bool
     meaning: str
     of_functions: bool = False
+    hooks: str | None = None
 
     @property
     def repeats(self) -> bool:
@@ -166,4 +171,6 @@ _ALL = (
     Kind("loss", "loss", "micro_step", ("loss",), ("loss",), False, "the loss, before the backward pass"),
 )
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
+KINDS: Registry[Kind] = Registry("kinds", "kind")
+for _kind in _ALL:
+    KINDS.register(_kind.name)(_kind)

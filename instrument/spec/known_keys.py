@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from . import apply
 from .base import ACTIONS, HookBase
-from .config import RunConfig
+from .config import TRACKERS, RunConfig
 from .field_types import Target
 from .modify import FUNCTIONS, FunctionSpec
 from .rules import RULES, CustomRule, WatchRule
@@ -37,7 +37,8 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
         return fields_of_specs(path[0])
     in_spec = len(path) > 2 and path[0] == "hooks"
     model = model_at(HookBase, path[2:]) if in_spec else model_at(RunConfig, path)
-    return () if model is None or issubclass(model, Target) else tuple(fields_of(model))
+    installed = TRACKERS if [*path] == ["sink"] else ()
+    return () if model is None or issubclass(model, Target) else tuple(dict.fromkeys([*fields_of(model), *installed]))
 
 
 @cache

@@ -252,7 +252,7 @@ class _Training:
             self.state = Checkpoints(source.folder).load(own_rank(), source.begin)
         self.sink = ParquetSink(
             folder,
-            **config.sink.model_dump(exclude={*TRACKERS, "remote", "keep_local", "custom"}),
+            **config.sink.model_dump(exclude={*TRACKERS.builtin, "remote", "keep_local", "custom"}),
             report=terminal.show_recording_stopped,
             parts=self.parts,
         )
