@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -296,7 +296,7 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     return fields
 
 
-def _choice(value: Mapping[str, Any], key: str, options: Mapping[str, Any], where: str, hint: str = "") -> str:
+def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where: str, hint: str = "") -> str:
     if value.get(key) is None:
         raise ConfigError(
             Problem(
