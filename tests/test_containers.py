@@ -11,8 +11,8 @@ from typing import Any
 import attr
 import pytest
 import torch
+from geometric import Batch, Data
 from torch import Tensor
-from torch_geometric.data import Batch, Data
 
 from instrument.containers import copied_containers, write_back
 from instrument.nested import iter_tensors, map_tensors, number_of_samples, structure, to_device

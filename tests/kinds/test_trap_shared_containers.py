@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from geometric import Data
 from torch import Tensor, nn
-from torch_geometric.data import Data
 
 import instrument
 from instrument.plan.shape_inference import infer_shapes

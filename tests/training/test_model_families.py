@@ -90,7 +90,7 @@ def items(split: str, kind: str) -> Items:
             case "segments":
                 return pixels(3, 32, 32), torch.randint(3, (32, 32), generator=generator)
             case "geometric":
-                from torch_geometric.data import Data
+                from geometric import Data
 
                 nodes = 3 + index % 3
                 edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
