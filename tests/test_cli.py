@@ -30,6 +30,7 @@ TABLES = (
     "events",
     "generated",
     "samples",
+    "spectra",
 )
 MAIN = 'if __name__ == "__main__":'
 TIMES = ["seconds", "samples_per_second"]

@@ -13,6 +13,7 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
+    SerializeAsAny,
     SkipValidation,
     WithJsonSchema,
     field_validator,
@@ -374,7 +375,9 @@ class RunConfig(Spec):
     apply: SkipValidation[dict[str, ApplySpec]] = Field(
         default_factory=dict, description="Changes to modules, made once before step 0."
     )
-    hooks: SkipValidation[dict[str, HookSpec]] = Field(default_factory=dict, description="The hooks, by name.")
+    hooks: SkipValidation[dict[str, SerializeAsAny[HookSpec]]] = Field(
+        default_factory=dict, description="The hooks, by name."
+    )
     rules: SkipValidation[dict[str, RuleBase]] = Field(
         default_factory=dict,
         description="The rules, by name: conditions on the recorded rows, and what happens when one of them holds.",

@@ -307,7 +307,7 @@ def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where:
             )
         )
     given = number_to_text(value[key])
-    if given not in options:
+    if not isinstance(given, str) or given not in options:
         raise ConfigError(
             Problem(
                 f"{where}.{key}",
