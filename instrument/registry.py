@@ -26,7 +26,8 @@ class Registry(Mapping[str, T]):
     Args:
         group: The group of entry points is `instrument.<group>`.
         what: One entry in words, for messages: `action`.
-        folder: A package whose modules register entries. They are imported at first use. Default: none.
+        folder: A package whose modules register entries. They are imported at first use, and the entries are in alphabetical order.
+            Default: none, the entries are in the order of their registration.
         builtin: Further built-in entries, as `package.module:object`. Each is imported at its first use.
         check: Returns what is wrong with an entry, or None. Default: no check.
     """
@@ -45,6 +46,7 @@ class Registry(Mapping[str, T]):
         self.places: dict[str, str] = {**builtin}
         self._entries: dict[str, T] = {}
         self._folder, self._check = folder, check
+        self._is_sorted = folder is not None  # other code may have imported some of its modules first
 
     def register(self, *names: str) -> Callable[[T], T]:
         """Return a decorator that adds a class or a function under one name or several.
@@ -91,7 +93,8 @@ class Registry(Mapping[str, T]):
 
     def __iter__(self) -> Iterator[str]:
         self._import_folder()
-        return iter(dict.fromkeys([*self.builtin, *self._entries, *self._installed]))
+        names = dict.fromkeys([*self.builtin, *self._entries, *self._installed])
+        return iter(sorted(names) if self._is_sorted else names)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -97,11 +97,15 @@ def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
     if str(cause.key) in keys or not (keys or is_new_spec):
         return Problem(str(cause.full_key or ""), f"{_one_line(error)} {_one_line(cause)}")
     name = str(cause.full_key)
+    written = re.match(r"Could not override '(.+)'", str(error))
     keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]
-    if str(cause.key) in keys:
+    if written and written[1].startswith(f"{name}.") and str(cause.key) in keys:  # a field of a mapping that is not set
+        name = written[1]
+        keys = list(fields_below(name.split(".")[:-1]))
+    if name.rpartition(".")[2] in keys:
         message = "this field is not set yet, and a mapping without a plus changes only fields that are set"
         return Problem(name, message, fix=f"prefix the override with a plus: +{name.rpartition('.')[0]}=...")
-    similar = similar_names(str(cause.key), keys)
+    similar = similar_names(name.rpartition(".")[2], keys)
     key = name if "." in name else f"vars.{name}"  # the root has a fixed set of keys
     fix = "" if similar else f"to add it, prefix it with a plus: +{key}=..."
     return Problem(name, "the configuration does not have this key", allowed=keys, similar=similar, fix=fix)

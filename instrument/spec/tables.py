@@ -219,7 +219,7 @@ def _clash(table: Table) -> str | None:
     return None
 
 
-TABLES: Registry[Table] = Registry("table", "table", check=_clash)
+TABLES: Registry[Table] = Registry("tables", "table", check=_clash)
 """All tables by name. The order determines the files with row counts: new tables come last."""
 
 TABLES.register("stats")(

@@ -188,6 +188,7 @@ def test_clash_of_tables_names_both_places(name: str, columns: list[str], entry:
 
 PACKAGE = """
 from dataclasses import dataclass
+from typing import Annotated
 
 from pydantic import Field
 
@@ -219,7 +220,7 @@ largest = Table(
     ),
     is_sorted=True,
     has_numbers=True,
-    fields={"top": (int | None, Field(None, description="Number of largest elements to record."))},
+    fields={"top": Annotated[int | None, Field(description="Number of largest elements to record.")]},
     roles=("output",),
     measured_by="added_table:Measure",
 )
@@ -266,7 +267,7 @@ def test_table_of_an_installed_package_is_one_entry(tmp_path: Path) -> None:
     info = tmp_path / "added_table-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: added_table\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[instrument.table]\nlargest = added_table:largest\n")
+    (info / "entry_points.txt").write_text("[instrument.tables]\nlargest = added_table:largest\n")
     hook = "+hooks.seen={layers: 'layers.*', kind: forward, action: record, top: 3, tensors: true, every: 1}"
     arguments = ["model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=3", "hydra.run.dir=out", hook]
     docs = f"sys.path.insert(0, {str(REPOSITORY / 'docs')!r})\nimport make\nassert 'difference of the first' in make.tables()"
