@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from ..errors import ConfigError, Problem
 from ..spec.tables import TABLES
@@ -167,21 +168,28 @@ class Upload:
                 self.sent.files, self.sent.bytes = self.sent.files + 1, self.sent.bytes + file.stat().st_size
         if self.sent.files == before:
             return
-        if self.rank == 0 and json.loads((self.folder / RECORD).read_text())["status"] == "running":
-            self._put_record()  # its modification time shows that the run is active; the final one is sent last
+        if self.rank == 0:
+            self._put_record()  # its modification time shows that the run is active
         if not self.keep_local:
             remove_sent(self.folder, self.remote, self.rank)
 
     def _put_record(self) -> None:
-        """Send run.json if the remote folder contains no other run.
+        """Send run.json if its status is `running` and the remote folder contains no other run.
 
-        A second check detects a run that was sent in between.
+        The final one is sent last. A copy is sent, since the run may end at any time. A second check detects a run that
+        was sent in between.
 
         Raises:
             UploadError: The remote folder contains another run.
         """
+        content = (self.folder / RECORD).read_bytes()
+        if json.loads(content)["status"] != "running":
+            return
         check_same_run(self.folder, self.remote)
-        self.remote.put(self.folder / RECORD, RECORD)
+        with NamedTemporaryFile() as copy:
+            copy.write(content)
+            copy.flush()
+            self.remote.put(Path(copy.name), RECORD)
         check_same_run(self.folder, self.remote)
 
     def _changed_parts(self) -> Iterator[Path]:

@@ -79,6 +79,21 @@ def started_upload(folder: Path, remote: FailingRemote) -> Iterator[Upload]:
     running_upload.end()
 
 
+def test_a_run_that_ends_while_run_json_is_sent_is_not_done_before_its_last_parts_are_sent(
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end_run(*arguments: object) -> None:
+        record(folder, status="done")
+
+    monkeypatch.setattr(background_upload, "check_same_run", end_run)
+    upload = Upload(folder, remote, rank=0)
+    upload.begin()
+    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    assert json.loads(remote.read("run.json") or b"")["status"] == "running"
+    upload.end()
+    assert json.loads(remote.read("run.json") or b"")["status"] == "done"
+
+
 def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
