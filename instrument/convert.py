@@ -1,4 +1,4 @@
-"""`python -m instrument.convert FILE --from nvdlfw|msprobe|smdebug [-o FILE]`: convert a configuration of another tool.
+"""`python -m instrument.convert FILE --from nvdlfw|msprobe [-o FILE]`: convert a configuration of another tool.
 
 The result is an experiment file. Without `-o`, it is printed. Everything without counterpart is a comment in the file and a
 line on stderr.
@@ -18,15 +18,10 @@ from typing import Any
 from .conversion.experiment import Experiment
 from .conversion.msprobe import convert_msprobe
 from .conversion.nvdlfw import convert_nvdlfw
-from .conversion.smdebug import convert_smdebug
 from .conversion.source import read_source
 from .errors import ConfigError, Problem
 
-CONVERTERS: Mapping[str, Callable[[Any], Experiment]] = {
-    "nvdlfw": convert_nvdlfw,
-    "msprobe": convert_msprobe,
-    "smdebug": convert_smdebug,
-}
+CONVERTERS: Mapping[str, Callable[[Any], Experiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dest="tool",
         required=True,
         choices=tuple(CONVERTERS),
-        help="nvdlfw: nvidia-dlfw-inspect and Transformer Engine; msprobe: Ascend msprobe; smdebug: SageMaker Debugger",
+        help="nvdlfw: nvidia-dlfw-inspect and Transformer Engine; msprobe: Ascend msprobe",
     )
     parser.add_argument(
         "-o",
@@ -73,8 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"{args.out}: cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    counts = f"{len(experiment.hooks)} hooks, {len(experiment.rules)} rules, {len(experiment.notes)} notes"
-    print(f"{args.out}: {counts}")
+    print(f"{args.out}: {len(experiment.hooks)} hooks, {len(experiment.notes)} notes")
     return 0
 
 

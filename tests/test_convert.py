@@ -24,10 +24,6 @@ SOURCES: dict[str, tuple[str, str]] = {
         "config.json",
         '{"task": "statistics", "step": [0], "level": "mix", "statistics": {"data_mode": ["forward"]}}',
     ),
-    "smdebug": (
-        "hook.json",
-        '{"HookParameters": {"save_interval": 1, "reductions": "l2"}, "CollectionConfigurations": [{"CollectionName": "weights"}]}',
-    ),
 }
 
 
@@ -45,16 +41,12 @@ def test_converted_file_runs_as_an_experiment(tool: str, cli: Callable[..., Any]
 
 def test_yaml_is_printed_without_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "my config.json"
-    source.write_text(
-        json.dumps({"CollectionConfigurations": [{"CollectionName": "gradients"}], "LocalPath": "/tmp/a\n# b"})
-    )
-    assert main([str(source), "--from", "smdebug"]) == 0
+    source.write_text(json.dumps({"task": "statistics", "level": "L0", "dump_path": "/tmp/a\n# b", "c\n# d": 1}))
+    assert main([str(source), "--from", "msprobe"]) == 0
     captured = capsys.readouterr()
     assert yaml.safe_load(captured.out)["name"] == "my_config"
-    assert (
-        captured.err
-        == "my config.json: LocalPath: pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach\n"
-    )
+    moved = "my config.json: dump_path: pass hydra.run.dir=FOLDER to the run, or out= to instrument.attach\n"
+    assert captured.err == f"{moved}my config.json: c # d: no counterpart\n"
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,19 +90,12 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
         ("msprobe", '{"task": "tensor", "step": ["0-99999", 5]}', "step: contains more than 10,000 numbers"),
         ("msprobe", '{"task": "tensor", "tensor": []}', "tensor: must be a mapping"),
         ("msprobe", '{"level": "L0", "statistics": {"data_mode": ["up"]}}', "statistics.data_mode: unknown mode"),
-        ("smdebug", "{}", "is not a configuration of SageMaker Debugger"),
+        ("msprobe", '{"task": "tensor", "seed": "x"}', "seed: must be a whole number"),
+        ("msprobe", '{"targets": {}, "step_interval": 1.5}', "step_interval: must be a whole number"),
         (
-            "smdebug",
-            '{"HookParameters": {"save_interval": "x", "save_all": true}}',
-            "save_interval: must be a whole number",
-        ),
-        ("smdebug", '{"HookParameters": {"save_all": "perhaps"}}', "HookParameters.save_all: must be true or false"),
-        ("smdebug", '{"CollectionConfigurations": {}}', "CollectionConfigurations: must be a list of mappings"),
-        ("smdebug", '{"CollectionConfigurations": [{}]}', "CollectionConfigurations[0].CollectionName: is missing"),
-        (
-            "smdebug",
-            '{"DebugRuleConfigurations": [{"RuleParameters": {"rule_to_invoke": "DeadRelu", "threshold_layer": "x"}}]}',
-            "DebugRuleConfigurations[0].RuleParameters.threshold_layer: must be a number",
+            "nvdlfw",
+            "a: {enabled: true, layers: {layer_types: [b]}, LogTensorStats: {tensors_struct: {}}}",
+            "tensors_struct: must be a list of mappings",
         ),
     ],
 )
@@ -132,7 +117,7 @@ def test_unreadable_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
         (tmp_path, "Is a directory"),
         (binary, "not a text file in UTF-8"),
     ):
-        assert main([str(file), "--from", "smdebug"]) == 2
+        assert main([str(file), "--from", "msprobe"]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -71,18 +71,15 @@ class Fields:
     def number(self, name: str, default: int | None = None) -> int | None:
         """Return a whole number, which may be written as text."""
         value = self.take(name)
+        if value is None:
+            return default
         try:
-            return default if value is None else whole_number(value)
-        except ValueError:
+            number = int(value)
+            if isinstance(value, bool) or (isinstance(value, float) and number != value):
+                raise ValueError
+            return number
+        except (TypeError, ValueError, OverflowError):
             raise ConfigError(Problem(self.key(name), "must be a whole number", given=value)) from None
-
-    def real(self, name: str) -> float | None:
-        """Return a number, which may be written as text; None if it is missing."""
-        value = self.take(name)
-        try:
-            return None if value is None else float(value)
-        except (TypeError, ValueError):
-            raise ConfigError(Problem(self.key(name), "must be a number", given=value)) from None
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean, which may be written as text."""
@@ -138,17 +135,3 @@ def read_ranges(value: Any, where: str) -> list[range]:
     if len(found) > 1 and sum(map(len, found)) > MOST_NUMBERS:
         raise ConfigError(Problem(where, f"contains more than {MOST_NUMBERS:,} numbers", given=value))
     return found
-
-
-def whole_number(value: Any) -> int:
-    """Convert a number or its text.
-
-    Raises:
-        ValueError: It is not a whole number.
-    """
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError(value)
-    try:
-        return int(value)
-    except (TypeError, OverflowError):
-        raise ValueError(value) from None

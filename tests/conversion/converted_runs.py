@@ -37,11 +37,6 @@ class Converted:
         hooks: dict[str, dict[str, Any]] = self.content["hooks"]
         return hooks
 
-    @property
-    def rules(self) -> dict[str, dict[str, Any]]:
-        rules: dict[str, dict[str, Any]] = self.content["rules"]
-        return rules
-
     def has_note(self, *texts: str) -> bool:
         """Return whether one note contains all texts."""
         return any(all(text in note for text in texts) for note in self.notes)
