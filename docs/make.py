@@ -130,7 +130,7 @@ def kinds() -> str:
 def statistics() -> str:
     """Return the table of statistics."""
     rows = [
-        f"| `{s.name}` | {_cell(s.formula)} | {s.unit} | {'yes' if s.default else 'all'} |" for s in STATISTICS.values()
+        f"| `{s.name}` | {_cell(s.meaning)} | {s.unit} | {'yes' if s.default else 'all'} |" for s in STATISTICS.values()
     ]
     return "\n".join(["| statistic | formula | unit | in `stats: default` |", "|---|---|---|---|", *rows])
 

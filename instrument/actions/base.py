@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -13,9 +14,8 @@ from torch.nn.parameter import Parameter
 
 from ..dtensor import module_type
 from ..errors import ConfigError, Problem
-from ..stats.device_numbers import DeviceNumbers
-from ..stats.measure import Values
-from ..stats.merge import PartialStatistics
+from ..stats.device_operations import norm_of
+from ..stats.measure import Measured
 from ..stats.table_rows import Measure
 from .tensor_selection import TensorSelection
 
@@ -182,28 +182,58 @@ class Context:
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+EFFECT = ("numel", "changed", "norm_before", "norm_after", "factor", "held")
+"""The numbers of an effect as a row of a slab; NaN for no value."""
+
+
 @dataclass(slots=True)
 class Effect:
     """The change that an intervention made in one call. The numbers may still be on the device.
 
     Attributes:
         numel: The number of elements of the tensor.
-        measures: The number of changed elements, the L2 norm before and the L2 norm after.
+        measures: The number of changed elements, the L2 norm before and the L2 norm after, None or NaN for no value. On a device:
+            the results of `count_changed`, and of `norm_by_operations` before and after (`instrument.stats.device_operations`).
         factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
             element.
         held: Whether the condition of the hook held; None without a condition.
     """
 
     numel: int
-    measures: Values
+    measures: Sequence[float | None] | Sequence[Tensor]
     factor: float | Tensor | None = field(default=None)
     held: bool | Tensor | None = field(default=None)
 
     @property
     def numbers(self) -> list[Tensor]:
         """The numbers on a device: those of `measures`, then the factor, then `held`."""
-        measures = self.measures.numbers if isinstance(self.measures, DeviceNumbers) else ()
-        return [*measures, *(number for number in (self.factor, self.held) if isinstance(number, Tensor))]
+        return [number for number in (*self.measures, self.factor, self.held) if isinstance(number, Tensor)]
+
+    def row(self, fetched: Iterator[list[float]] | None = None) -> list[float]:
+        """Return the numbers in the order of `EFFECT`.
+
+        Args:
+            fetched: The `numbers` on the host. Without them, these are NaN.
+        """
+        if fetched is None and self.numbers:
+            return [math.nan] * len(EFFECT)
+        given = (*self.measures, self.factor, self.held)
+        found = [
+            next(fetched)
+            if isinstance(number, Tensor) and fetched is not None
+            else [math.nan if number is None else float(number)]
+            for number in given
+        ]
+        numbers = [number for part in found for number in part]
+        if isinstance(self.measures[0], Tensor):
+            numbers = [*effect_from_device(numbers[:8]), *numbers[8:]]
+        return [self.numel, *numbers]
+
+
+def effect_from_device(numbers: Sequence[Any]) -> list[Any]:
+    """Return the elements that changed and both norms, given the numbers of `Effect.measures`: floats, or scalars on the device."""
+    changed, stays_nan, *norms = numbers
+    return [changed - stays_nan, norm_of(*norms[:3]), norm_of(*norms[3:])]
 
 
 class Effects(Protocol):
@@ -216,24 +246,43 @@ class Effects(Protocol):
 class Rows(Effects, Protocol):
     """Receives the rows of an action."""
 
-    def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
+    def memory(self, device: torch.device) -> Tensor | None:
+        """Return memory for the sums of one tensor on a device; None for the CPU."""
+
+    def add_stats(
+        self,
+        context: Context,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        measured: Measured,
+        custom: Mapping[str, float | Tensor | None],
+    ) -> None:
         """Add the statistics of one tensor.
 
         Args:
             context: The call.
             shape: The shape of the tensor.
             names: The names of the statistics: built-in ones in column order, then custom ones.
-            values: Their values.
+            measured: Its sums.
+            custom: The custom statistics: numbers, or scalars on a device.
         """
 
-    def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: tuple[Any, ...]) -> bool:
-        """Add the statistics of one plain tensor; see `instrument.stats.single_pass.record_plain`.
+    def slot(self, site: tuple[Any, ...], names: tuple[str, ...]) -> int:
+        """Return the slot of a row, for `record_plain`.
+
+        Args:
+            site: The identity columns of the row without the moment.
+            names: The names of the statistics, without custom ones.
+        """
+
+    def record_plain(self, tensor: Tensor, slot: int, moment: StepContext, with_magnitudes: bool) -> bool:
+        """Add the statistics of one plain tensor; see `instrument.stats.kernel.Slab.add`.
 
         Args:
             tensor: The tensor.
-            bits: The statistics.
+            slot: The slot of the row.
             moment: Step, micro-step, epoch and phase.
-            site: The other identity columns of the row.
+            with_magnitudes: Whether the sum of magnitudes is requested.
 
         Returns:
             Whether the row was added. False if the tensor is not plain.
@@ -262,25 +311,25 @@ class Rows(Effects, Protocol):
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""
 
-    def add_part(self, context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> None:
+    def add_part(self, context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> None:
         """Add this process's part of the statistics of such a tensor.
 
         Args:
             context: The call.
-            names: The statistics to compute from all parts; see `instrument.stats.merge`.
-            part: The result of `partial_statistics`.
-            dead: Which units are dead, bool [units]; None if not requested or not applicable.
+            names: The statistics to compute from all parts; see `instrument.stats.sums`.
+            part: The sums of the part.
+            dead: Which units are dead, bool [units]; None if not requested, or if no two parts have the same units.
         """
 
-    def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
-        """Add a line to print for one tensor.
-
-        Args:
-            context: The call.
-            text: The description of the tensor.
-            names: The names of the statistics.
-            values: Their values.
-        """
+    def add_line(
+        self,
+        context: Context,
+        text: str,
+        names: tuple[str, ...],
+        measured: Measured,
+        custom: Mapping[str, float | Tensor | None],
+    ) -> None:
+        """Add a line to print for one tensor; see `add_stats`. `text` is the description of the tensor."""
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
         """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""

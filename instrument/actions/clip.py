@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from ..dtensor import full_tensor
 from ..stats.device_numbers import widest
 from ..stats.directed_rounding import round_down, round_up, toward_zero
-from ..stats.single_pass import effect_of_clip
+from ..stats.kernel import effect_of_clip
 from .base import Context
 from .builtin.clip import ClipSpec
 
@@ -48,7 +48,7 @@ def clip_and_measure(tensor: Tensor, low: float | None, high: float | None) -> t
     """Clamp all values to [low, high], see `clip_values`, and measure the effect on a plain tensor in one pass.
 
     Returns:
-        The clipped tensor, same shape and dtype, and the result of `instrument.stats.single_pass.effect_of_plain`.
+        The clipped tensor, same shape and dtype, and the result of `instrument.stats.kernel.effect_of_plain`.
     """
     low, high = _representable(low, high, tensor.dtype)
     is_inside, effect = effect_of_clip(tensor, low, high) or (False, None)

@@ -18,10 +18,10 @@ from ..nested import to_device
 from ..spec.base import HookBase, ObservationSpec
 from ..spec.condition import Condition
 from ..spec.kinds import KINDS
-from ..stats.device_numbers import DeviceNumbers, widest
-from ..stats.measure import measure
+from ..stats.device_numbers import widest
+from ..stats.sums import needs_of
 from .base import UNKNOWN_CALL, Context
-from .measurement import DERIVED
+from .measurement import measure_in_context
 
 Decision = bool | Tensor
 """Whether a condition holds: on a device, a bool tensor with one element."""
@@ -107,14 +107,7 @@ class SiteCondition:
     def _measured(self, tensor: Tensor, context: Context) -> float | Tensor:
         """Return the statistic of a tensor; NaN if it has no value."""
         stat = self.condition.stat
-        if stat in DERIVED:
-            value = DERIVED[stat](tensor, context, self.spec.unit_dim)
-        else:
-            values = measure(tensor, (stat,))
-            value = values if isinstance(values, DeviceNumbers) else values[0]
-        if isinstance(value, DeviceNumbers):
-            return value.on_device()[0]
-        return math.nan if value is None else value
+        return measure_in_context(tensor, context, needs_of((stat,)), self.spec.unit_dim).statistic(stat)
 
     def _compare(self, value: Any, bound: Any) -> Any:
         return value > bound if self.condition.below is None else value < bound

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..errors import HookError, HookResultError
 from ..sparse import coalesce, is_sparse, replace_values
 from ..spec.kinds import KINDS
-from ..stats.device_numbers import DeviceNumbers, joined
-from ..stats.device_operations import count_changed
-from ..stats.measure import measure
-from ..stats.single_pass import effect_of_plain
+from ..stats.device_operations import count_changed, norm_by_operations
+from ..stats.flatten import as_vector, is_on_host
+from ..stats.kernel import effect_of_plain
+from ..stats.measure import measure_statistics
 from .base import Context, Effect, Effects
 
 
@@ -161,11 +161,9 @@ def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: in
         return Effect(numel, measures, factor)
     with torch.no_grad():
         before, after = old.detach(), new.detach()
-        first, second = (measure(tensor, ("l2",)) for tensor in (before, after))
-        if isinstance(first, DeviceNumbers) and isinstance(second, DeviceNumbers):
-            parts = (count_changed(before, after), first, second)
-            return Effect(numel, joined(parts, lambda *values: [*chain(*values)]), factor)
-        assert not isinstance(first, DeviceNumbers), "both tensors are on the same device"
-        assert not isinstance(second, DeviceNumbers)
+        if not is_on_host(before):
+            norms = (norm_by_operations(as_vector(each)) for each in (before, after))
+            return Effect(numel, (count_changed(before, after), *chain(*norms)), factor)
         changed = ((before != after) & ~(before.isnan() & after.isnan())).sum().item()
-    return Effect(numel, [changed, *first, *second], factor)
+        first, second = (measure_statistics(each, ("l2",))[0] for each in (before, after))
+    return Effect(numel, [changed, first, second], factor)

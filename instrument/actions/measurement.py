@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +16,20 @@ from ..formatting import human_bytes
 from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.record import StatisticsSpec
-from ..spec.statistics import VALUE_STATISTICS
-from ..stats.device_numbers import DeviceNumbers, joined
-from ..stats.measure import Values, measure, part_statistics
-from ..stats.merge import PartialStatistics, partial_statistics
-from ..stats.unit_statistics import (
-    dead_fraction,
-    dead_units,
-    ratio_of_norms,
-    saturated_fraction,
-    saturation_limits,
-    unit_dim,
-)
+from ..spec.statistics import DEAD, MAGNITUDES, SATURATED, STATISTICS, UNITS, WEIGHT, Sum
+from ..stats.device_operations import norm_by_operations, norm_of
+from ..stats.flatten import is_on_host, stored_elements
+from ..stats.measure import Measured, measure, measure_statistics
+from ..stats.sums import needs_of
+from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from .base import Context
 from .custom_functions import custom_function, observe
 from .intervention import describe
 
 MOST_BYTES = 1 << 30  # of a sparse tensor that becomes dense
 
-Number = float | DeviceNumbers | None
-"""A number, or one number on another device; None if the statistic is not defined for the tensor."""
+Number = float | Tensor | None
+"""A number, a scalar on another device, or None if it is not defined for the tensor."""
 
 
 class Measurement:
@@ -43,71 +37,113 @@ class Measurement:
 
     Attributes:
         statistics: The names of the built-in statistics, in the order of the columns.
-        derived: Those of `statistics` that depend on more than the tensor's values.
+        needs: The sums that they need in addition to those that every tensor has.
         custom: The custom statistics: the functions by the names of their columns.
     """
 
     def __init__(self, spec: StatisticsSpec) -> None:
         self.unit_dim = spec.unit_dim
-        self.statistics = spec.statistics
-        self.derived = tuple(name for name in spec.statistics if name not in VALUE_STATISTICS)
         self.custom = {
             custom.column: custom_function(custom, f"hooks.{spec.name}.stats", "tensor")
             for custom in spec.custom_statistics
         }
+        self._select(spec.statistics)
+
+    def _select(self, statistics: tuple[str, ...]) -> None:
+        self.statistics = statistics
+        self.needs = needs_of(statistics)
+
+    @property
+    def with_magnitudes(self) -> bool:
+        """Whether the sum of magnitudes is required."""
+        return MAGNITUDES in self.needs
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled kernel forms all sums, and there are some."""
+        return bool(self.statistics) and not self.custom and set(self.needs) <= {MAGNITUDES}
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all statistics, custom ones last."""
         return (*self.statistics, *self.custom)
 
+    @property
+    def expensive(self) -> tuple[str, ...]:
+        """The statistics that cost more than the others, the most expensive ones first."""
+        return (*self.custom, *reversed([name for name in self.statistics if STATISTICS[name].needs]))
+
     def without(self, name: str) -> Measurement:
         """Return a copy without one statistic."""
         reduced = copy(self)
-        reduced.statistics = tuple(other for other in self.statistics if other != name)
-        reduced.derived = tuple(other for other in self.derived if other != name)
+        reduced._select(tuple(other for other in self.statistics if other != name))
         reduced.custom = {other: function for other, function in self.custom.items() if other != name}
         return reduced
 
-    def __call__(self, tensor: Tensor, context: Context) -> Values:
-        """Return the values in the order of `names`.
+    def __call__(self, tensor: Tensor, context: Context, memory: Tensor | None = None) -> Measured:
+        """Measure the sums of a tensor, or this process's part of a tensor.
+
+        Args:
+            tensor: The tensor.
+            context: The call.
+            memory: See `measure`.
 
         Raises:
-            HookError: The tensor has no such dimension of units, or a custom statistic failed.
+            HookError: The tensor has no such dimension of units.
         """
-        names = self.statistics[: len(self.statistics) - len(self.derived)]
-        values: Values = measure(tensor, names) if names else []
-        others = [DERIVED[name](tensor, context, self.unit_dim) for name in self.derived]
-        others += self.custom_numbers(tensor, context)
-        return _combined(values, others) if others else values
+        return measure_in_context(tensor, context, self.needs, self.unit_dim, memory)
 
-    def custom_numbers(self, tensor: Tensor, context: Context) -> list[Number]:
-        """Return the custom statistics in their order.
+    def custom_numbers(self, tensor: Tensor, context: Context) -> dict[str, Number]:
+        """Return the custom statistics by name.
 
         Raises:
             HookError: A function failed, modified its tensor, or did not return a number.
         """
-        return [_custom_number(name, function, tensor, context) for name, function in self.custom.items()]
+        return {name: _custom_number(name, function, tensor, context) for name, function in self.custom.items()}
 
-    def part(self, tensor: Tensor, context: Context) -> tuple[PartialStatistics, Tensor | None]:
-        """Measure this process's part of a tensor.
+    def dead_units(self, tensor: Tensor, context: Context) -> Tensor | None:
+        """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
+        along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
+        if along is None or _has_distinct_units(context, along):
+            return None
+        return dead_units(_strided_or_sparse(tensor), along)
 
-        Returns:
-            The part to merge with those of other processes, and which units are dead, bool [units], if requested.
-        """
-        requested = self.statistics
-        saturated = _saturated_fraction(tensor, context, None) if "saturated_fraction" in requested else None
-        weight: float | DeviceNumbers | None = None
-        if "update_ratio" in requested and context.value is not None:
-            norm = measure(context.value, ("l2",))
-            weight = norm if isinstance(norm, DeviceNumbers) else norm[0]
-        along = _resolve_unit_dim(tensor, context, self.unit_dim) if "dead_fraction" in requested else None
-        dead = None if along is None else dead_units(_strided_or_sparse(tensor), along)
-        # `fully_shard` shards along dimension 0: each process then has different units.
-        distinct_dead = dead if context.scope == "shard" and along == 0 else None
-        return partial_statistics(
-            measure(tensor, part_statistics(requested)), saturated, weight, distinct_dead
-        ), None if distinct_dead is not None else dead
+
+def measure_in_context(
+    tensor: Tensor, context: Context, needs: Sequence[Sum], dim: int | None, memory: Tensor | None = None
+) -> Measured:
+    """Measure the sums of a tensor, also those that depend on its module.
+
+    Args:
+        tensor: The tensor.
+        context: The call.
+        needs: The sums, in addition to those that every tensor has.
+        dim: The dimension of the units; None for the default one.
+        memory: See `measure`.
+
+    Raises:
+        HookError: The tensor has no such dimension of units.
+    """
+    measured = measure(tensor, needs, memory)
+    if DEAD in needs and tensor.numel() and (along := _unit_dim_of(tensor, context, dim)) is not None:
+        dead = dead_units(_strided_or_sparse(tensor), along)
+        measured[DEAD], measured[UNITS] = dead.sum(), len(dead)
+    if SATURATED in needs and tensor.is_floating_point():
+        ends = saturation_limits(context.module)
+        if ends is not None:
+            measured[SATURATED] = count_saturated(_strided_or_sparse(tensor), ends)
+    if WEIGHT in needs:
+        assert context.value is not None, "an update requires its parameter"
+        measured[WEIGHT] = _norm(context.value)
+    return measured
+
+
+def _norm(parameter: Tensor) -> Number:
+    """Return the L2 norm of a parameter; no number if it is 0."""
+    if is_on_host(parameter):
+        return measure_statistics(parameter, ("l2",))[0] or None
+    norm = norm_of(*norm_by_operations(stored_elements(parameter)[0]))
+    return torch.where(norm > 0, norm, math.nan)
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:
@@ -118,7 +154,7 @@ def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor,
     """
     found = observe(function, to_dense(tensor, describe(context)), context)
     if isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex():
-        return float(found) if found.is_cpu else DeviceNumbers((found.detach(),), list)
+        return float(found) if is_on_host(found) else found.detach()
     if found is None or isinstance(found, Real):
         return None if found is None else float(found)
     what = (
@@ -127,19 +163,6 @@ def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor,
         else type(found).__name__
     )
     raise HookError(f"{describe(context)}: the statistic {name!r} must return one real number, but returned {what}")
-
-
-def _combined(values: Values, others: list[Number]) -> Values:
-    """Append further numbers to values. The result is on a device if any of them is."""
-    if not isinstance(values, DeviceNumbers) and not any(isinstance(other, DeviceNumbers) for other in others):
-        return [*values, *cast(list[float | None], others)]
-    parts = [values, *(other if isinstance(other, DeviceNumbers) else [other] for other in others)]
-
-    def convert(*found: list[Any]) -> list[Any]:
-        on_device = iter(found)
-        return [value for part in parts for value in (next(on_device) if isinstance(part, DeviceNumbers) else part)]
-
-    return joined([part for part in parts if isinstance(part, DeviceNumbers)], convert)
 
 
 def to_dense(tensor: Tensor, reader: str) -> Tensor:
@@ -170,37 +193,7 @@ def _strided_or_sparse(tensor: Tensor) -> Tensor:
     return tensor if tensor.layout == torch.strided or is_sparse(tensor) else tensor.to_dense()
 
 
-def _dead_fraction(tensor: Tensor, context: Context, dim: int | None) -> Number:
-    along = _resolve_unit_dim(tensor, context, dim)
-    return None if along is None else dead_fraction(_strided_or_sparse(tensor), along)
-
-
-def _saturated_fraction(tensor: Tensor, context: Context, dim: int | None) -> Number:  # noqa: ARG001
-    ends = saturation_limits(context.module)
-    return (
-        None if ends is None or not tensor.is_floating_point() else saturated_fraction(_strided_or_sparse(tensor), ends)
-    )
-
-
-def _update_ratio(tensor: Tensor, context: Context, dim: int | None) -> Number:  # noqa: ARG001
-    assert context.value is not None, "an update requires its parameter"
-    return ratio_of_norms(tensor, context.value)
-
-
-DERIVED: dict[str, Callable[[Tensor, Context, int | None], Number]] = {
-    "dead_fraction": _dead_fraction,
-    "saturated_fraction": _saturated_fraction,
-    "update_ratio": _update_ratio,
-}
-"""The statistics that depend on more than the tensor's values: functions of the tensor, the call, and the dimension of
-the units (None for the default one).
-
-They return a number, or one number on another device; None if the statistic is not defined for the tensor. They raise
-`HookError` if the tensor has no such dimension.
-"""
-
-
-def _resolve_unit_dim(tensor: Tensor, context: Context, dim: int | None) -> int | None:
+def _unit_dim_of(tensor: Tensor, context: Context, dim: int | None) -> int | None:
     """Return the dimension of a tensor's units; None if it has no units.
 
     Raises:
@@ -213,3 +206,8 @@ def _resolve_unit_dim(tensor: Tensor, context: Context, dim: int | None) -> int 
     if along is not None and not -tensor.dim() <= along < tensor.dim():
         raise HookError(f"{describe(context)}: unit_dim {along} is out of range for shape {list(tensor.shape)}")
     return along
+
+
+def _has_distinct_units(context: Context, along: int) -> bool:
+    """Return whether each process has other units: `fully_shard` shards along dimension 0."""
+    return context.scope == "shard" and along == 0

@@ -26,7 +26,10 @@ class Print:
     def __call__(self, tensor: Tensor, context: Context) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         text = f"{_location(context)}  {list(shape_of(tensor))} {dtype} {tensor.device}"
-        self.rows.add_line(context, text, self.measurement.names, self.measurement(tensor, context))
+        measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
+        measured.holds = context.holds
+        custom = self.measurement.custom_numbers(tensor, context)
+        self.rows.add_line(context, text, self.measurement.names, measured, custom)
 
 
 def _location(context: Context) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from pkgutil import resolve_name
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS
 from ..spec.tables import TABLES
 from ..stats.exact_integers import remainders
-from ..stats.single_pass import NATIVE, wanted
 from ..stats.table_rows import Measure
 from .base import Context, Rows
 from .intervention import describe
@@ -52,7 +51,6 @@ class Record:
         measurement: The recorded statistics.
         tables: What computes the rows of further tables, by table.
         keeps_tensors: Whether tensors are recorded.
-        bits: The statistics for `instrument.stats.single_pass.record_plain`; 0 if it does not support all of them.
     """
 
     def __init__(self, spec: RecordSpec, rows: Rows) -> None:
@@ -63,11 +61,6 @@ class Record:
         self.tables = _measures(self._fields)
         self.keeps_tensors = spec.tensors
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
-        self.bits = self._bits()
-
-    def _bits(self) -> int:
-        names = self.measurement.names
-        return wanted(names) if set(names) <= set(NATIVE) else 0
 
     def without_most_expensive(self) -> tuple[Record, str] | None:
         """Return a copy of this action without its most expensive part.
@@ -85,15 +78,10 @@ class Record:
                 reduced.tables = _measures(reduced._fields)
                 return reduced, name
         measurement = self.measurement
-        for expensive in (
-            *measurement.custom,
-            *measurement.derived,
-            *(name for name in measurement.names if name == "l1"),
-        ):
+        for expensive in measurement.expensive:
             reduced.measurement = measurement.without(expensive)
             if set(reduced.measurement.names) <= set(COUNTS):
                 break  # nothing of what was asked for would be left
-            reduced.bits = reduced._bits()
             return reduced, expensive
         return None
 
@@ -103,13 +91,14 @@ class Record:
     def __call__(self, tensor: Tensor, context: Context) -> None:
         merges = self.rows.merges(context)
         names = self.measurement.names
-        if names and merges:
-            self.rows.add_part(context, names, *self.measurement.part(tensor, context))
-        elif names:
-            values = self.measurement(tensor, context)
-            if rest := remainders(tensor, names, values):
-                names, values = (*names, *rest), [*cast(list[float | None], values), *rest.values()]
-            self.rows.add_stats(context, shape_of(tensor), names, values)
+        if names:
+            measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
+            measured.holds = context.holds
+            if merges:
+                self.rows.add_part(context, names, measured, self.measurement.dead_units(tensor, context))
+            else:
+                custom = self.measurement.custom_numbers(tensor, context) | remainders(tensor, names, measured)
+                self.rows.add_stats(context, shape_of(tensor), names, measured, custom)
         for table, (least_dimensions, measure) in self.tables.items():
             if tensor.dim() >= least_dimensions:
                 self.rows.add_row(table, context, measure, tensor)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..stats.device_numbers import constants
-from ..stats.single_pass import effect_of_plain
+from ..stats.kernel import effect_of_plain
 from .base import Context
 from .builtin.scale import ScaleSpec
 
@@ -95,7 +95,7 @@ class Scale:
         return scale(tensor, number), number
 
     def change_and_measure(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | None, list[float] | None]:
-        """Return the new tensor, the factor, and the result of `instrument.stats.single_pass.effect_of_plain`."""
+        """Return the new tensor, the factor, and the result of `instrument.stats.kernel.effect_of_plain`."""
         new, factor = self(tensor, context)
         return new, factor, effect_of_plain(tensor, new)
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kinds.distributed_scope import Parallel
-from ..stats.merge import PartialStatistics
+from ..stats.device_sums import DeviceSums
+from ..stats.measure import Measured
 from .sink_interface import Row
 
 
@@ -36,15 +37,23 @@ class Piece(NamedTuple):
         table: The table of the row.
         key: The identity columns of the row, without the rank and the scope. Equal in all processes.
         shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
-        part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device.
+        part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None
+            for those of a tensor that this process has not seen.
         gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `align`.
     """
 
     table: str
     key: Row
     shape: Any
-    part: PartialStatistics
+    part: Sequence[float] | Tensor | Measured | None
     gathered: Any
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether any numbers are on a device."""
+        part = self.part.on_device if isinstance(self.part, Measured) else self.part
+        tensors = (part.row if isinstance(part, DeviceSums) else part, self.gathered)
+        return any(isinstance(each, Tensor) and not each.is_cpu for each in tensors)
 
 
 class Reducer(Protocol):
@@ -186,15 +195,14 @@ class Ranks:
         moment = pieces[0].key[:4] if pieces else ()
         fingerprint = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces]))
         digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
-        on_device = any(isinstance(part, Tensor) and not part.is_cpu for piece in pieces for part in piece[-2:])
+        on_device = any(piece.is_on_device for piece in pieces)
         summary = torch.tensor([digest, -digest, on_device])
         dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
         self._device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
         if summary[0] == -summary[1]:
             return list(pieces)
         blank = [
-            piece._replace(part=(nan,) * len(piece.part), gathered=torch.full_like(piece.gathered, nan, device="cpu"))
-            for piece in pieces
+            piece._replace(part=None, gathered=torch.full_like(piece.gathered, nan, device="cpu")) for piece in pieces
         ]
         all_pieces: list[list[Piece]] = [[] for _ in range(self._world_size)]
         dist.all_gather_object(all_pieces, blank, group=self._control)

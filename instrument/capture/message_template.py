@@ -7,10 +7,43 @@ message of one step, and replaces the numbers in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+
+Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberColumn:
+    """A column of numbers or booleans.
+
+    Attributes:
+        values: [rows]. Those of nulls are ignored.
+        nulls: Which rows have no value, bool [rows]; None if all have one.
+    """
+
+    values: Numbers
+    nulls: Numbers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ListColumn:
+    """A column of lists of integers.
+
+    Attributes:
+        lengths: The number of integers of each row, int64 [rows]; -1 for null.
+        values: The integers of all rows, concatenated.
+    """
+
+    lengths: Numbers
+    values: Numbers
+
+
+Column: TypeAlias = NumberColumn | ListColumn | pa.Array | tuple[Any, ...]
+"""A column of rows: as arrays, or as the cells of all rows."""
 
 
 class Message(NamedTuple):
@@ -30,68 +63,94 @@ class Message(NamedTuple):
 
 
 class MessageTemplate:
-    """The message of a record batch with writable views of its numbers.
-
-    Args:
-        batch: The batch.
-
-    Attributes:
-        message: The message.
-        numbers: For each column, its numbers as a writable array [rows], or those of all its lists, concatenated; None for
-            labels, booleans and columns with nulls.
-    """
-
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        self.message = Message(batch.num_rows, bytearray(batch.serialize()))
-        content = np.frombuffer(self.message.buffer, np.uint8)
-        read = pa.ipc.read_record_batch(pa.py_buffer(self.message.buffer), batch.schema)
-        self.numbers = [_numbers(column, content) for column in read.columns]
-
-
-def _numbers(column: pa.Array, content: np.ndarray) -> np.ndarray | None:
-    """Return the numbers of a column as a part of the message; None if they cannot be replaced."""
-    if pa.types.is_list(column.type):
-        return None if column.null_count else _numbers(column.values, content)
-    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-    if not is_number or column.null_count or not len(column):
-        return None
-    dtype = np.dtype(column.type.to_pandas_dtype())
-    start = column.buffers()[1].address - content.__array_interface__["data"][0]
-    numbers: np.ndarray = content[start : start + len(column) * dtype.itemsize].view(dtype)
-    return numbers
-
-
-class RowsTemplate:
-    """Messages of rows that differ only in their numbers from step to step, such as metrics and effects.
+    """The latest message of a table.
 
     Args:
         schema: The schema of the rows.
     """
 
     def __init__(self, schema: pa.Schema) -> None:
-        self._type = pa.struct(list(schema))
-        self._columns: list[tuple[Any, ...]] = []
-        self._template: MessageTemplate | None = None
+        self.schema = schema
+        self._columns: Sequence[Column] = ()
+        self._message = Message(0, bytearray())
+        self._numbers: list[Numbers | None] = []  # writable parts of the message
 
-    def message(self, rows: Sequence[Sequence[Any]]) -> Message:
-        """Return the message of rows, tuples in the order of the columns."""
-        columns = list(zip(*rows, strict=True))
-        if self._template is None or not self._replace(self._template, columns):
-            self._template = MessageTemplate(pa.RecordBatch.from_struct_array(pa.array(rows, self._type)))
-            self._columns = columns
-        return self._template.message
+    def message(self, count: int, columns: Sequence[Column]) -> Message:
+        """Return the message of rows.
 
-    def _replace(self, template: MessageTemplate, columns: list[tuple[Any, ...]]) -> bool:
-        """Replace the numbers of the message. Return false if other cells differ from those of the message."""
-        if len(columns[0]) != template.message.num_rows:
-            return False
-        for cells, known, numbers in zip(columns, self._columns, template.numbers, strict=True):
-            if numbers is None:
-                if cells != known:
-                    return False
-            elif None in cells:
-                return False
-            elif numbers.dtype.kind != "i" or cells != known:
-                numbers[:] = cells
+        Args:
+            count: The number of rows.
+            columns: Their columns, in the order of the schema.
+        """
+        if count != self._message.num_rows or not all(map(_replace, columns, self._columns, self._numbers)):
+            batch = as_record_batch(self.schema, columns)
+            self._message = Message(count, bytearray(batch.serialize()))
+            content = np.frombuffer(self._message.buffer, np.uint8)
+            read = pa.ipc.read_record_batch(pa.py_buffer(self._message.buffer), batch.schema)
+            self._numbers = [_numbers(column, content) for column in read.columns]
         self._columns = columns
-        return True
+        return self._message
+
+
+def as_record_batch(schema: pa.Schema, columns: Sequence[Column]) -> pa.RecordBatch:
+    """Return rows as a record batch."""
+    return pa.RecordBatch.from_arrays([*map(_as_array, columns, schema.types)], schema=schema)
+
+
+def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
+    match column:
+        case NumberColumn(values, nulls):
+            filled = values if nulls is None else np.where(nulls, 0, values)
+            return pa.array(filled.astype(dtype.to_pandas_dtype()), dtype, mask=nulls)
+        case ListColumn(lengths, values):
+            offsets = np.concatenate([[0], np.cumsum(np.maximum(lengths, 0))])
+            nulls = pa.array(lengths < 0)
+            child = pa.array(values.astype(np.int32), dtype.value_type)
+            return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), child, type=dtype, mask=nulls)
+        case pa.Array():
+            return column
+    return pa.array(column, dtype)
+
+
+def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
+    """Write the numbers of a column to the message. Return false if it differs in more than its numbers."""
+    match column, known:
+        case NumberColumn(), NumberColumn():
+            if not _are_equal(column.nulls, known.nulls):
+                return False
+            if numbers is None:
+                return column.nulls is not None and bool(column.nulls.all())
+            numbers[:] = column.values if column.nulls is None else np.where(column.nulls, 0, column.values)
+        case ListColumn(), ListColumn():
+            if numbers is None or not np.array_equal(column.lengths, known.lengths):
+                return False
+            numbers[:] = column.values
+        case tuple(), tuple():
+            if numbers is None or column == known:
+                return column == known
+            if None in column or None in known:
+                return False
+            numbers[:] = column
+        case _:
+            return column is known
+    return True
+
+
+def _are_equal(nulls: Numbers | None, known: Numbers | None) -> bool:
+    if nulls is None or known is None:
+        return nulls is known
+    return np.array_equal(nulls, known)
+
+
+def _numbers(column: pa.Array, content: Numbers) -> Numbers | None:
+    """Return the numbers of a column, or those of all its lists, as a part of the message; None for other types."""
+    if pa.types.is_list(column.type):
+        return None if column.null_count else _numbers(column.values, content)
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    memory = column.buffers()[1] if is_number and len(column) else None
+    if memory is None or not memory.size:
+        return None
+    dtype = np.dtype(column.type.to_pandas_dtype())
+    start = memory.address - content.__array_interface__["data"][0]
+    numbers: Numbers = content[start : start + len(column) * dtype.itemsize].view(dtype)
+    return numbers

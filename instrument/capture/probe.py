@@ -46,7 +46,7 @@ from .rule_rows import update_rules
 from .samples import SampleBatch, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
 from .sink_interface import Row, Sink
-from .step_statistics import check_custom_columns
+from .slab_rows import check_custom_columns
 
 PHASES = (*get_args(Phase), "sanity")
 

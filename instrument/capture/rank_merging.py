@@ -3,49 +3,90 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import Context, Effect
+from ..actions.base import EFFECT, Context, Effect, effect_from_device
 from ..spec.kinds import KINDS
-from ..stats.device_numbers import DeviceNumbers
-from ..stats.merge import (
-    MERGED,
-    PARTIAL_STATISTICS,
-    Array,
-    PartialStatistics,
-    extremes,
-    merge_units,
-    merged,
-    pack_units,
-    sums,
-)
+from ..spec.statistics import DEAD, UNITS
+from ..stats.measure import Measured, sums_on_device
+from ..stats.merge import Array, merge_units, pack_units
+from ..stats.sums import COLUMNS, INDEX, extremes, merged, totals
 from ..stats.table_rows import Measure
 from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
-from .row_cells import changes, fetched_statistics, identity_columns
+from .row_cells import identity_columns
 from .sink_interface import Row
 
 _RANK_AT = 4  # the index of the rank among the identity columns
 _NOTHING = torch.empty(0, dtype=torch.float64)
-_EFFECT = ("numel", "changed", "norm_before", "norm_after", "factor", "held")
 _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which is 0 or 1
 
 
-class MergedRows(NamedTuple):
+@dataclass
+class MergedRow:
+    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`.
+
+    Attributes:
+        table: The table.
+        identity: The identity columns.
+        names: The requested statistics.
+        values: The numbers, set when they are on the host.
+    """
+
+    table: str
+    identity: Row
+    names: tuple[str, ...]
+    values: Array | None = None
+
+    numbers: ClassVar[tuple[Tensor, ...]] = ()
+    """The numbers on a device: all rows together have them, see `MergedRows`."""
+
+    def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
+        """Write the numbers to the row."""
+        row[:] = self.values
+        return {}
+
+
+@dataclass
+class MergedRows:
     """The merged rows of a step. Their numbers may still be on a device.
 
     Attributes:
-        numbers: The numbers of the rows.
-        build: Converts these numbers, as lists, to tables and rows.
+        pieces: This process's part of each row.
+        rows: The rows of the tables `stats` and `effects`.
+        numbers: The sums [rows, COLUMNS], the effects [rows, EFFECT], and what is gathered [ranks, numbers].
+        identities: The identity columns of the piece of each row.
     """
 
-    numbers: tuple[Tensor, ...]
-    build: Callable[..., Iterator[tuple[str, Row]]]
+    pieces: Sequence[Piece]
+    identities: Sequence[Row]
+    rows: list[MergedRow]
+    numbers: tuple[Tensor, Tensor, Tensor]
+    ranks: int
+
+    def fetch(self, fetched: Iterator[list[float]]) -> Iterator[tuple[str, Row]]:
+        """Set the numbers of the rows, given `numbers` on the host, and return the rows of other tables."""
+        stats, effects, gathered = (np.array(next(fetched)) for _ in self.numbers)
+        sums, changes = iter(stats.reshape(-1, len(COLUMNS))), iter(effects.reshape(-1, len(EFFECT)))
+        columns, rows = gathered.reshape(self.ranks, -1), iter(self.rows)
+        others: list[tuple[str, Row]] = []
+        for piece, identity in zip(self.pieces, self.identities, strict=True):
+            own, columns = np.split(columns, [len(piece.gathered)], axis=1)
+            if piece.table == "stats":
+                (_, units), row = piece.shape, next(rows)
+                row.values = next(sums)
+                if units:
+                    row.values[[INDEX[DEAD.name], INDEX[UNITS.name]]] = merge_units(own), units
+            elif piece.table == "effects":
+                next(rows).values = next(changes)
+            else:
+                others.append((piece.table, (*identity, *piece.shape.merged(own))))
+        return iter(others)
 
 
 class LocalRowMerger:
@@ -129,7 +170,7 @@ def identity_without_rank(context: Context) -> Row:
     return row[:_RANK_AT] + row[_RANK_AT + 1 :]
 
 
-def statistics_piece(context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> Piece:
+def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> Piece:
     """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
     gathered = _NOTHING if dead is None else pack_units(dead)
     return Piece("stats", identity_without_rank(context), (names, 0 if dead is None else len(dead)), part, gathered)
@@ -141,18 +182,17 @@ def measured_piece(table: str, context: Context, measure: Measure, tensor: Tenso
 
 
 def effect_piece(context: Context, effect: Effect) -> Piece:
-    """Return this process's part of a row of effects: numbers in the order of `_EFFECT`, NaN for None."""
-    measures = effect.measures
-    factor, held = (math.nan if number is None else number for number in (effect.factor, effect.held))
-    if isinstance(measures, DeviceNumbers):
-        changes_on_device = measures.on_device()
-        part = changes_on_device.new_full((len(_EFFECT),), effect.numel)  # does not wait for the device, unlike a copy
-        part[1:4] = changes_on_device
-        part[4], part[5] = factor, held
+    """Return this process's part of a row of effects: numbers in the order of `EFFECT`, NaN for None."""
+    if isinstance(effect.measures[0], Tensor):
+        counts, *norms = (each for each in effect.measures if isinstance(each, Tensor))
+        found = effect_from_device([*counts.unbind(), *norms])
+        part = found[1].new_full((len(EFFECT),), effect.numel)  # does not wait for the device, unlike a copy
+        part[1], part[2], part[3] = found
+        part[4], part[5] = (math.nan if number is None else number for number in (effect.factor, effect.held))
         return Piece("effects", identity_without_rank(context), (), part, _NOTHING)
-    numbers = [math.nan if number is None else number for number in measures]
-    all_numbers = (effect.numel, *numbers, float(factor), float(held))
-    return Piece("effects", identity_without_rank(context), (), all_numbers, _NOTHING)
+    # A factor can be a tensor in the memory of the host.
+    numbers = effect.row(iter([number.reshape(-1).tolist() for number in effect.numbers]))
+    return Piece("effects", identity_without_rank(context), (), numbers, _NOTHING)
 
 
 def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
@@ -163,31 +203,44 @@ def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
         reducer: The processes. `LocalReducer` uses only the pieces of this one.
     """
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
-    statistics, changed = _numbers(stats, effects, reducer) if stats or effects else (_NOTHING, _NOTHING)
+    sums, changed = _numbers(stats, effects, reducer) if stats or effects else (_NOTHING, _NOTHING)
     gathered = _gathered(pieces, reducer)
     if not reducer.is_rank_zero or not pieces:
         return None
-    build = partial(_rows, pieces, reducer.world_size, isinstance(reducer, LocalReducer))
-    return MergedRows((statistics, changed, gathered), build)
+    is_local = isinstance(reducer, LocalReducer)
+    identities = [
+        (*key[:_RANK_AT], own_rank() if is_local else 0, *key[_RANK_AT:-1], key[-1] if is_local else "global")
+        for key in (piece.key for piece in pieces)
+    ]
+    rows = [
+        MergedRow(piece.table, identity, piece.shape[0] if piece.table == "stats" else ())
+        for piece, identity in zip(pieces, identities, strict=True)
+        if piece.table in ("stats", "effects")
+    ]
+    return MergedRows(pieces, identities, rows, (sums, changed, gathered), reducer.world_size)
 
 
 def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], reducer: Reducer) -> tuple[Tensor, Tensor]:
-    """Return statistics, float64 [rows, MERGED], and changes, [rows, EFFECT], by one maximum and one sum over all pieces.
+    """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all pieces.
 
     The factor is NaN if it differs between processes. A condition held if it held in any process.
     """
-    devices = (piece.part.device for piece in (*stats, *effects) if isinstance(piece.part, Tensor))
-    device = reducer.device or next(devices, None)
-    stat_parts, effect_parts = _stacked(stats, len(PARTIAL_STATISTICS), device), _stacked(effects, len(_EFFECT), device)
+    device = reducer.device or next((_device(piece) for piece in (*stats, *effects) if piece.is_on_device), None)
+    stat_parts, effect_parts = _stacked(stats, len(COLUMNS), device), _stacked(effects, len(EFFECT), device)
     factors = effect_parts[:, 4:5].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
     held = effect_parts[:, 5:].nan_to_num(nan=_UNCONDITIONAL)
     factor_ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors), held], dim=1)
     maxima, factor_ends = _reduce_two(reducer.all_reduce_max, extremes(stat_parts), factor_ends)
     counts = torch.cat([effect_parts[:, :2], effect_parts[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
-    total, counts = _reduce_two(reducer.all_reduce_sum, sums(stat_parts, maxima), counts)
+    total, counts = _reduce_two(reducer.all_reduce_sum, totals(stat_parts, maxima), counts)
     factor = torch.where(factor_ends[:, 0] == -factor_ends[:, 1], factor_ends[:, 0], math.nan)
-    changed = [counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], factor_ends[:, 2:]]
-    return merged(maxima, total), torch.cat(changed, dim=1)
+    held = torch.where(factor_ends[:, 2:] == _UNCONDITIONAL, math.nan, factor_ends[:, 2:])
+    return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], held], dim=1)
+
+
+def _device(piece: Piece) -> torch.device | None:
+    part = piece.part.on_device if isinstance(piece.part, Measured) else piece.part
+    return part.device if isinstance(part, Tensor) else None if part is None else part.row.device  # type: ignore[union-attr]
 
 
 def _reduce_two(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,12 +252,21 @@ def _reduce_two(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) 
 
 def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
     """Stack the pieces, float64 [rows, numbers]. Numbers on the host are copied to the device at once."""
-    on_device = [piece.part for piece in pieces if isinstance(piece.part, Tensor)]
-    on_host = torch.tensor([piece.part for piece in pieces if not isinstance(piece.part, Tensor)], dtype=torch.float64)
-    if not on_device:
-        return on_host.view(-1, numbers).to(device)
-    rows, others = iter(on_device), iter(on_host.to(device))
-    return torch.stack([next(rows) if isinstance(piece.part, Tensor) else next(others) for piece in pieces])
+    missing = [math.nan] * numbers
+    on_host = [part.row if isinstance(part, Measured) else part for part in (piece.part for piece in pieces)]
+    found = (
+        torch.tensor(
+            np.array([missing if part is None or isinstance(part, Tensor) else part for part in on_host], np.float64)
+        )
+        .view(-1, numbers)
+        .to(device)
+    )
+    for at, piece in enumerate(pieces):
+        if isinstance(piece.part, Measured) and piece.part.on_device is not None:
+            found[at] = sums_on_device([piece.part])[0]
+        elif isinstance(piece.part, Tensor):
+            found[at] = piece.part
+    return found
 
 
 def _gathered(pieces: Sequence[Piece], reducer: Reducer) -> Tensor:
@@ -218,44 +280,3 @@ def _gathered(pieces: Sequence[Piece], reducer: Reducer) -> Tensor:
     device = reducer.device or parts[0].device
     gathered = reducer.gather(torch.cat([part.to(device) for part in parts]))
     return _NOTHING if gathered is None else gathered
-
-
-def _rows(
-    pieces: Sequence[Piece],
-    ranks: int,
-    local_only: bool,
-    statistics: list[float],
-    changed: list[float],
-    gathered: list[float],
-) -> Iterator[tuple[str, Row]]:
-    """Build the rows from the merged numbers."""
-    stats = iter(np.array(statistics).reshape(-1, len(MERGED)).tolist())
-    effects = iter(np.array(changed).reshape(-1, len(_EFFECT)).tolist())
-    columns = np.array(gathered).reshape(ranks, -1)
-    for piece in pieces:
-        rank, scope = (own_rank(), piece.key[-1]) if local_only else (0, "global")
-        row = (*piece.key[:_RANK_AT], rank, *piece.key[_RANK_AT:-1], scope)
-        piece_columns, columns = np.split(columns, [len(piece.gathered)], axis=1)
-        if piece.table == "stats":
-            yield piece.table, (*row, *_statistics_cells(piece, next(stats), piece_columns))
-        elif piece.table == "effects":
-            numel, count, norm_before, norm_after, factor, held = next(effects)
-            effect = changes(
-                int(numel),
-                int(count),
-                norm_before,
-                norm_after,
-                None if math.isnan(factor) else factor,
-                None if held == _UNCONDITIONAL else bool(held),
-            )
-            yield piece.table, (*row, *effect)
-        else:
-            yield piece.table, (*row, *piece.shape.merged(piece_columns))
-
-
-def _statistics_cells(piece: Piece, values: list[float], masks: Array) -> list[float | None]:
-    names, units = piece.shape
-    statistics = dict(zip(MERGED, values, strict=True))
-    if units:
-        statistics["dead_fraction"] = merge_units(masks, units)
-    return fetched_statistics(names, [statistics.get(name, math.nan) for name in names])

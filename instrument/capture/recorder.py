@@ -6,28 +6,29 @@ next step ends.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import Context, Effect, StepContext
+from ..actions.base import EFFECT, Context, Effect, StepContext
 from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import take
 from ..nested import shape_of
-from ..spec.statistics import ALL
-from ..spec.tables import IDENTITY
-from ..stats.device_numbers import DeviceNumbers
-from ..stats.measure import Values
-from ..stats.merge import PartialStatistics
-from ..stats.single_pass import record_plain
+from ..stats.device_numbers import DeviceNumbers, Values
+from ..stats.device_sums import DeviceMemory
+from ..stats.measure import Measured, as_cell, on_host
+from ..stats.sums import COLUMNS, statistics_of
 from ..stats.table_rows import Measure
 from .collectives import Ranks
-from .device_copy import Transfer
+from .device_copy import HostCopy, Transfer
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
 from .rank_merging import (
     GlobalRowMerger,
@@ -37,10 +38,9 @@ from .rank_merging import (
     measured_piece,
     statistics_piece,
 )
-from .row_cells import changes, effect_cells
 from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
-from .step_statistics import ColumnCache, StatisticsRows, StepStatistics
+from .slab_rows import EffectRows, Matrix, StatisticsRows, StepSlab, Taken
 
 MetricsRow = tuple[int, str, Mapping[str, Any]]
 """Step, phase, and the values of the other columns of a row of metrics."""
@@ -89,11 +89,10 @@ class Recorder:
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
-        self._stats = StepStatistics()
-        self._columns = ColumnCache()
+        self._stats, self._effects = StepSlab(len(COLUMNS)), StepSlab(len(EFFECT))
+        self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
-        self._effects: list[tuple[Row, Effect | None]] = []  # identity and effect, or the complete row
-        self._lines: list[tuple[str, tuple[str, ...], Values, Decisions]] = []
+        self._lines: list[tuple[str, tuple[str, ...], _Values]] = []
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[MetricsRow] = []  # of this step
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
@@ -104,22 +103,35 @@ class Recorder:
         """Return whether the row is merged from all ranks."""
         return self._merger.merges(context)
 
-    def add_part(self, context: Context, names: tuple[str, ...], part: PartialStatistics, dead: Tensor | None) -> None:
+    def memory(self, device: torch.device) -> Tensor | None:
+        """Return memory for the sums of a tensor on a device; None for the CPU."""
+        return None if device.type == "cpu" else self._memory.row(device)
+
+    def add_part(self, context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> None:
         """Add this process's part of a row of statistics."""
         self._merger.add(statistics_piece(context, names, part, dead))
 
-    def add_stats(self, context: Context, shape: tuple[int, ...], names: tuple[str, ...], values: Values) -> None:
-        """Add the statistics of one tensor, in the order of `names`."""
+    def add_stats(
+        self,
+        context: Context,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        measured: Measured,
+        custom: Mapping[str, float | Tensor | None],
+    ) -> None:
+        """Add the statistics of one tensor."""
         if not self._merger.is_duplicate(context):
-            self._stats.add_values(self._merger.identity(context), shape, names, values, context.holds)
+            is_complete = measured.on_device is None and not custom
+            other = None if is_complete else _Values(measured, custom)
+            self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
-    def record_plain(self, tensor: Tensor, bits: int, moment: StepContext, site: Row) -> bool:
-        """Add the statistics of one plain tensor."""
-        numbers = record_plain(tensor, bits)
-        if numbers is None:
-            return False
-        self._stats.add(moment, site, tensor.shape, numbers)
-        return True
+    def slot(self, site: Row, names: tuple[str, ...]) -> int:
+        """Return the slot of an identity, for `record_plain`."""
+        return self._stats.slots.slot(site, names)
+
+    def record_plain(self, tensor: Tensor, slot: int, moment: StepContext, with_magnitudes: bool) -> bool:
+        """Add the statistics of one plain tensor. Return false if it is not plain."""
+        return self._stats.add_plain(tensor, slot, self._stats.moments.number(moment), with_magnitudes)
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
         """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
@@ -133,10 +145,17 @@ class Recorder:
             self._measured.append((table, row, measure.values(tensor), cells, _undecided(context)))
         self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * measure.size
 
-    def add_line(self, context: Context, text: str, names: tuple[str, ...], values: Values) -> None:
+    def add_line(
+        self,
+        context: Context,
+        text: str,
+        names: tuple[str, ...],
+        measured: Measured,
+        custom: Mapping[str, float | Tensor | None],
+    ) -> None:
         """Add a line to print for one tensor."""
         if not self._merger.is_duplicate(context):
-            self._lines.append((text, names, values, _undecided(context)))
+            self._lines.append((text, names, _Values(measured, custom)))
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
@@ -185,7 +204,9 @@ class Recorder:
         if self.merges(context):
             self._merger.add(effect_piece(context, effect))
         elif not self._merger.is_duplicate(context):
-            self._effects.append((self._merger.identity(context), effect))
+            is_complete = not effect.numbers and not (effect.factor is not None and math.isnan(effect.factor))
+            other = None if is_complete else _EffectValues(effect)
+            self._effects.add(self._merger.identity(context), effect.row(), other=other)
 
     def add_plain_effect(
         self,
@@ -197,8 +218,7 @@ class Recorder:
         held: bool | None,
     ) -> None:
         """Add the effect of one intervention on a plain tensor."""
-        changed, before, after = measures
-        self._effects.append(((*moment, *site, *changes(numel, int(changed), before, after, factor, held)), None))
+        self._effects.add((*moment, *site), Effect(numel, measures, factor, held).row())
 
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its measured rows."""
@@ -235,22 +255,19 @@ class Recorder:
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
-        stats, effects = self._stats.take(), take(self._effects)
+        for row in () if merged is None else merged.rows:
+            (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)
+        stats, effects = self._stats.take(), self._effects.take()
         lines, tensors = take(self._lines), take(self._tensors)
-        on_device = [tensor for waiting in stats.on_device for tensor in waiting.values.numbers]
-        on_device += [holds for _, holds in stats.conditional]
+        waiting = [*stats.others.values(), *effects.others.values(), *(values for *_, values in lines)]
+        on_device = [] if merged is None else [*merged.numbers]
+        on_device += [number for each in waiting for number in each.numbers]
         measured = [
             (table, row, values() if callable(values) else values, cells, decisions)
             for table, row, values, cells, decisions in take(self._measured)
         ]
-        for *_, values, _, decisions in measured:
-            on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
-        for _, effect in effects:
-            if effect is not None:
-                on_device += effect.numbers
-        on_device += [] if merged is None else merged.numbers
-        for *_, values, decisions in lines:
-            on_device += [*(values.numbers if isinstance(values, DeviceNumbers) else ()), *decisions]
+        for *_, found, _, decisions in measured:
+            on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
         batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
@@ -258,9 +275,12 @@ class Recorder:
             on_device += decisions
         deferred, metrics = take(self._deferred), take(self._metrics)
         devices, self._copied_from = self._copied_from, set()
+        sums = [(rows, HostCopy(memory)) for rows, memory in self._memory.take()]
         transfer = Transfer(on_device, devices)
-        self._pending = _Step(stats, measured, effects, merged, batches, lines, tensors, deferred, metrics, transfer)
-        if self._pending.transfer.is_complete and not deferred:
+        self._pending = _Step(
+            stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, sums, transfer
+        )
+        if transfer.is_complete and not (sums or deferred):
             self.flush()
 
     @property
@@ -269,7 +289,7 @@ class Recorder:
         step = self._pending
         if step is None:
             return False
-        rows = step.stats or step.measured or step.effects or step.merged or step.lines or step.tensors
+        rows = len(step.stats) + len(step.effects) or step.measured or step.merged or step.lines or step.tensors
         return bool(rows or step.transfer.devices)
 
     def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
@@ -286,23 +306,26 @@ class Recorder:
         if step is None:
             return
         fetched = step.transfer.read()
-        step.stats.fetch(fetched)
+        merged = () if step.merged is None else step.merged.fetch(fetched)
+        _read_sums([*step.stats.others.values(), *(values for *_, values in step.lines)], step.sums)
+        stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
+        lines = [(text, names, values.cells(names, fetched)) for text, names, values in step.lines]
         tables: defaultdict[str, list[Row]] = defaultdict(list)
-        for table, row, values, cells, decisions in step.measured:
+        for table, row, values, as_cells, decisions in step.measured:
             if (numbers := _read(values, decisions, fetched)) is not None:
-                tables[table].append((*row, *cells(numbers)))
-        for row, effect in step.effects:
-            tables["effects"].append(row if effect is None else row + effect_cells(effect, fetched))
-        if step.merged is not None:
-            _add_merged(step.merged.build(*(next(fetched) for _ in step.merged.numbers)), step.stats, tables)
-        for text, names, values, decisions in step.lines:
-            if (numbers := _read(values, decisions, fetched)) is not None:
-                self.print_line(line_of(text, names, numbers))
-        stats = step.stats.rows(self._columns) if len(step.stats) else None
-        if stats is not None:
-            self.write("stats", stats)
+                tables[table].append((*row, *as_cells(numbers)))
+        for table, row in merged:
+            tables[table].append(row)
+        for text, names, cells in lines:
+            if cells is not None:
+                self.print_line(line_of(text, names, cells))
+        stats_rows = StatisticsRows(self._stats, stats) if len(stats) else None
+        if stats_rows is not None:
+            self.write("stats", stats_rows)
         for table, rows in tables.items():
             self.write(table, rows)
+        if len(effects):
+            self.write("effects", EffectRows(self._effects, effects))
         samples = [batch.rows(fetched) for batch in step.batches]
         for batch_rows in samples:
             self.write("samples", batch_rows)
@@ -315,7 +338,7 @@ class Recorder:
                 if samples
                 else []
             )
-            self.on_rows(stats, step.metrics, in_time)
+            self.on_rows(stats_rows, step.metrics, in_time)
         self.sink.end_step()
 
     def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
@@ -325,19 +348,102 @@ class Recorder:
                 self._store(context, source_shape, tensor, None)
 
 
+class _Values(NamedTuple):
+    """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`).
+
+    Attributes:
+        measured: The sums. Those on a device are set before `complete` is called.
+        custom: The custom statistics: numbers, or scalars on a device.
+    """
+
+    measured: Measured
+    custom: Mapping[str, float | Tensor | None]
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The numbers on a device, without the sums."""
+        return [each for each in (*self.custom.values(), self.measured.holds) if isinstance(each, Tensor)]
+
+    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
+        """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
+        row[:] = self.measured.row
+        found = {
+            name: next(fetched)[0] if isinstance(number, Tensor) else number for name, number in self.custom.items()
+        }
+        held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
+        custom = {name: None if number is None or math.isnan(number) else number for name, number in found.items()}
+        return custom if held else None
+
+    def cells(self, names: tuple[str, ...], fetched: Iterator[list[float]]) -> list[float | None] | None:
+        """Return the statistics, None for no value; None instead if the condition of the hook does not hold."""
+        row = np.empty(len(COLUMNS))
+        custom = self.complete(row, fetched)
+        if custom is None:
+            return None
+        known = names[: len(names) - len(custom)]
+        values = (column.item() for column in statistics_of(row[None], known))
+        return [*(as_cell(name, value) for name, value in zip(known, values, strict=True)), *custom.values()]
+
+
+class _EffectValues(NamedTuple):
+    """An effect whose numbers may be on a device, or whose factor is NaN: the additional part of a row."""
+
+    effect: Effect
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The numbers on a device."""
+        return self.effect.numbers
+
+    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
+        """Write the numbers to the row. Return the factor if it is NaN."""
+        row[:] = self.effect.row(fetched)
+        factor = float(row[EFFECT.index("factor")])
+        return {"factor": factor} if self.effect.factor is not None and math.isnan(factor) else {}
+
+
 class _Step(NamedTuple):
     """The results of a step. Its numbers may still be on a device."""
 
-    stats: StepStatistics
+    stats: Taken
+    effects: Taken
     measured: list[MeasuredRow]
-    effects: list[tuple[Row, Effect | None]]
     merged: MergedRows | None
     batches: list[SampleBatch]
-    lines: list[tuple[str, tuple[str, ...], Values, Decisions]]
+    lines: list[tuple[str, tuple[str, ...], _Values]]
     tensors: list[UndecidedTensor]
     deferred: list[tuple[str, Callable[[], Row]]]
     metrics: list[MetricsRow]
+    sums: list[tuple[list[Tensor], HostCopy]]
     transfer: Transfer
+
+
+def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:
+    """Set the sums of all tensors on a device.
+
+    Args:
+        values: The additional parts of rows.
+        sums: The rows in the memory of each device, and its copy.
+    """
+    copied = {id(row): found for rows, copy in sums for row, found in zip(rows, copy.wait().numpy(), strict=True)}
+    waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
+    if waiting:
+        rows = np.stack([copied[id(measured.on_device.row)] for measured in waiting])  # type: ignore[union-attr]
+        for measured, row in zip(waiting, on_host(waiting, rows), strict=True):
+            measured.row = row
+
+
+def _complete(taken: Taken, fetched: Iterator[list[float]]) -> Taken:
+    """Return rows with all of their numbers, without those whose condition does not hold."""
+    left_out, others = [], {}
+    for at, other in taken.others.items():
+        found = other.complete(taken.numbers[at], fetched)
+        if found is None:
+            left_out.append(at)
+        elif found:
+            others[at] = found
+    complete = replace(taken, others=others)
+    return complete.without(left_out) if left_out else complete
 
 
 def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: AttachedHook) -> int:
@@ -346,15 +452,6 @@ def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: Attached
     return sum(
         count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own_name in ("", path)
     )
-
-
-def _add_merged(rows: Iterable[tuple[str, Row]], stats: StepStatistics, tables: defaultdict[str, list[Row]]) -> None:
-    """Add the merged rows of all processes to those of this one."""
-    for table, row in rows:
-        if table == "stats":
-            stats.add_values(row[: len(IDENTITY)], None, ALL, row[len(IDENTITY) :])
-        else:
-            tables[table].append(row)
 
 
 def _undecided(context: Context) -> Decisions:

@@ -1,55 +1,18 @@
-"""The cells of rows: of measured values, of effects, and of the `layers` table."""
+"""The identity columns of rows, and the rows of the `layers` table."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..actions.base import Context, Effect
+from ..actions.base import Context
 from ..plan.hook_plan import HookPlan
-from ..spec.statistics import ALL, STATISTICS
-from ..stats.device_numbers import DeviceNumbers
-from ..stats.measure import positions
 from .sink_interface import Row
-
-_COUNTS = frozenset(ALL.index(name) for name, statistic in STATISTICS.items() if statistic.unit == "count")
 
 
 def identity_columns(context: Context) -> Row:
     """Return the identity columns of a row: when and where it was recorded."""
     return (*context.moment, *context.site)
-
-
-def fetched_statistics(names: tuple[str, ...], values: Sequence[float]) -> list[float | None]:
-    """Convert numbers from a tensor, where all are floats and NaN means no value, to the columns of the statistics."""
-    row: list[float | None] = [None] * len(ALL)
-    for at, value in zip(positions(names), values, strict=True):
-        if not math.isnan(value):
-            row[at] = int(value) if at in _COUNTS else value
-    return row
-
-
-def effect_cells(effect: Effect, fetched: Iterator[list[float]]) -> Row:
-    """Return the columns of an intervention's effect. Numbers from a device come from `fetched`."""
-    measures = effect.measures.values(fetched) if isinstance(effect.measures, DeviceNumbers) else effect.measures
-    factor = next(fetched)[0] if isinstance(effect.factor, Tensor) else effect.factor
-    held = bool(next(fetched)[0]) if isinstance(effect.held, Tensor) else effect.held
-    changed, before, after = measures
-    assert changed is not None, "a count always has a value"
-    return changes(effect.numel, int(changed), before, after, factor, held)
-
-
-def changes(
-    numel: int, changed: int, before: float | None, after: float | None, factor: float | None, held: bool | None
-) -> Row:
-    """Return the columns of an effect. A NaN norm becomes None, and so does the factor if the condition did not hold."""
-    before = None if before is None or math.isnan(before) else before
-    after = None if after is None or math.isnan(after) else after
-    factor = None if held is False else factor
-    return (numel, changed, changed / numel if numel else 0.0, before, after, factor, held)
 
 
 def has_lazy_parameters(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from ..spec.tables import IDENTITY, MOMENT
 from .recorder import MetricsRow
 from .samples import SampleRows
 from .sink_interface import Row
-from .step_statistics import StatisticsRows
+from .slab_rows import StatisticsRows
 
 _Moment = tuple[int, str]
 _SITE_COLUMNS = [column.name for column in IDENTITY[len(MOMENT) - 1 :]]  # the rank is not part of the moment of a row
@@ -74,8 +74,6 @@ def _statistics(
     if stats is None or rows is _NO_ROWS:
         return rules.layout(_NO_ROWS, phase, _site), lambda name: np.empty(0), _NO_NUMBERS
     numbers = stats.numbers
-    if stats.has_others:
-        numbers = np.column_stack([numbers, *(stats.column(name) for name in ALL[numbers.shape[1] :])])
     if rows is None:
         return rules.layout(stats.sites, phase, _site), stats.column, numbers
     sites = [stats.sites[row] for row in rows]

@@ -41,7 +41,7 @@ from ..spec.hooks import HookSpec
 from ..spec.parse import parse_budget
 from ..spec.spec_file import Specs, read_rules, read_specs
 from ..stats.device_choice import measured_by
-from ..stats.single_pass import KERNEL
+from ..stats.kernel import KERNEL
 from ..training.compiled_models import describe_graph_breaks, graph_breaks, prepare_compiled
 from .attached_probe import AttachedProbe
 

@@ -60,7 +60,12 @@ class PlainHook:
 class PlainRecord(PlainHook):
     """Records the statistics of plain tensors at one site."""
 
-    __slots__ = ()
+    __slots__ = ("_action", "_slots")
+
+    def __init__(self, attached: AttachedHook) -> None:
+        super().__init__(attached)
+        self._action: Record | None = None  # a budget may replace it
+        self._slots: dict[tuple[int, int, str], int] = {}
 
     @classmethod
     def of(cls, attached: AttachedHook) -> PlainRecord | None:
@@ -69,7 +74,7 @@ class PlainRecord(PlainHook):
         if (
             isinstance(action, Record)
             and isinstance(spec, RecordSpec)
-            and action.bits
+            and action.measurement.is_plain
             and not (action.tables or action.keeps_tensors)
             and spec.unit_dim is None
             and attached.selector is None
@@ -91,13 +96,20 @@ class PlainRecord(PlainHook):
             backward: The index of the tensor's gradient; 0 for other tensors.
             path: The path of the tensor, for the functions of a module.
         """
-        clock, action = self._clock, cast(Record, self.attached.action)  # a budget may replace it
-        site = self._site(call, backward, path)
+        action = cast(Record, self.attached.action)
+        if action is not self._action or type(self._module) is not self._class:
+            self._action, self._class = action, type(self._module)
+            self._slots.clear()
+        slot = self._slots.get((call, backward, path))
+        if slot is None:
+            site = self.attached.context(path, Firing(call, backward)).site
+            slot = self._slots[call, backward, path] = action.rows.slot(site, action.measurement.names)
+        clock, with_magnitudes = self._clock, action.measurement.with_magnitudes
         timer = clock.timer
         if timer is None:
-            return action.rows.record_plain(tensor, action.bits, clock.moment, site)
+            return action.rows.record_plain(tensor, slot, clock.moment, with_magnitudes)
         with timer.measure_action(self.attached):
-            is_plain = action.rows.record_plain(tensor, action.bits, clock.moment, site)
+            is_plain = action.rows.record_plain(tensor, slot, clock.moment, with_magnitudes)
         if not is_plain:
             timer.firings[self.attached] -= 1  # `AttachedHook.fire` counts it again
         return is_plain

@@ -16,6 +16,7 @@ WIDE = 100.0  # ratio of largest to smallest value from which a scale is logarit
 
 _UNITS = {
     "count": "elements",
+    "elements": "elements",
     "fraction": "fraction",
     "units": "fraction of units",
     "ratio": "ratio",

@@ -170,7 +170,7 @@ def _vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
     statistics = {
         name: {
             "axis": axis_name(name),
-            "formula": statistic.formula,
+            "formula": statistic.meaning,
             "merged": statistic.merged,
             "bounds": [0, 1] if statistic.unit in ("fraction", "units") else None,
         }

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..capture.collectives import own_rank
-from ..capture.message_template import Message, RowsTemplate
+from ..capture.message_template import Message, MessageTemplate
 from ..capture.sink_interface import Row
-from ..capture.step_statistics import StatisticsRows
+from ..capture.slab_rows import SlabRows
 from ..errors import InstrumentWarning, SinkError
 from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
@@ -89,7 +89,7 @@ class ParquetSink:
             )
             for name, table in TABLES.items()
         }
-        self._templates = {name: RowsTemplate(TABLES[name].plain_schema) for name in ("effects", "metrics")}
+        self._templates = {name: MessageTemplate(table.plain_schema) for name, table in TABLES.items()}
         self._counts = RowCounts(row_counts_of(folder, own_rank()))
         self._tensors = TensorWriter(self._writers["tensors"], tensors=tensors, when_full=when_full)
 
@@ -145,13 +145,11 @@ class ParquetSink:
 
     def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
         """Return the rows of a step and table for the journal."""
-        if len(groups) == 1:
-            (rows,) = groups
-            if isinstance(rows, StatisticsRows):
-                return rows.to_message()
-            if table in self._templates:
-                return self._templates[table].message(rows)
-        return as_batch(TABLES[table], *groups)
+        if len(groups) > 1:
+            return as_batch(TABLES[table], *groups)
+        (rows,) = groups
+        columns = rows.columns() if isinstance(rows, SlabRows) else [*zip(*rows, strict=True)]
+        return self._templates[table].message(len(rows), columns)
 
     def finish_parts(self) -> dict[str, int]:
         """Convert all journals to parts.

@@ -198,6 +198,7 @@ IDENTITY = _columns(
 )
 _UNITS = {
     "count": "elements",
+    "elements": "elements",
     "fraction": "fraction of the finite values",
     "units": "fraction of the units",
     "ratio": "",
@@ -228,7 +229,7 @@ TABLES.register("stats")(
         "one tensor at one firing",
         (
             *IDENTITY,
-            *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.formula) for s in STATISTICS.values()),
+            *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.meaning) for s in STATISTICS.values()),
             SHAPE,
             CUSTOM,
         ),

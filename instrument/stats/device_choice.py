@@ -9,46 +9,75 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import COUNTS
+from ..spec.statistics import COUNTS, MAGNITUDES, STATISTICS, Sum
 from .device_numbers import DeviceNumbers, joined
-from .device_operations import measure_by_operations
+from .device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory, sums_of_rows, write_operations, write_terms
+from .sums import COLUMNS, add_zeros, statistics_of
 
 BY_KERNEL = "Triton kernel"
 """The fastest way to measure; see `measured_by`."""
 
-_Key = tuple[str, torch.device, torch.dtype]
+_Key = Any  # what is computed, the device and the dtype
 _TOLERANCE = 1e-3  # the operations are less exact than the kernel, but wrong numbers differ by more
 _ELEMENTS = ("mean", "std", "rms", "min", "max", "abs_max")  # statistics with the magnitude of an element
+_COMPARED = tuple(name for name, statistic in STATISTICS.items() if not statistic.needs)
 _MOVED = 0.1  # largest share of elements that may be in the other of two adjacent bins, because their edge is rounded
+
+_NOT_COMPARED = "values that are merged on the device are not compared with the kernel"
 
 _reasons: dict[_Key, str | None] = {}
 """Why the kernel is not used, by what was compared; None if it is used."""
 
 
-def measure_on_device(flat: Tensor, names: tuple[str, ...]) -> DeviceNumbers:
-    """Compute statistics of a tensor on a device.
+def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None) -> DeviceSums:
+    """Compute the sums of a tensor on a device.
 
     Args:
         flat: Shape [elements], real, contiguous.
-        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
-
-    Returns:
-        The values in the order of `names`.
+        terms: Which sums with a term are required.
+        zeros: The number of further zeros of a sparse tensor.
+        row: Memory for the result, a row of `device_memory`. Default: new memory.
     """
-    return _choose(
-        "",
-        flat,
-        lambda: measure_by_operations(flat, names),
-        lambda kernels: kernels.measure_by_kernel(flat, names),
-        partial(_different_statistic, names),
+    found = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
+    key = "", flat.device, flat.dtype
+    found.by_kernel = _is_done_by_kernel(
+        key, flat, lambda kernels: kernels.measure_by_kernel(flat, found.row[BY_KERNEL_COLUMNS])
     )
+    if found.by_kernel and key not in _reasons:
+        found.by_kernel, found.compared_as = False, key
+    if not found.by_kernel:
+        write_operations(flat, found.row, with_magnitudes=MAGNITUDES in terms)
+    write_terms(flat, found, terms)
+    return found
+
+
+def sums_on_host(sums: Sequence[DeviceSums], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the sums of tensors, float64 [rows, COLUMNS].
+
+    Args:
+        sums: The sums.
+        rows: Copies of their rows in the memory of the host, [rows, DEVICE_WIDTH].
+    """
+    rows = rows.astype(np.float64, copy=False)
+    numel = np.array([each.numel for each in sums], np.float64)
+    found = np.empty((len(sums), len(COLUMNS)))
+    for by_kernel in {each.by_kernel for each in sums}:
+        own = [at for at, each in enumerate(sums) if each.by_kernel == by_kernel]
+        found[own] = sums_of_rows(rows[own], numel[own], by_kernel=by_kernel)
+    for at, each in enumerate(sums):
+        if each.compared_as is not None:
+            _compare(each.compared_as, found[at], sums_of_rows(rows[at : at + 1], numel[at], by_kernel=True)[0])
+        if each.zeros:
+            found[at] = add_zeros(found[at : at + 1], each.zeros, each.terms)[0]
+    return found
 
 
 def histogram_on_device(flat: Tensor, bins: int, by_operations: Callable[[], DeviceNumbers]) -> DeviceNumbers:
@@ -97,19 +126,33 @@ def _choose(
         different: Describes a difference between the values of the operations and those of the kernel, if there is one.
     """
     key = result, flat.device, flat.dtype
-    if _reasons.get(key) is not None or not _is_plain(flat):
+    found: list[DeviceNumbers] = []
+    if not _is_done_by_kernel(key, flat, lambda kernels: found.append(by_kernel(kernels))):
         return by_operations()
+    return found[0] if key in _reasons else joined([by_operations(), *found], partial(_compared, key, different))
+
+
+def _is_done_by_kernel(key: _Key, flat: Tensor, run: Callable[[Any], None]) -> bool:
+    """Run the kernel if it may be used. Return whether it has run. If it fails, note the reason."""
+    if _reasons.get(key) is not None or not _is_plain(flat):
+        return False
     try:
         kernels = _kernels()
         if flat.dtype not in kernels.DTYPES:
-            return by_operations()
-        found = by_kernel(kernels)
+            return False
+        run(kernels)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton's compiler can raise anything
         _reasons[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return by_operations()
-    return found if key in _reasons else joined([by_operations(), found], partial(_compared, key, different))
+        return False
+    return True
+
+
+def keep_operations(sums: DeviceSums) -> None:
+    """Use the operations from now on if the host does not get these sums, which were to be compared with the kernel."""
+    if sums.compared_as is not None:
+        _reasons.setdefault(sums.compared_as, _NOT_COMPARED)
 
 
 def _is_plain(flat: Tensor) -> bool:
@@ -136,24 +179,29 @@ def _compared(
 ) -> list[Any]:
     """Return the values of the operations, and compare them with those of the kernel."""
     if any(isinstance(value, Tensor) for value in expected):
-        _reasons.setdefault(key, "values that are merged on the device are not compared with the kernel")
+        _reasons.setdefault(key, _NOT_COMPARED)
     elif difference := different(expected, found):
         _reasons[key] = f"the kernel returned {difference}"
     _reasons.setdefault(key, None)
     return expected
 
 
-def _different_statistic(names: tuple[str, ...], expected: list[Any], found: list[Any]) -> str | None:
-    values = dict(zip(names, expected, strict=True))
-    size = max((abs(values[name]) for name in _ELEMENTS if values.get(name) is not None), default=0.0)
-    for name, other in zip(names, found, strict=True):
-        one = values[name]
-        if name == "std" and any(values.get(count) for count in ("nan_count", "inf_count")):
+def _compare(key: Any, expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> None:
+    """Compare the sums of the operations with those of the kernel, [COLUMNS]."""
+    both = zip(
+        *(np.concatenate(statistics_of(row[None], _COMPARED)).tolist() for row in (expected, found)), strict=True
+    )
+    values = dict(zip(_COMPARED, both, strict=True))
+    size = max((abs(values[name][0]) for name in _ELEMENTS if not math.isnan(values[name][0])), default=0.0)
+    for name, (one, other) in values.items():
+        if name == "std" and any(values[count][0] for count in ("nan_count", "inf_count")):
             continue  # the operations are not exact then; see `device_operations`
-        is_exact = one is None or other is None or name in COUNTS
-        if one != other if is_exact else not math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * size):
-            return f"{name} {other} instead of {one}"
-    return None
+        is_exact = name in COUNTS or math.isnan(one) or math.isnan(other)
+        is_equal = one == other or (math.isnan(one) and math.isnan(other))
+        if not (is_equal if is_exact else math.isclose(one, other, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * size)):
+            _reasons[key] = f"the kernel returned {name} {other} instead of {one}"
+            break
+    _reasons.setdefault(key, None)
 
 
 def _different_histogram(expected: list[Any], found: list[Any]) -> str | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch import Tensor
 from triton.runtime import driver
 
 from .device_numbers import DeviceNumbers
-from .formulas import Sums, apply_formulas
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
@@ -147,17 +146,15 @@ def _count(  # noqa: PLR0917
     tl.atomic_add(counts + index, found.to(tl.int64), mask=index < bins, sem="relaxed")
 
 
-def measure_by_kernel(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
-    """Compute statistics of a tensor with one launch, which reads each element once and needs no memory of its size.
+def measure_by_kernel(flat: Tensor, results: Tensor) -> None:
+    """Compute the sums of a tensor with one launch, which reads each element once and needs no memory of its size.
 
     Args:
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
-        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
-
-    Returns:
-        The values in the order of `names`.
+        results: float64 [8], contiguous, on the device: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of
+            magnitudes. They are written to it. Without a finite element, the minimum is infinite.
     """
-    return DeviceNumbers((_launch(flat, None),), partial(_statistics, names, flat.numel()))
+    _launch(flat, results, None)
 
 
 def histogram_by_kernel(flat: Tensor, bins: int) -> DeviceNumbers:
@@ -171,15 +168,16 @@ def histogram_by_kernel(flat: Tensor, bins: int) -> DeviceNumbers:
         Minimum, maximum, and the counts [bins] of the finite elements.
     """
     counts = torch.zeros(bins, dtype=torch.int64, device=flat.device)
-    return DeviceNumbers((_launch(flat, counts), counts), _ends_and_counts)
+    results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
+    _launch(flat, results, counts)
+    return DeviceNumbers((results, counts), _ends_and_counts)
 
 
-def _launch(flat: Tensor, counts: Tensor | None) -> Tensor:
-    """Return the results of `_measure`, float64 [8], and add the elements of each bin to the counts."""
+def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
+    """Write the results of `_measure`, and add the elements of each bin to the counts."""
     numel = flat.numel()
     blocks = -(-numel // _BLOCK)
     programs = min(-(-blocks // _BLOCKS), _PROGRAMS)
-    results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
     elements = flat.view(torch.int16) if is_bfloat16 else flat
     is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
@@ -191,7 +189,6 @@ def _launch(flat: Tensor, counts: Tensor | None) -> Tensor:
         if counts is not None:
             upper = _power_of_2(len(counts))
             _count[(programs,)](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
-    return results
 
 
 def _power_of_2(least: int) -> int:
@@ -212,24 +209,3 @@ def _memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:  # noqa
     with torch.inference_mode(False):
         partials = torch.empty((_PROGRAMS, _NUMBERS.value), dtype=torch.float64, device=device)
         return partials, torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _statistics(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
-    n, nan_count, zeros, low, high, mean, deviations, magnitudes = numbers
-    weight = n + (n == 0)
-    variance = deviations / weight
-    sums = Sums(
-        numel=numel + 0 * n,
-        n=n,
-        nan_count=nan_count,
-        inf_count=numel - n - nan_count,
-        zeros=zeros,
-        low=low,
-        high=high,
-        mean=mean,
-        variance=variance,
-        squares=n * (mean * mean + variance),
-        magnitudes=magnitudes,
-        unit=1.0,
-    )
-    return apply_formulas(names, sums)

@@ -50,6 +50,10 @@ class DeviceNumbers:
         return self.values(iter([tensor.reshape(-1).tolist() for tensor in self.numbers]))
 
 
+Values = Sequence[float | None] | DeviceNumbers
+"""Numbers and None, or numbers that are still on a device."""
+
+
 def joined(parts: Sequence[DeviceNumbers], convert: Callable[..., list[Any]]) -> DeviceNumbers:
     """Combine numbers.
 

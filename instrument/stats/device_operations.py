@@ -9,17 +9,15 @@ distance of the mean from that element in standard deviations, and m the number 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..nested import to_device
-from ..spec.statistics import COUNTS
-from .device_numbers import DeviceNumbers, widest
-from .formulas import Sums, apply_formulas, maximum
+from .device_numbers import widest
 
 # For each dtype, integers of the same size, the upper bits of the exponent, and the same bits with the lowest bit of the
 # exponent: `scale_of` replaces E by 2^bits - 3 - E, where E is the exponent rounded down to a multiple of four.
@@ -34,25 +32,21 @@ _LANES = _BYTE * 8
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def measure_by_operations(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
-    """Compute statistics of a tensor.
+def measure_by_operations(flat: Tensor, *, with_magnitudes: bool) -> dict[str, Tensor]:
+    """Compute the numbers from which the sums of a tensor follow (`instrument.stats.device_sums.RAW`).
 
-    The eleven default statistics of a float32 tensor take 14 launches, or 15 if its size has no suitable divisor, and move
-    52 bytes per element. The memory for one tensor of the input's size is used meanwhile.
+    Those of a float32 tensor take 14 launches, or 15 if its size has no suitable divisor, and move 52 bytes per element. The memory
+    for one tensor of the input's size is used meanwhile.
 
     Args:
-        flat: Shape [elements], real, contiguous. On the CPU this also works, but takes longer than `measure`.
-        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
+        flat: Shape [elements], real, contiguous, not empty.
+        with_magnitudes: Whether the sum of magnitudes is requested.
 
     Returns:
-        The values in the order of `names`.
+        Tensors of any dtype: the counts [3], or that of non-zeros only for integers, and scalars by their names.
     """
-    if not flat.numel():
-        return DeviceNumbers((), partial(_nothing, names))
-    if tuple(names) == ("l2",):
-        return _norm(flat)
     if not flat.is_floating_point():
-        return _measure_integers(flat, names)
+        return _measure_integers(flat, with_magnitudes=with_magnitudes)
     x = flat.to(torch.float32) if flat.element_size() == 1 else flat
     codes, counts = _classify(x)
     is_not_finite = codes.view(torch.uint8)[1::4]
@@ -63,24 +57,26 @@ def measure_by_operations(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
     del codes, is_not_finite, place
     low, high = torch.aminmax(filled)
     scale = scale_of(high - low)
-    numbers = [counts, low, high, element, scale, *_deviations(filled, element, scale)]
-    if "l1" in names:
-        numbers += _magnitudes(x)
-    return DeviceNumbers(tuple(numbers), partial(_statistics_of_floats, names, flat.numel()))
+    numbers = {"nonzero": counts, "low": low, "high": high, "origin": element, "scale": scale}
+    numbers["variance"], numbers["mean"] = _deviations(filled, element, scale)
+    return numbers | _magnitudes(x) if with_magnitudes else numbers
 
 
-def count_masks(masks: Sequence[Tensor], convert: Callable[[Sequence[Any]], list[Any]]) -> DeviceNumbers:
-    """Count the true elements of masks of the same size, and convert the counts to values."""
+def count_masks(masks: Sequence[Tensor]) -> Tensor:
+    """Count the true elements of masks of the same size, int64 [masks]."""
     rows = _masks(len(masks), masks[0].numel(), masks[0].device)
     for row, mask in zip(rows, masks, strict=True):
         row[: mask.numel()].view(mask.shape).copy_(mask)
-    return DeviceNumbers((_counts(rows),), convert)
+    return _counts(rows)
 
 
-def count_changed(before: Tensor, after: Tensor) -> DeviceNumbers:
-    """Count the elements that differ between two tensors of the same shape and dtype. NaN that stays NaN is equal."""
-    stays_nan = before.isnan().logical_and_(after.isnan())
-    return count_masks([before != after, stays_nan], lambda counts: [counts[0] - counts[1]])
+def count_changed(before: Tensor, after: Tensor) -> Tensor:
+    """Count the elements that differ between two tensors of the same shape and dtype. NaN that stays NaN is equal.
+
+    Returns:
+        int64 [2]: the elements that differ, and those of them that stay NaN.
+    """
+    return count_masks([before != after, before.isnan().logical_and_(after.isnan())])
 
 
 def _masks(rows: int, numel: int, device: torch.device) -> Tensor:
@@ -154,10 +150,10 @@ def _deviations(filled: Tensor, origin: Tensor, scale: Tensor) -> tuple[Tensor, 
     return torch.var_mean(torch.addcmul(origin * scale, filled, scale, value=-1.0, out=filled), correction=0)
 
 
-def _magnitudes(x: Tensor) -> tuple[Tensor, Tensor]:
+def _magnitudes(x: Tensor) -> dict[str, Tensor]:
     """Return the sum of |x| * scale over the finite elements, and the scale."""
     scaled, scale = _scaled(torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0))
-    return scaled.abs_().sum(), scale
+    return {"magnitudes": scaled.abs_().sum(), "magnitudes_scale": scale}
 
 
 def _scaled(finite: Tensor) -> tuple[Tensor, Tensor]:
@@ -167,17 +163,15 @@ def _scaled(finite: Tensor) -> tuple[Tensor, Tensor]:
     return finite * scale.view(1), scale
 
 
-def _measure_integers(flat: Tensor, names: Sequence[str]) -> DeviceNumbers:
-    """Compute statistics of integers or booleans."""
+def _measure_integers(flat: Tensor, *, with_magnitudes: bool) -> dict[str, Tensor]:
+    """Compute the numbers of integers or booleans."""
     x = flat.to(_wide(flat))
     masks = _masks(1, len(x), x.device)
     torch.ne(x, 0.0, out=masks[0, : len(x)])
     low, high = torch.aminmax(x)
-    magnitudes = _magnitudes(x) if "l1" in names else ()
-    deviations = torch.var_mean(torch.sub(low, x, out=x), correction=0)
-    return DeviceNumbers(
-        (_counts(masks), low, high, *deviations, *magnitudes), partial(_statistics_of_integers, names, flat.numel())
-    )
+    numbers = _magnitudes(x) if with_magnitudes else {}
+    numbers["variance"], numbers["mean"] = torch.var_mean(torch.sub(low, x, out=x), correction=0)
+    return numbers | {"nonzero": _counts(masks), "low": low, "high": high}
 
 
 def _wide(flat: Tensor) -> torch.dtype:
@@ -192,68 +186,24 @@ def as_comparable_floats(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_floating_point() and tensor.element_size() > 1 else tensor.to(_wide(tensor))
 
 
-def _norm(flat: Tensor) -> DeviceNumbers:
-    """Compute only the L2 norm."""
+def norm_by_operations(flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the L2 norm of the finite elements: three scalars, the arguments of `norm_of`.
+
+    Args:
+        flat: Shape [elements], real, contiguous.
+    """
+    if not flat.numel():
+        wide = torch.full((), math.nan, dtype=widest(flat.device), device=flat.device)
+        return wide, wide, wide
     x = as_comparable_floats(flat)
     finite = torch.nan_to_num(x, nan=math.inf, posinf=math.inf, neginf=math.inf)
     low = finite.amin()
     scaled, scale = _scaled(finite.nan_to_num_(posinf=0.0))
-    return DeviceNumbers((low, scale, torch.linalg.vector_norm(scaled)), _l2)
+    return low, scale, torch.linalg.vector_norm(scaled)
 
 
-def _l2(numbers: Sequence[Any]) -> list[Any]:
-    low, scale, norm = numbers
+def norm_of(low: Any, scale: Any, norm: Any) -> Any:
+    """Return the norm from the results of `norm_by_operations`, or from these as numbers on the host; NaN without a finite element."""
     if isinstance(norm, Tensor):
-        return [torch.where(low < math.inf, norm / scale, math.nan)]
-    return [norm / scale if low < math.inf else None]
-
-
-def _nothing(names: Sequence[str], numbers: Sequence[Any]) -> list[Any]:  # noqa: ARG001
-    """Return the statistics of a tensor without elements."""
-    return [0 if name in COUNTS else None for name in names]
-
-
-def _statistics_of_integers(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
-    nonzero, low, high, variance, mean, *magnitudes = numbers
-    none = 0 * nonzero
-    return _statistics(
-        names, numel, (none + numel, none, nonzero, low, high, low, none + 1.0, variance, mean, *magnitudes)
-    )
-
-
-def _statistics_of_floats(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
-    nonzero, not_finite, nan_count, *others = numbers
-    return _statistics(names, numel, (numel - not_finite, nan_count, nonzero + not_finite, *others))
-
-
-def _statistics(names: Sequence[str], numel: int, numbers: Sequence[Any]) -> list[Any]:
-    """Apply the formulas to numbers from a device, on the host or, with scalar tensors, on the device."""
-    n, nan_count, nonzero, low, high, origin, scale, variance, mean, *magnitudes = numbers
-    # Equal values have no deviations; the scaled ones may have overflowed.
-    if isinstance(n, Tensor):
-        variance, mean = (torch.where(low == high, 0.0, number) for number in (variance, mean))
-    elif not n:
-        low = high = origin = mean = variance = scale = 1.0  # no statistic uses them
-    elif low == high:
-        variance = mean = 0.0
-    largest = maximum(abs(low), abs(high))
-    unit = largest + (largest == 0)
-    share, relative = numel / (n + (n == 0)), 1.0 / (scale * unit)
-    # What is not finite has the deviation 0 from the origin. Without it, the others weigh more.
-    squared = maximum(share * (variance + mean * mean * (1.0 - share)), 0.0 * mean) * relative * relative
-    mean = origin / unit - mean * share * relative
-    sums = Sums(
-        numel=numel + 0 * n,
-        n=n,
-        nan_count=nan_count,
-        inf_count=numel - n - nan_count,
-        zeros=numel - nonzero,
-        low=low,
-        high=high,
-        mean=mean,
-        variance=squared,
-        squares=n * (mean * mean + squared),
-        magnitudes=magnitudes[0] / (magnitudes[1] * unit) if magnitudes else math.nan * low,
-        unit=unit,
-    )
-    return apply_formulas(names, sums)
+        return torch.where(low < math.inf, norm.to(widest(norm.device)) / scale, math.nan)
+    return norm / scale if low < math.inf else math.nan

@@ -21,8 +21,8 @@ from .device_choice import histogram_on_device
 from .device_numbers import DeviceNumbers, constants, joined, widest
 from .device_operations import as_comparable_floats
 from .flatten import stored_elements
-from .measure import measure_on_host
-from .single_pass import add_to_bins
+from .kernel import add_to_bins
+from .measure import measure_statistics
 
 SAMPLE = 16_384  # sorted and gathered in about 0.2 ms
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples are evenly distributed (Weyl)
@@ -89,7 +89,7 @@ def _quantiles(vector: Tensor, levels: tuple[float, ...], zeros: int) -> list[fl
 
 
 def _histogram(vector: Tensor, bins: int, zeros: int) -> list[float | None]:
-    low, high = measure_on_host(vector, ("min", "max"))
+    low, high = measure_statistics(vector, ("min", "max"))
     counts = np.zeros(bins, np.int64)
     if low is not None and high is not None:
         _count(vector, float(low), float(high), counts)

@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 
 from ..spec.statistics import REMAINDERS
-from .device_numbers import DeviceNumbers
 from .flatten import stored_elements
-from .measure import Values
+from .measure import Measured
 
 EXACT_UP_TO = 2**53
 _DTYPES = (torch.int64, torch.uint64)
 
 
-def remainders(tensor: Tensor, names: Sequence[str], values: Values) -> dict[str, float]:
+def remainders(tensor: Tensor, names: Sequence[str], measured: Measured) -> dict[str, float]:
     """Return the differences between the exact integers and the rounded statistics of a tensor.
 
     Args:
         tensor: Any tensor.
         names: The names of its statistics.
-        values: Their values.
+        measured: Its sums.
 
     Returns:
         The remainders that are not zero, at most 1024 in magnitude, by their names. Empty for tensors on a device.
     """
-    if tensor.dtype not in _DTYPES or isinstance(values, DeviceNumbers):
+    if tensor.dtype not in _DTYPES or measured.on_device is not None:
         return {}
+    requested = [name for name in names if name in REMAINDERS]
     rounded = {
         name: int(value)
-        for name, value in zip(names, values, strict=True)
-        if name in REMAINDERS and value is not None and abs(value) >= EXACT_UP_TO
+        for name, value in zip(requested, measured.statistics(requested), strict=True)
+        if value is not None and abs(value) >= EXACT_UP_TO
     }
     if not rounded:
         return {}

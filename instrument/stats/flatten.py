@@ -12,6 +12,11 @@ from ..dtensor import local_shard
 from ..sparse import coalesce, is_sparse
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    """Return whether the host can read a tensor without waiting."""
+    return tensor.is_cpu
+
+
 def stored_elements(tensor: Tensor) -> tuple[Tensor, int]:
     """Return the elements of any tensor as one real vector, and how many more zeros the tensor has.
 

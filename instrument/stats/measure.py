@@ -1,102 +1,134 @@
-"""Measurement of a tensor, on the CPU or on another device.
+"""Measurement of a tensor: its sums, on the CPU or on another device.
 
-On the CPU, a compiled kernel reads the tensor once (`instrument.stats.single_pass`); tensors that it does not support
-are measured in blocks (`instrument.stats.blocks`). On other devices, one launch (`instrument.stats.device_kernel`) or few
-operations (`instrument.stats.device_operations`) compute sums that stay on the device until the step ends.
+On the CPU, a compiled kernel reads the tensor once (`instrument.stats.kernel`); others are measured by PyTorch operations
+(`instrument.stats.portable`). On other devices, one launch (`instrument.stats.device_kernel`) or few operations
+(`instrument.stats.device_operations`) compute numbers that stay on the device until the step ends.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from functools import cache, partial
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from ..spec.statistics import ALL
-from .blocks import measure_blocks
-from .device_choice import measure_on_device
-from .device_numbers import DeviceNumbers, joined
-from .flatten import stored_elements
-from .formulas import Sums, apply_formulas, maximum
-from .single_pass import measure_in_one_pass
+from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
+from .device_choice import keep_operations, measure_on_device, sums_on_host
+from .device_sums import DeviceSums
+from .flatten import is_on_host, stored_elements
+from .kernel import kernel_sums
+from .portable import SAFE_EXPONENT, Row, further_sums, portable_sums
+from .sums import COLUMNS, INDEX, add_zeros, needs_of, statistics_of
 
-MEASURED = ("numel", "mean", "std", "min", "max", "l2", "zero_fraction", "nan_count", "inf_count")
-"""The statistics that are measured of a part of a tensor, from which all others follow; `l1` in addition if requested."""
-
-Values = Sequence[float | None] | DeviceNumbers
-"""The result of `measure`: numbers and None, or numbers that are still on a device."""
+_SAFE = 2.0**SAFE_EXPONENT
+_HIGH_POWER = 3  # from which powers of float64 numbers can overflow although their squares do not
 
 
-def measure(tensor: Tensor, names: tuple[str, ...]) -> Values:
-    """Compute statistics of a tensor of any shape, layout, dtype and device.
+@dataclass(slots=True)
+class Measured:
+    """The sums of one tensor.
+
+    Attributes:
+        row: float64 [COLUMNS]; NaN for missing numbers, and for those on a device.
+        on_device: The sums on a device; None for a CPU tensor.
+        holds: Whether the condition of `when` holds; None without a condition.
+    """
+
+    row: Row = field(default_factory=lambda: np.full(len(COLUMNS), np.nan))
+    on_device: DeviceSums | None = None
+    holds: bool | Tensor | None = None
+
+    def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
+        """Set one of the sums."""
+        if self.on_device is not None and isinstance(number, Tensor):
+            self.on_device.row[INDEX[sum_.name]] = number
+        else:
+            self.row[INDEX[sum_.name]] = np.nan if number is None else float(number)
+
+    def statistics(self, names: Sequence[str]) -> list[float | None]:
+        """Return statistics, None for no value. Waits for a device."""
+        row = self.row if self.on_device is None else on_host([self], self.on_device.row[None].numpy(force=True))[0]
+        values = [column.item() for column in statistics_of(row[None], names)]
+        return [as_cell(name, value) for name, value in zip(names, values, strict=True)]
+
+    def statistic(self, name: str) -> float | Tensor:
+        """Return one statistic; NaN for no value. A scalar tensor if it is on a device."""
+        if self.on_device is None:
+            return float(statistics_of(self.row[None], (name,))[0].item())
+        keep_operations(self.on_device)
+        value: Tensor = statistics_of(sums_on_device([self]), (name,))[0][0]
+        return value
+
+
+def on_host(measured: Sequence[Measured], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return sums that were on a device, float64 [rows, COLUMNS].
+
+    Args:
+        measured: The sums.
+        rows: Copies of their rows in the memory of the host, [rows, DEVICE_WIDTH].
+    """
+    found = sums_on_host([each.on_device for each in measured if each.on_device is not None], rows)
+    others = np.stack([each.row for each in measured])
+    return np.where(np.isnan(others), found, others)
+
+
+def sums_on_device(measured: Sequence[Measured]) -> Tensor:
+    """Return sums as one matrix on their device, [rows, COLUMNS]."""
+    found = torch.cat([each.on_device.sums() for each in measured if each.on_device is not None])
+    for at, column in np.argwhere(~np.isnan(np.stack([each.row for each in measured]))).tolist():
+        found[at, column] = measured[at].row[column].item()
+    return found
+
+
+def as_cell(name: str, value: float) -> float | None:
+    """Return the value of a statistic as the cell of a row: None for NaN, counts as integers."""
+    if np.isnan(value):
+        return None
+    return int(value) if name in STATISTICS and STATISTICS[name].dtype == "int64" else value
+
+
+def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None) -> Measured:
+    """Compute the sums of a tensor of any shape, layout, dtype and device.
 
     Args:
         tensor: The tensor. It is not modified.
-        names: Names from `instrument.spec.statistics.VALUE_STATISTICS`.
+        needs: Which sums with a term are required, in addition to those of every tensor.
+        memory: float64 [DEVICE_WIDTH] on the device of the tensor, for the result. Default: new memory.
 
     Returns:
-        The values in the order of `names`. For a CPU tensor: numbers and None. Otherwise: numbers on the device of the
-        tensor.
+        The sums.
     """
-    if _is_plain(tensor):
-        return measure_on_host(tensor, names)
-    vector, zeros = stored_elements(tensor)
-    measured = part_statistics(names) if zeros else names
-    values = measure_on_host(vector, measured) if vector.is_cpu else measure_on_device(vector, measured)
-    if not zeros:
-        return values
-    with_zeros = partial(_with_zeros, names, zeros)
-    return joined([values], with_zeros) if isinstance(values, DeviceNumbers) else with_zeros(values)
+    flat, zeros = (tensor, 0) if _is_plain(tensor) else stored_elements(tensor)
+    terms = [each for each in needs if each.term is not None]
+    if not is_on_host(flat):
+        return Measured(on_device=measure_on_device(flat.detach().reshape(-1), terms, zeros, memory))
+    row = _host_sums(flat, terms)
+    return Measured(add_zeros(row[None], zeros, terms)[0] if zeros else row)
 
 
-def part_statistics(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the statistics to measure of a part of a tensor, for the statistics `names` of the complete tensor."""
-    return (*MEASURED, "l1") if "l1" in names else MEASURED
+def measure_statistics(tensor: Tensor, names: Sequence[str]) -> list[float | None]:
+    """Return statistics of the values of a tensor, None for no value; see `measure`. Waits for a device."""
+    return measure(tensor, needs_of(tuple(names))).statistics(names)
 
 
-def _with_zeros(names: tuple[str, ...], zeros: int, values: Sequence[Any]) -> list[Any]:
-    """Return the statistics of a tensor with further zeros.
-
-    Args:
-        names: The statistics.
-        zeros: The number of further zeros.
-        values: The `part_statistics` of the other elements, of which at least one is finite, and one is zero.
-    """
-    part = dict(zip(part_statistics(names), values, strict=True))
-    others = part["numel"] - part["nan_count"] - part["inf_count"]
-    n = others + zeros
-    largest = maximum(abs(part["min"]), abs(part["max"]))
-    unit = largest + (largest == 0)
-    mean, std, share = part["mean"] / unit, part["std"] / unit, others / n
-    sums = Sums(
-        numel=part["numel"] + zeros,
-        n=n,
-        nan_count=part["nan_count"],
-        inf_count=part["inf_count"],
-        zeros=(others * part["zero_fraction"] + 0.5) // 1 + zeros,
-        low=part["min"],
-        high=part["max"],
-        mean=mean * share,
-        variance=share * (std * std + mean * mean * (zeros / n)),
-        squares=(part["l2"] / unit) * (part["l2"] / unit),
-        magnitudes=part["l1"] / unit if "l1" in part else math.nan,
-        unit=unit,
-    )
-    return apply_formulas(names, sums)
-
-
-def measure_on_host(tensor: Tensor, names: tuple[str, ...]) -> list[float | None]:
-    """Compute statistics of a CPU tensor whose elements are a contiguous block; see `measure`."""
-    wide = tensor.detach().to(torch.float32) if tensor.dtype == torch.float16 else tensor
-    row = measure_in_one_pass(wide, "l1" in names)
-    if row is not None:
-        return [row[i] for i in positions(names)]
-    values = measure_blocks(tensor.detach().view(-1), names)
-    return [values[name] for name in names]
+def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
+    """Return the sums of a CPU tensor whose elements are a contiguous block, float64 [COLUMNS]."""
+    row = np.full(len(COLUMNS), np.nan)
+    wide = flat.detach().to(torch.float32) if flat.dtype == torch.float16 else flat
+    base = kernel_sums(wide, with_magnitudes=MAGNITUDES in terms)
+    high_power = any(each.power >= _HIGH_POWER for each in terms)
+    if base is not None and high_power and not 1 / _SAFE <= np.abs(base[[4, 5]]).max() <= _SAFE:
+        base = None
+    if base is None:
+        base = portable_sums(flat.detach().reshape(-1))
+    row[: len(base)] = base
+    if missing := [each for each in terms if np.isnan(row[INDEX[each.name]])]:
+        row[[INDEX[each.name] for each in missing]] = further_sums(flat.detach().reshape(-1), row, missing)
+    return row
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -110,9 +142,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
-
-
-@cache
-def positions(names: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the indices of statistics in the list of all statistics."""
-    return tuple(ALL.index(name) for name in names)

@@ -1,43 +1,57 @@
-/* Statistics and histograms of floating-point numbers, each computed in one pass over memory.
+/* Sums and histograms of floating-point numbers, each computed in one pass over memory.
 
-   moments, statistics and histogram read `count` contiguous elements at `address`. `kind` is 0 for float32, 1 for bfloat16,
-   2 for float64. The global interpreter lock is released during the computation, except for small tensors.
+   sums and histogram read `count` contiguous elements at `address`. `kind` is 0 for float32, 1 for bfloat16, 2 for float64.
+   The global interpreter lock is released during the computation, except for small tensors.
 
-   statistics(address, count, kind, wanted) -> tuple or None
+   The sums of a tensor are numbers in double precision over its n finite elements x:
 
-   Returns numel, mean, std, rms, min, max, abs_max, l1, l2, zero_fraction, nan_count and inf_count. The bits of `wanted`
-   select statistics, in this order; the others are None, and so are those without a value. None instead of the tuple if
-   the squares of float64 elements overflow or underflow.
+   numel         the number of elements
+   n             the number of finite elements
+   nan           the number of NaN
+   zeros         the number of zeros
+   low, high     minimum and maximum
+   mean          sum(x) / n
+   deviations    sum((x - mean)^2)
+   magnitudes    sum(|x|) if requested, otherwise NaN
+   unit          1: sums of powers of x are not scaled
 
-   record(tensor, wanted) -> bytes or None
+   Without a finite element, all of them but the counts are NaN.
 
-   Returns the same numbers as a float64 array, with NaN for None. Supports tensors whose elements are a contiguous block in
-   any order of the dimensions. None for all others: other devices, dtypes, layouts and classes, negated views, and tensors
-   with fewer than two elements. None for every tensor until `connect` was called.
+   sums(address, count, kind, with_magnitudes) -> bytes or None
+
+   Returns the sums as a float64 array. None if the squares of float64 elements overflow or underflow.
+
+   Slab(width)
+
+   The rows of a step: for each tensor a slot and a moment (integers that the caller chooses), its shape, and `width` numbers: the
+   sums, and then NaN. Several threads may add rows.
+
+   add(tensor, slot, moment, with_magnitudes) -> bool: adds a row. Supports tensors whose elements are a contiguous block in any
+   order of the dimensions. False for all others: other devices, dtypes, layouts and classes, negated views, and tensors with
+   fewer than two elements. False for every tensor until `connect` was called.
+
+   append(numbers, slot, moment, shape) -> int: adds a row with the given numbers, the memory of a float64 array, and returns its
+   index. The shape is a sequence of integers, or None.
+
+   take() -> (rows, numbers, keys, shapes): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 2] (slot
+   and moment), the shapes int64: for each row the number of its dimensions (-1 for None), and then the dimensions.
 
    effect(before, after) -> list or None
 
    Returns three numbers: how many elements differ (two NaN are equal), and the L2 norms over the finite elements (NaN if
-   there is none). None for tensors that `record` does not support, or that differ in dtype or strides.
+   there is none). None for tensors that `Slab.add` does not support, or that differ in dtype or strides.
 
    effect_of_clip(tensor, low, high) -> (is_inside, effect) or None
 
    Returns whether all elements are finite and none equals low or high, as numbers of the tensor's dtype, and `effect` for
    the tensor and its elements clamped to [low, high]. A bound may be None. None if low exceeds high, and for tensors that
-   `record` does not support.
+   `Slab.add` does not support.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
    Gives access to tensors of these two classes. The exchange API is the capsule `__dlpack_c_exchange_api__` of the class,
    which DLPack defines (https://dmlc.github.io/dlpack/latest/c_api.html). False if it cannot describe a tensor without
    a new reference.
-
-   moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)
-
-   n is the number of finite elements; nan and inf count the others. Over the finite elements: zeros is the number of
-   zeros, low and high are the minimum and maximum, sum is sum(x - shift), squares is sum((x - shift)^2), and l1 is
-   sum(|x|) if requested. Sums are in double precision, in 16 lanes per chunk. A chunk with a sum that is not finite is
-   read again, element by element.
 
    histogram(address, count, kind, low, high, bins, counts) -> None
 
@@ -58,7 +72,7 @@
 #define MOST_BINS 65536
 #define SMALL 16384 /* elements up to which the global interpreter lock is kept: to release it takes longer than to wait */
 
-enum { NUMEL, MEAN, STD, RMS, MIN, MAX, ABS_MAX, L1, L2, ZERO_FRACTION, NAN_COUNT, INF_COUNT, COLUMNS };
+enum { NUMEL, FINITE, NANS, ZEROS, LOW, HIGH, MEAN, DEVIATIONS, MAGNITUDES, UNIT, SUMS };
 enum { FLOAT32, BFLOAT16, FLOAT64 };
 
 /* The limit of squared mean over variance up to which the variance is computed as the difference of two sums. */
@@ -181,81 +195,65 @@ static int squares_are_exact(int kind, double largest) {
     return kind != FLOAT64 || largest == 0.0 || (SMALLEST <= largest && largest <= LARGEST);
 }
 
-static int write_statistics(const void *memory, size_t count, int kind, unsigned wanted, double *row) {
-    const Moments m = moments_of(memory, count, kind, 0.0, (wanted >> L1) & 1);
-    for (int i = 0; i < COLUMNS; i++)
+/* Returns false if squares overflow or underflow. */
+static int write_sums(const void *memory, size_t count, int kind, int with_magnitudes, double *row) {
+    const Moments m = moments_of(memory, count, kind, 0.0, with_magnitudes);
+    for (int i = 0; i < SUMS; i++)
         row[i] = NAN;
     row[NUMEL] = (double)count;
-    row[NAN_COUNT] = (double)m.nan;
-    row[INF_COUNT] = (double)m.inf;
-    if (m.n) {
-        const double n = (double)m.n, largest = -m.low > m.high ? -m.low : m.high;
-        double mean = m.sum / n, spread = m.squares - m.sum * mean;
-        if (!squares_are_exact(kind, largest))
-            return 0;
-        if (m.low == m.high) {
-            mean = m.low;
-            spread = 0.0;
-        } else if (mean * m.sum > CANCELLATION * spread) {
-            const Moments centered = moments_of(memory, count, kind, mean, 0);
-            mean += centered.sum / n;
-            spread = centered.squares - centered.sum * centered.sum / n;
-        }
-        row[MEAN] = mean;
-        row[STD] = spread > 0.0 ? sqrt(spread / n) : 0.0;
-        row[RMS] = sqrt(m.squares / n);
-        row[MIN] = m.low;
-        row[MAX] = m.high;
-        row[ABS_MAX] = largest;
-        row[L1] = m.l1;
-        row[L2] = sqrt(m.squares);
-        row[ZERO_FRACTION] = (double)m.zeros / n;
+    row[FINITE] = (double)m.n;
+    row[NANS] = (double)m.nan;
+    row[ZEROS] = (double)m.zeros;
+    if (!m.n)
+        return 1;
+    const double n = (double)m.n;
+    double mean = m.sum / n, spread = m.squares - m.sum * mean;
+    if (!squares_are_exact(kind, -m.low > m.high ? -m.low : m.high))
+        return 0;
+    if (m.low == m.high) {
+        mean = m.low;
+        spread = 0.0;
+    } else if (mean * m.sum > CANCELLATION * spread) {
+        const Moments centered = moments_of(memory, count, kind, mean, 0);
+        mean += centered.sum / n;
+        spread = centered.squares - centered.sum * centered.sum / n;
     }
-    for (int i = 0; i < COLUMNS; i++)
-        if (!((wanted >> i) & 1))
-            row[i] = NAN;
+    row[LOW] = m.low;
+    row[HIGH] = m.high;
+    row[MEAN] = mean;
+    row[DEVIATIONS] = spread > 0.0 ? spread : 0.0;
+    row[UNIT] = 1.0;
+    if (with_magnitudes)
+        row[MAGNITUDES] = m.l1;
     return 1;
 }
 
 /* Keeps the global interpreter lock for small tensors. */
-static int write_statistics_unlocked(const void *memory, size_t count, int kind, unsigned wanted, double *row) {
+static int write_sums_unlocked(const void *memory, size_t count, int kind, int with_magnitudes, double *row) {
     int done;
     if (count <= SMALL)
-        return write_statistics(memory, count, kind, wanted, row);
+        return write_sums(memory, count, kind, with_magnitudes, row);
     Py_BEGIN_ALLOW_THREADS
-    done = write_statistics(memory, count, kind, wanted, row);
+    done = write_sums(memory, count, kind, with_magnitudes, row);
     Py_END_ALLOW_THREADS
     return done;
 }
 
-static PyObject *statistics(PyObject *self, PyObject *args) {
+static PyObject *sums(PyObject *self, PyObject *args) {
     unsigned long long address;
     Py_ssize_t count;
-    int kind;
-    unsigned wanted;
-    double row[COLUMNS];
+    int kind, with_magnitudes;
+    double row[SUMS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "KniI", &address, &count, &kind, &wanted))
+    if (!PyArg_ParseTuple(args, "Knip", &address, &count, &kind, &with_magnitudes))
         return NULL;
     if (kind < 0 || kind > 2 || count < 0) {
         PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, and count 0 or more");
         return NULL;
     }
-    if (!write_statistics_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, wanted, row))
+    if (!write_sums_unlocked((const void *)(uintptr_t)address, (size_t)count, kind, with_magnitudes, row))
         Py_RETURN_NONE;
-    PyObject *values = PyTuple_New(COLUMNS);
-    for (int i = 0; values && i < COLUMNS; i++) {
-        PyObject *value = Py_None;
-        if (isnan(row[i]))
-            Py_INCREF(value);
-        else if (i == NUMEL || i == NAN_COUNT || i == INF_COUNT)
-            value = PyLong_FromDouble(row[i]);
-        else
-            value = PyFloat_FromDouble(row[i]);
-        if (!value || PyTuple_SetItem(values, i, value))
-            Py_CLEAR(values);
-    }
-    return values;
+    return PyBytes_FromStringAndSize((const char *)row, sizeof row);
 }
 
 /* The structures of DLPack 1, https://dmlc.github.io/dlpack/latest/c_api.html. */
@@ -343,7 +341,7 @@ static int is_negated(PyObject *tensor) {
     return negated;
 }
 
-/* Describes a tensor that `record` supports. Returns the number of its elements, otherwise 0. */
+/* Describes a tensor that `Slab.add` supports. Returns the number of its elements, otherwise 0. */
 static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     PyObject *class = (PyObject *)Py_TYPE(object);
     if (!describe || (class != tensor_class && class != parameter_class))
@@ -367,26 +365,154 @@ static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const voi
     return count > 1 && !is_negated(object) ? (size_t)count : 0;
 }
 
-static PyObject *record(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+typedef struct {
+    PyObject_HEAD Py_ssize_t width, rows, capacity, dims, dims_capacity;
+    double *numbers; /* [capacity, width] */
+    int64_t *keys;   /* [capacity, 2] */
+    int64_t *shapes; /* [dims_capacity] */
+} Slab;
+
+static int slab_init(Slab *self, PyObject *args, PyObject *kwargs) {
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "n", &self->width))
+        return -1;
+    return 0;
+}
+
+static void slab_dealloc(Slab *self) {
+    PyMem_Free(self->numbers);
+    PyMem_Free(self->keys);
+    PyMem_Free(self->shapes);
+    PyTypeObject *class = Py_TYPE((PyObject *)self);
+    freefunc release = (freefunc)PyType_GetSlot(class, Py_tp_free);
+    release(self);
+    Py_DECREF(class);
+}
+
+static int grow(void **memory, Py_ssize_t size) {
+    void *larger = PyMem_Realloc(*memory, (size_t)size);
+    if (!larger)
+        return 0;
+    *memory = larger;
+    return 1;
+}
+
+/* Adds a row whose numbers the caller has to write. Returns NULL without memory. `ndim` is -1 for no shape. */
+static double *slab_row(Slab *self, int64_t slot, int64_t moment, int64_t ndim, const int64_t *shape) {
+    const Py_ssize_t dims = self->dims + 1 + (ndim > 0 ? (Py_ssize_t)ndim : 0);
+    if (self->rows == self->capacity) {
+        const Py_ssize_t capacity = self->capacity ? 2 * self->capacity : 64;
+        if (!grow((void **)&self->numbers, capacity * self->width * (Py_ssize_t)sizeof(double)) ||
+            !grow((void **)&self->keys, capacity * 2 * (Py_ssize_t)sizeof(int64_t)))
+            return NULL;
+        self->capacity = capacity;
+    }
+    if (dims > self->dims_capacity) {
+        if (!grow((void **)&self->shapes, 2 * dims * (Py_ssize_t)sizeof(int64_t)))
+            return NULL;
+        self->dims_capacity = 2 * dims;
+    }
+    double *row = self->numbers + self->rows * self->width;
+    for (Py_ssize_t i = 0; i < self->width; i++)
+        row[i] = NAN;
+    self->keys[2 * self->rows] = slot;
+    self->keys[2 * self->rows + 1] = moment;
+    self->shapes[self->dims++] = ndim;
+    for (int64_t i = 0; i < ndim; i++)
+        self->shapes[self->dims++] = shape[i];
+    self->rows++;
+    return row;
+}
+
+static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
     DLTensor t;
     int kind;
     const void *memory;
-    (void)self;
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "record takes two arguments");
+    double numbers[SUMS];
+    if (count != 4 || self->width < SUMS) {
+        PyErr_SetString(PyExc_TypeError, "add takes four arguments, and rows have to be wide enough for the sums");
         return NULL;
     }
-    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
-    if (!numel)
-        Py_RETURN_NONE;
-    const unsigned wanted = (unsigned)PyLong_AsUnsignedLong(args[1]);
+    const long long slot = PyLong_AsLongLong(args[1]), moment = PyLong_AsLongLong(args[2]);
+    const int with_magnitudes = PyObject_IsTrue(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    double row[COLUMNS];
-    if (!write_statistics_unlocked(memory, numel, kind, wanted, row))
-        Py_RETURN_NONE;
-    return PyBytes_FromStringAndSize((const char *)row, sizeof row);
+    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
+    if (!numel || !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
+        Py_RETURN_FALSE;
+    double *row = slab_row(self, slot, moment, t.ndim, t.shape);
+    if (!row)
+        return PyErr_NoMemory();
+    memcpy(row, numbers, sizeof numbers);
+    Py_RETURN_TRUE;
 }
+
+static PyObject *slab_append(Slab *self, PyObject *args) {
+    Py_buffer numbers;
+    long long slot, moment;
+    PyObject *shape;
+    int64_t dims[64], ndim = -1;
+    if (!PyArg_ParseTuple(args, "y*LLO", &numbers, &slot, &moment, &shape))
+        return NULL;
+    if (shape != Py_None) {
+        ndim = PySequence_Size(shape);
+        if (ndim > 64)
+            PyErr_SetString(PyExc_ValueError, "a tensor has at most 64 dimensions");
+        for (int64_t i = 0; i < ndim && !PyErr_Occurred(); i++) {
+            PyObject *size = PySequence_GetItem(shape, i);
+            dims[i] = size ? PyLong_AsLongLong(size) : -1;
+            Py_XDECREF(size);
+        }
+    }
+    if (numbers.len > self->width * (Py_ssize_t)sizeof(double))
+        PyErr_SetString(PyExc_ValueError, "there are more numbers than columns");
+    double *row = PyErr_Occurred() ? NULL : slab_row(self, slot, moment, ndim, dims);
+    if (row)
+        memcpy(row, numbers.buf, (size_t)numbers.len);
+    PyBuffer_Release(&numbers);
+    if (!row)
+        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    return PyLong_FromSsize_t(self->rows - 1);
+}
+
+static PyObject *slab_take(Slab *self, PyObject *args) {
+    (void)args;
+    if (!self->rows)
+        return Py_BuildValue("(ny#y#y#)", (Py_ssize_t)0, "", (Py_ssize_t)0, "", (Py_ssize_t)0, "", (Py_ssize_t)0);
+    PyObject *taken = Py_BuildValue("(ny#y#y#)", self->rows, (char *)self->numbers,
+                                    self->rows * self->width * (Py_ssize_t)sizeof(double), (char *)self->keys,
+                                    self->rows * 2 * (Py_ssize_t)sizeof(int64_t), (char *)self->shapes,
+                                    self->dims * (Py_ssize_t)sizeof(int64_t));
+    if (taken)
+        self->rows = self->dims = 0;
+    return taken;
+}
+
+static Py_ssize_t slab_length(PyObject *self) { return ((Slab *)self)->rows; }
+
+static PyMethodDef slab_methods[] = {
+    {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
+    {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
+    {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (rows, numbers, keys, shapes)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slab_slots[] = {
+    {Py_tp_doc, "The sums of the tensors of a step."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, slab_init},
+    {Py_tp_dealloc, slab_dealloc},
+    {Py_tp_methods, slab_methods},
+    {Py_sq_length, slab_length},
+    {0, NULL},
+};
+
+static PyType_Spec slab_spec = {
+    .name = "instrument.stats.native.Slab",
+    .basicsize = sizeof(Slab),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slab_slots,
+};
 
 /* How many elements differ between two tensors, and the sums of the squares of both over their finite elements. */
 typedef struct {
@@ -543,27 +669,6 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
     return Py_BuildValue("O[ddd]", is_inside ? Py_True : Py_False, numbers[0], numbers[1], numbers[2]);
 }
 
-static PyObject *moments(PyObject *self, PyObject *args) {
-    unsigned long long address;
-    Py_ssize_t count;
-    int kind, with_l1;
-    double shift;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "Knidp", &address, &count, &kind, &shift, &with_l1))
-        return NULL;
-    if (kind < 0 || kind > 2 || count < 0) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, and count 0 or more");
-        return NULL;
-    }
-    const void *memory = (const void *)(uintptr_t)address;
-    Moments m;
-    Py_BEGIN_ALLOW_THREADS
-    m = moments_of(memory, (size_t)count, kind, shift, with_l1);
-    Py_END_ALLOW_THREADS
-    return Py_BuildValue("(LLLLddddd)", (long long)m.n, (long long)m.nan, (long long)m.inf, (long long)m.zeros, m.low,
-                         m.high, m.sum, m.squares, m.l1);
-}
-
 /* The factor for all values that keeps the width of the range and its inverse finite. */
 static double unit_of(double low, double high) {
     const double width = high - low;
@@ -630,13 +735,10 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
-    {"record", (PyCFunction)(void (*)(void))record, METH_FASTCALL, "record(tensor, wanted) -> bytes or None"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},
-    {"statistics", statistics, METH_VARARGS, "statistics(address, count, kind, wanted) -> tuple or None"},
-    {"moments", moments, METH_VARARGS,
-     "moments(address, count, kind, shift, with_l1) -> (n, nan, inf, zeros, low, high, sum, squares, l1)"},
+    {"sums", sums, METH_VARARGS, "sums(address, count, kind, with_magnitudes) -> bytes or None"},
     {"histogram", histogram, METH_VARARGS, "histogram(address, count, kind, low, high, bins, counts) -> None"},
     {NULL, NULL, 0, NULL},
 };
@@ -645,4 +747,10 @@ static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "native", "Statistics and histograms of floats, each in one pass over memory.", 0, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit_native(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_native(void) {
+    PyObject *created = PyModule_Create(&module), *slab = created ? PyType_FromSpec(&slab_spec) : NULL;
+    if (!slab || PyModule_AddObjectRef(created, "Slab", slab))
+        Py_CLEAR(created);
+    Py_XDECREF(slab);
+    return created;
+}

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device_numbers import DeviceNumbers, widest
-from .measure import Values
+from .device_numbers import DeviceNumbers, Values, widest
 from .merge import Array
 
 

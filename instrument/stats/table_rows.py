@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .device_numbers import Values
 from .distribution import distribution
-from .measure import Values
 from .merge import Array, merge_distributions, sketch
 
 

@@ -1,21 +1,16 @@
-"""Statistics of a module's units: dead units, saturated elements, and relative updates."""
+"""Sums that depend on the module of a tensor: dead units and saturated elements."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..sparse import as_coo, is_sparse
-from .device_numbers import DeviceNumbers, joined
 from .device_operations import count_masks
 from .directed_rounding import round_down, round_up
-from .flatten import stored_elements
-from .measure import measure
+from .flatten import is_on_host, stored_elements
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
 NEAR = 0.015
@@ -46,34 +41,6 @@ def unit_dim(dims: int, module: nn.Module, *, of_parameter: bool) -> int | None:
     return 1
 
 
-def dead_fraction(tensor: Tensor, dim: int) -> float | DeviceNumbers | None:
-    """Return the fraction of units whose elements are all zero. NaN is not zero.
-
-    Args:
-        tensor: See `dead_units`.
-        dim: The dimension of the units.
-
-    Returns:
-        On the CPU: a number from 0 to 1, or None for an empty tensor. Otherwise: a number on the device.
-
-    Raises:
-        IndexError: The tensor has no such dimension.
-    """
-    if not tensor.numel():
-        return None
-    if not tensor.is_cpu:
-        return dead_fraction_on_device(tensor.detach(), dim)
-    dead = dead_units(tensor, dim)
-    return int(dead.sum()) / len(dead)
-
-
-def dead_fraction_on_device(tensor: Tensor, dim: int) -> DeviceNumbers:
-    """Compute the same without branches on values, in 4 launches."""
-    units = tensor.shape[dim]
-    dead = _dead_units_of_sparse(tensor, dim) if is_sparse(tensor) else _all_zero(tensor, _other_dims(tensor, dim))
-    return DeviceNumbers((dead.sum(),), lambda numbers: [numbers[0] / units])
-
-
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
     """Return which units are zero everywhere. All units of an empty tensor are.
 
@@ -94,7 +61,7 @@ def dead_units(tensor: Tensor, dim: int) -> Tensor:
         return torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
     if is_sparse(x):
         return _dead_units_of_sparse(x, dim)
-    return _dead(x, others) if x.is_cpu and others else _all_zero(x, others)
+    return _dead(x, others) if is_on_host(x) and others else _all_zero(x, others)
 
 
 def _dead_units_of_sparse(tensor: Tensor, dim: int) -> Tensor:
@@ -149,45 +116,22 @@ def saturation_limits(module: nn.Module) -> tuple[float | None, float] | None:
     return None
 
 
-def saturated_fraction(tensor: Tensor, ends: tuple[float | None, float]) -> float | DeviceNumbers | None:
-    """Return the fraction of the finite elements within 1.5% of the output range from one of its ends.
+def count_saturated(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
+    """Count the finite elements within 1.5% of the output range from one of its ends, in at most 11 launches.
 
     Args:
-        tensor: Any shape, floating point.
+        tensor: Any shape, floating point, strided or sparse.
         ends: The lower and the upper end. A lower end of None counts as 0 for the range, but elements near it do not
             count.
 
     Returns:
-        On the CPU: a number from 0 to 1, or None if nothing is finite. Otherwise: a number on the device.
+        int64, a scalar on the device of the tensor.
     """
     x, zeros = stored_elements(tensor) if is_sparse(tensor) else (tensor.detach(), 0)
     x = _comparable(x)
-    if not x.is_cpu:
-        return saturated_fraction_on_device(x, ends, zeros)
-    counts = measure(x, ("nan_count", "inf_count"))
-    assert not isinstance(counts, DeviceNumbers), "the tensor is on the CPU"
-    nans, infinities = (int(count) for count in counts if count is not None)
-    near = _near(x, ends)
-    saturated = int((near & x.isfinite() if infinities else near).count_nonzero())
-    fraction: float | None = _fraction(zeros, ends, [saturated, x.numel() - nans - infinities])[0]
-    return fraction
-
-
-def saturated_fraction_on_device(tensor: Tensor, ends: tuple[float | None, float], zeros: int = 0) -> DeviceNumbers:
-    """Compute the same without branches on values, in at most 11 launches, for a tensor with further zeros."""
-    tensor = _comparable(tensor)
-    finite = tensor.abs() < math.inf
-    return count_masks([_near(tensor, ends).logical_and_(finite), finite], partial(_fraction, zeros, ends))
-
-
-def _fraction(zeros: int, ends: tuple[float | None, float], numbers: Sequence[Any]) -> list[Any]:
-    part, whole = numbers
-    if zeros:
-        whole = whole + zeros
-        part = part + zeros * bool(_near(torch.zeros((), device="cpu"), ends))
-    if isinstance(whole, Tensor):
-        return [part / whole]  # NaN if both are 0
-    return [part / whole if whole else None]
+    near = _near(x, ends).logical_and_(x.abs() < math.inf)
+    saturated = near.count_nonzero() if is_on_host(x) else count_masks([near])[0]
+    return saturated + zeros * int(_near(torch.zeros((), device="cpu"), ends)) if zeros else saturated
 
 
 def _near(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
@@ -202,20 +146,3 @@ def _near(tensor: Tensor, ends: tuple[float | None, float]) -> Tensor:
 def _comparable(tensor: Tensor) -> Tensor:
     """Return the tensor; float8, which supports few operations, as float32."""
     return tensor.to(torch.float32) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
-
-
-def ratio_of_norms(update: Tensor, parameter: Tensor) -> float | DeviceNumbers | None:
-    """Return the norm of an update divided by the norm of the updated parameter; no value if that is zero."""
-    found, of = (measure(tensor, ("l2",)) for tensor in (update, parameter))
-    if isinstance(found, DeviceNumbers) and isinstance(of, DeviceNumbers):
-        return joined([found, of], _ratio)
-    assert not isinstance(found, DeviceNumbers), "an update is on the device of its parameter"
-    assert not isinstance(of, DeviceNumbers)
-    return cast(float | None, _ratio(found, of)[0])
-
-
-def _ratio(found: Sequence[Any], of: Sequence[Any]) -> list[Any]:
-    (norm,), (whole,) = found, of
-    if isinstance(whole, Tensor):
-        return [torch.where(whole > 0, norm / whole, torch.nan)]
-    return [norm / whole if whole and norm is not None else None]

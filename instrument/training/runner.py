@@ -30,7 +30,7 @@ from ..sinks.tracking import TrackedRun, open_tracker, require
 from ..spec.config import TRACKERS, RunConfig
 from ..spec.run_changes import Settings
 from ..stats.device_choice import measured_by
-from ..stats.single_pass import KERNEL
+from ..stats.kernel import KERNEL
 from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import describe_graph_breaks, graph_breaks

@@ -23,7 +23,6 @@ from instrument.distributed.unsupported import reduce_problems
 from instrument.sinks.tags import scalars
 from instrument.spec.parse import parse_config, parse_hooks
 from instrument.spec.record import RecordSpec
-from instrument.stats.device_numbers import DeviceNumbers
 from instrument.training.experiment import prepare
 
 
@@ -247,8 +246,9 @@ def test_value_on_a_device_is_read_at_the_end_of_the_step(monkeypatch: pytest.Mo
     assert isinstance(spec, RecordSpec)
     layer = nn.Identity()
     context = instrument.Context("a", "forward", "output", "0", layer, "", StepContext(0, 0, 0, "train"))
-    values = Measurement(spec)(torch.ones(2, 3, device="meta"), context)
-    assert isinstance(values, DeviceNumbers)
+    value = Measurement(spec).custom_numbers(torch.ones(2, 3, device="meta"), context)["spread"]
+    assert isinstance(value, torch.Tensor)
+    assert value.is_meta
     specs = {"a": hook("mean", spread)}
     on_host = record(specs).sink.frame("stats")
     use_device_statistics(monkeypatch)
@@ -262,7 +262,7 @@ def test_budget_drops_custom_statistics_first() -> None:
     action, part = probe.attached_hooks[0].action.without_most_expensive()  # type: ignore[attr-defined]
     assert part == "spread"
     assert action.measurement.names == ("numel", "mean", "l1", "nan_count", "inf_count")
-    assert action.bits
+    assert action.measurement.is_plain
 
 
 MODULE = """

@@ -19,7 +19,7 @@ from instrument.actions.record import Record, select_part
 from instrument.actions.selection import Selector
 from instrument.capture.recorder import Recorder
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, COUNTS, DEFAULT, VALUE_STATISTICS
+from instrument.spec.statistics import ALL, COUNTS, DEFAULT, STATISTICS
 from instrument.stats.spectrum import Spectrum
 
 
@@ -39,7 +39,7 @@ def recorded(value: Any, **fields: Any) -> instrument.MemorySink:
     ("requested", "names"),
     [
         ("default", DEFAULT),
-        ("all", VALUE_STATISTICS),
+        ("all", [name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs)]),
         (["mean", "l2"], ("mean", "l2")),
         (["l2", "nan_count", "mean"], ("mean", "l2", "nan_count")),
         ("l1", ("l1",)),

@@ -27,14 +27,12 @@ from instrument import nested
 from instrument.actions.base import Context
 from instrument.actions.recorded_values import patch
 from instrument.actions.tensor_selection import TensorSelection
-from instrument.capture import device_copy
+from instrument.capture import device_copy, recorder
 from instrument.spec.modify import FUNCTIONS
-from instrument.spec.statistics import DEFAULT
 from instrument.stats import distribution
-from instrument.stats.device_numbers import DeviceNumbers
-from instrument.stats.device_operations import count_changed, measure_by_operations
+from instrument.stats.device_operations import count_changed, measure_by_operations, norm_by_operations
 from instrument.stats.flatten import as_vector
-from instrument.stats.unit_statistics import dead_fraction_on_device, saturated_fraction_on_device
+from instrument.stats.unit_statistics import count_saturated, dead_units
 
 NO_LAUNCH = ("empty", "detach", "view", "promote_types", "prim.")
 PENALTIES = {"l1", "l2"}
@@ -83,12 +81,26 @@ class EndlessCopy:
         return [1.0] * self.count
 
 
+class EndlessHostCopy:
+    """Takes the place of a copy of the sums of a step, which requires a driver."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.shape = memory.shape
+
+    def wait(self) -> Any:
+        return self
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return np.ones(self.shape)
+
+
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
     for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "plain_record", "together"):
         monkeypatch.setattr(f"instrument.kinds.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
+    monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)
     forget_constants()
@@ -323,9 +335,9 @@ def test_launches_and_bytes_of_the_default_statistics(
     dtype: torch.dtype, most_launches: int, most_bytes: float
 ) -> None:
     tensor = torch.ones(BIG, dtype=dtype)
-    measure_by_operations(tensor, DEFAULT)  # constants are created once
+    measure_by_operations(tensor, with_magnitudes=False)  # constants are created once
     with Launches() as launches:
-        measure_by_operations(tensor, DEFAULT)
+        measure_by_operations(tensor, with_magnitudes=False)
     assert launches.count <= most_launches
     assert launches.bytes / BIG <= most_bytes
 
@@ -333,19 +345,18 @@ def test_launches_and_bytes_of_the_default_statistics(
 @pytest.mark.parametrize(
     ("measure", "most_launches", "most_bytes"),
     [
-        (lambda x: measure_by_operations(x.view(-1), ("l2",)), 8, 36.1),
-        (lambda x: dead_fraction_on_device(x, 1), 4, 13.0),
-        (lambda x: saturated_fraction_on_device(x, (-1.0, 1.0)), 11, 37.1),
+        (lambda x: norm_by_operations(x.view(-1)), 8, 36.1),
+        (lambda x: dead_units(x, 1).sum(), 4, 13.0),
+        (lambda x: count_saturated(x, (-1.0, 1.0)), 11, 37.1),
         (lambda x: count_changed(x, x + 1), 10, 40.0),
         (lambda x: distribution.distribution_on_device(x.view(-1), (0.5,), 0), 15, 5.0),
     ],
     ids=["l2", "dead_fraction", "saturated_fraction", "changed elements", "quantiles"],
 )
 def test_launches_and_bytes_of_other_numbers(measure: Any, most_launches: int, most_bytes: float) -> None:
-    tensor = torch.ones(BIG // 10, 10)
+    tensor = torch.ones(BIG // 10, 10, device="meta")
     measure(tensor)  # constants are created once
     with Launches() as launches:
-        found = measure(tensor)
-    assert isinstance(found, DeviceNumbers)
+        measure(tensor)
     assert launches.count <= most_launches
     assert launches.bytes / BIG <= most_bytes

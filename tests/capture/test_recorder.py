@@ -16,6 +16,7 @@ from instrument import MemorySink
 from instrument.actions.base import Context, Effect, StepContext
 from instrument.capture.device_copy import Transfer
 from instrument.capture.recorder import Recorder
+from instrument.stats.measure import measure
 
 CONTEXT = Context(
     "h", "forward", "output", "a.b", nn.ReLU(), "0", StepContext(3, 1, 2, "train"), call=4, backward=2, recompute=True
@@ -25,7 +26,7 @@ CONTEXT = Context(
 def test_row_contains_location_and_time() -> None:
     sink = MemorySink()
     recorder = Recorder(sink)
-    recorder.add_stats(CONTEXT, (4,), ("mean",), [0.5])
+    recorder.add_stats(CONTEXT, (4,), ("mean",), measure(torch.tensor([0.0, 1.0])), {})
     recorder.end_step()
     (row,) = sink.records("stats")
     assert {key: row[key] for key in list(row)[:14]} == {
@@ -52,7 +53,7 @@ def test_rows_are_written_once_and_in_order() -> None:
     sink = MemorySink()
     recorder = Recorder(sink)
     for value in (1.0, 2.0):
-        recorder.add_stats(CONTEXT, (4,), ("mean",), [value])
+        recorder.add_stats(CONTEXT, (4,), ("mean",), measure(torch.tensor([value])), {})
         recorder.add_effect(CONTEXT, Effect(4, [1, value, value], None))
         recorder.add_tensor(CONTEXT, (9, 9), torch.tensor([[value]]), None)
     recorder.end_step()
@@ -131,8 +132,8 @@ def test_device_values_need_one_transfer_per_step(monkeypatch: pytest.MonkeyPatc
         assert transfers == []
         probe.end_step()
         assert items == []
-    # On a device, a row of statistics has 3 counts and 6 other numbers, an effect 2 counts and 3 numbers for each norm.
-    counts, others = (3 * 3 + 2 * 2, 3 * 6 + 2 * 6) if measured == "on a device" else (0, 0)
+    # On a device, the sums of all tensors are one matrix. An effect has 2 counts and 3 numbers for each norm.
+    counts, others = (2 * 2, 2 * 6) if measured == "on a device" else (0, 0)
     assert transfers == ([counts] if counts else []) + [others + 2]  # plus the two clip factors
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.capture.message_template import MessageTemplate
+from instrument.capture import message_template
 from instrument.kinds.plain_record import PlainRecord
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
@@ -36,14 +36,16 @@ def test_shapes_follow_batches_of_different_sizes(plain: bool, tmp_path: Path, m
 
 
 def test_changed_shapes_reuse_the_message_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    original = MessageTemplate.__init__
+    made: list[int] = []
+    original = message_template.as_record_batch
 
-    def count(template: MessageTemplate, batch: Any) -> None:
-        made.append(batch.num_rows)
-        original(template, batch)
+    def count(schema: Any, columns: Any) -> Any:
+        batch = original(schema, columns)
+        if "mean" in schema.names:
+            made.append(batch.num_rows)
+        return batch
 
-    monkeypatch.setattr(MessageTemplate, "__init__", count)
+    monkeypatch.setattr(message_template, "as_record_batch", count)
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     inputs = [(5, 4), (5, 4), (2, 4), (5, 4), (7, 2, 4), (6, 1, 4), (4,), (2, 4)]
     with instrument.attach(model, {"h": RECORD}, out=tmp_path / "run") as probe:

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
-from instrument.spec.statistics import VALUE_STATISTICS
+from instrument.spec.statistics import ALL, STATISTICS
 from instrument.stats import device_choice, device_kernel
-from instrument.stats.blocks import measure_blocks
 from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_by_kernel
-from instrument.stats.device_numbers import DeviceNumbers
-from instrument.stats.device_operations import measure_by_operations
+from instrument.stats.device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory, write_operations
 from instrument.stats.distribution import distribution, distribution_on_device
+from instrument.stats.measure import Measured, measure_statistics
+from instrument.stats.sums import needs_of
 
-NAMES = VALUE_STATISTICS
+NAMES = tuple(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs))
 VALUES = torch.linspace(-2.0, 3.0, 5000, device=KERNEL_DEVICE)
 FLOAT32 = f"{VALUES.device} float32"
 
@@ -35,16 +35,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let `measure_on_device` treat CPU tensors as tensors on a GPU. The list receives the ways that measured."""
     made: list[str] = []
 
-    def counted(name: str, measure: Callable[..., DeviceNumbers]) -> Callable[..., DeviceNumbers]:
-        def call(*given: Any) -> DeviceNumbers:
+    def counted(name: str, measure: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
             made.append(name)
-            return measure(*given)
+            return measure(*given, **options)
 
         return call
 
     monkeypatch.setattr(device_choice, "_reasons", {})
     monkeypatch.setattr(device_choice, "_is_plain", lambda flat: type(flat) is Tensor)
-    monkeypatch.setattr(device_choice, "measure_by_operations", counted("operations", measure_by_operations))
+    monkeypatch.setattr(device_choice, "write_operations", counted("operations", write_operations))
     monkeypatch.setattr(
         device_choice,
         "_kernels",
@@ -58,30 +58,44 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def expected(flat: Tensor) -> list[Any]:
-    values = measure_blocks(flat.cpu(), NAMES)
-    return [pytest.approx(values[name], rel=1e-5) for name in NAMES]
+    values = measure_statistics(flat.cpu(), NAMES)
+    return [pytest.approx(value, rel=1e-5, abs=1e-9) for value in values]
+
+
+def measured(flat: Tensor, names: tuple[str, ...] = NAMES) -> Measured:
+    return Measured(on_device=device_choice.measure_on_device(flat, needs_of(names), 0, None))
+
+
+def read(flat: Tensor, names: tuple[str, ...] = NAMES) -> list[float | None]:
+    return measured(flat, names).statistics(names)
+
+
+def by_kernel(flat: Tensor, names: tuple[str, ...]) -> list[float | None]:
+    sums = DeviceSums(device_memory(1, flat.device)[0], flat.numel(), by_kernel=True)
+    measure_by_kernel(flat, sums.row[BY_KERNEL_COLUMNS])
+    return Measured(on_device=sums).statistics(names)
 
 
 def test_first_tensors_are_measured_in_both_ways_and_later_ones_by_the_kernel(calls: list[str]) -> None:
-    first, second = (device_choice.measure_on_device(VALUES, NAMES) for _ in range(2))
+    first, second = (measured(VALUES) for _ in range(2))
     assert device_choice.measured_by() == {}
-    assert first.read() == second.read() == expected(VALUES)
+    assert first.statistics(NAMES) == second.statistics(NAMES) == expected(VALUES)
     assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     assert calls == ["kernel", "operations"] * 2
-    assert device_choice.measure_on_device(VALUES, ("mean",)).read() == [pytest.approx(0.5)]
+    assert read(VALUES, ("mean",)) == [pytest.approx(0.5)]
     assert calls[4:] == ["kernel"]
-    device_choice.measure_on_device(VALUES.double(), NAMES)
+    measured(VALUES.double())
     assert calls[5:] == ["operations"]  # float64 is never measured by the kernel
 
 
 def test_wrong_kernel_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = device_choice._kernels()
-    monkeypatch.setattr(kernels, "measure_by_kernel", lambda flat, names: measure_by_kernel(flat * 1.01, names))
+    monkeypatch.setattr(kernels, "measure_by_kernel", lambda flat, results: measure_by_kernel(flat * 1.01, results))
     monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
-    assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
+    assert read(VALUES) == expected(VALUES)
     (reason,) = device_choice.measured_by().values()
     assert reason.startswith("PyTorch operations: the kernel returned mean 0.50499")
-    assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
+    assert read(VALUES) == expected(VALUES)
     assert calls == ["operations"] * 2
 
 
@@ -110,7 +124,8 @@ def test_histogram_is_counted_by_the_kernel_after_a_comparison(
 
 def test_values_that_stay_on_the_device_are_computed_by_operations(calls: list[str]) -> None:
     for _ in range(2):
-        assert device_choice.measure_on_device(VALUES, NAMES).on_device().tolist() == expected(VALUES)
+        on_device = measured(VALUES)
+        assert [float(on_device.statistic(name)) for name in NAMES] == expected(VALUES)
     assert calls == ["kernel", "operations", "operations"]
     (reason,) = device_choice.measured_by().values()
     assert reason == "PyTorch operations: values that are merged on the device are not compared with the kernel"
@@ -122,7 +137,7 @@ def test_inexact_operations_do_not_reject_the_kernel(calls: list[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if KERNEL_DEVICE == "cpu":
             patch.setattr(device_kernel, "_BLOCK", 2**17)  # the interpreter needs milliseconds for each block
-        device_choice.measure_on_device(values.to(KERNEL_DEVICE), ("std", "nan_count", "inf_count")).read()
+        read(values.to(KERNEL_DEVICE), ("std", "nan_count", "inf_count"))
     assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     assert calls == ["kernel", "operations"]
 
@@ -159,7 +174,7 @@ def test_missing_compiler_is_reported(
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, device_kernel.__name__)  # to be imported again
         monkeypatch.delattr(instrument.stats, "device_kernel")
-    assert device_choice.measure_on_device(VALUES, NAMES).read() == expected(VALUES)
+    assert read(VALUES) == expected(VALUES)
     assert device_choice.measured_by() == {FLOAT32: reason}
     assert calls == ["operations"]
 
@@ -173,7 +188,7 @@ def test_run_says_how_its_device_measured(calls: list[str], monkeypatch: pytest.
     def trained(name: str) -> instrument.Run:
         with instrument.attach(model, hooks, out=tmp_path / name) as probe:
             model(torch.ones(4, 3))
-            device_choice.measure_on_device(VALUES, NAMES).read()
+            read(VALUES)
             probe.end_step()
         return instrument.load(tmp_path / name)
 
@@ -198,7 +213,7 @@ def test_kernel_is_exact_at_the_borders_of_blocks_and_programs(numel: int, dtype
     flat = torch.arange(-1.0, numel - 1, device=KERNEL_DEVICE).remainder_(31).to(dtype)
     wide = flat.double()
     names = ("numel", "nan_count", "inf_count", "min", "max", "zero_fraction", "mean", "l1", "std")
-    found = measure_by_kernel(flat, names).read()
+    found = by_kernel(flat, names)
     zeros = int((flat == 0).sum())
     counts = [numel, 0, 0, wide.min().item(), wide.max().item(), zeros / numel]
     assert found == [
@@ -207,7 +222,7 @@ def test_kernel_is_exact_at_the_borders_of_blocks_and_programs(numel: int, dtype
         wide.abs().sum().item(),
         pytest.approx(wide.std(correction=0).item(), rel=1e-12),
     ]
-    assert measure_by_kernel(flat, names).read() == found  # the memory of a stream is used again
+    assert by_kernel(flat, names) == found  # the memory of a stream is used again
 
 
 def test_kernel_is_the_only_launch() -> None:
@@ -220,11 +235,12 @@ def test_kernel_is_the_only_launch() -> None:
             self.names.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    measure_by_kernel(VALUES, NAMES)  # allocates the memory of the stream
+    results = torch.empty(8, dtype=torch.float64, device=VALUES.device)
+    measure_by_kernel(VALUES, results)  # allocates the memory of the stream
     for flat in (VALUES, VALUES.bfloat16()):
         with Operations() as operations, pytest.MonkeyPatch.context() as patch:
             patch.setattr(device_kernel, "_measure", {(2,): lambda *given: operations.names.append("kernel")})
-            measure_by_kernel(flat, NAMES)
+            measure_by_kernel(flat, results)
         views = ("aten.empty.memory_format", "aten.view.dtype", "aten.detach.default")
         launches = [name for name in operations.names if name not in views]
         assert launches == ["kernel"]

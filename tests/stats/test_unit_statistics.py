@@ -17,18 +17,8 @@ import instrument
 from instrument.actions.record import Record
 from instrument.errors import ConfigError
 from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, DEFAULT, VALUE_STATISTICS
-from instrument.stats.device_numbers import DeviceNumbers
-from instrument.stats.flatten import stored_elements
-from instrument.stats.unit_statistics import (
-    dead_fraction,
-    dead_fraction_on_device,
-    ratio_of_norms,
-    saturated_fraction,
-    saturated_fraction_on_device,
-    saturation_limits,
-    unit_dim,
-)
+from instrument.spec.statistics import ALL, DEFAULT
+from instrument.stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 
@@ -84,34 +74,24 @@ def test_unit_dim_default_depends_on_the_shape(shape: tuple[int, ...], of_parame
 def test_unit_is_dead_if_all_its_values_are_zero(array: np.ndarray[Any, Any], data: Any) -> None:
     dim = data.draw(st.integers(0, array.ndim - 1))
     rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
-    wanted = np.mean([all(x == 0 for x in row) for row in rows])
+    wanted = [all(x == 0 for x in row) for row in rows]
     tensor = torch.from_numpy(array)
-    assert dead_fraction(tensor, dim) == wanted
-    assert dead_fraction(tensor, dim - array.ndim) == wanted
-    on_device = dead_fraction(tensor.to("meta"), dim)
-    assert isinstance(on_device, DeviceNumbers)
-    assert on_device.on_device().is_meta
+    assert dead_units(tensor, dim).tolist() == dead_units(tensor, dim - array.ndim).tolist() == wanted
+    assert dead_units(tensor.to("meta"), dim).is_meta
 
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FLOAT8)
 INTEGERS = (torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int64)
 COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
-OTHER_STATISTICS = {"dead_fraction", "saturated_fraction", "update_ratio"}  # each has a test for every dtype below
-
-
-def test_every_statistic_is_tested_for_every_dtype() -> None:
-    assert set(ALL) == {*VALUE_STATISTICS, *OTHER_STATISTICS}, (
-        "test_measure.py tests VALUE_STATISTICS, this file the other statistics"
-    )
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, *COMPLEX], ids=str)
 def test_dead_fraction_of_every_dtype(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1, 0], [0, 0, 1]]).to(dtype)
-    assert dead_fraction(tensor, 1) == pytest.approx(1 / 3)
-    assert dead_fraction_on_device(tensor, 1).read()[0] == pytest.approx(1 / 3)
+    assert dead_units(tensor, 1).tolist() == [True, False, False]
+    assert recorded(nn.Identity(), tensor, stats="dead_fraction")["dead_fraction"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
@@ -119,19 +99,16 @@ def test_units_of_a_sparse_tensor_are_those_of_the_dense_one() -> None:
     dense = torch.zeros(4, 6)
     dense[0, 0], dense[1, 4], dense[1, 5], dense[3, 4] = 0.99, -2.0, math.nan, -0.99
     for sparse in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csc(), dense.to_sparse_bsr((2, 3))):
-        assert [dead_fraction(sparse, dim) for dim in (0, 1, -1)] == [1 / 4, 3 / 6, 3 / 6]
-        assert dead_fraction_on_device(sparse, 0).read() == [1 / 4]
+        assert [int(dead_units(sparse, dim).sum()) for dim in (0, 1, -1)] == [1, 3, 3]
         for ends, near in (((-1.0, 1.0), 3), ((None, 1.0), 1), ((0.0, 1.0), 23)):
-            assert saturated_fraction(sparse, ends) == saturated_fraction(dense, ends) == near / 23
-            vector, zeros = stored_elements(sparse)
-            assert saturated_fraction_on_device(vector, ends, zeros).read() == [near / 23]
+            assert count_saturated(sparse, ends) == count_saturated(dense, ends) == near
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_smallest_number_of_a_dtype_is_not_zero(dtype: torch.dtype) -> None:
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     tensor = torch.tensor([[0, 1], [0, 0]], dtype=bits).view(dtype)
-    assert dead_fraction(tensor, 1) == dead_fraction_on_device(tensor, 1).read()[0] == 0.5
+    assert dead_units(tensor, 1).tolist() == [True, False]
 
 
 def numbers_near(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.Tensor:
@@ -149,7 +126,7 @@ def numbers_near(dtype: torch.dtype, ends: tuple[float | None, float]) -> torch.
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("ends", [(-1.0, 1.0), (0.0, 1.0), (None, 6.0), (-0.3, 7.7)], ids=str)
-def test_saturated_fraction_equals_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
+def test_saturated_elements_are_those_of_float64(dtype: torch.dtype, ends: tuple[float | None, float]) -> None:
     tensor = numbers_near(dtype, ends)
     x = tensor.to(torch.float32 if dtype.itemsize == 1 else dtype).double().numpy()
     x = x[np.isfinite(x)]
@@ -157,17 +134,10 @@ def test_saturated_fraction_equals_float64(dtype: torch.dtype, ends: tuple[float
     margin = 0.015 * (high - (low or 0.0))
     near = (x >= high - margin) | (low is not None and x <= (low or 0.0) + margin)
     column = torch.stack([tensor, torch.zeros_like(tensor)], dim=1)[:, 0]  # not contiguous
-    assert saturated_fraction(tensor, ends) == saturated_fraction(column, ends) == near.mean()
-    assert saturated_fraction_on_device(tensor, ends).read()[0] == near.mean()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_ratio_of_norms_equals_float64(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    update, weight = (torch.randn(300, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    wide = torch.float32 if dtype.itemsize == 1 else dtype
-    norms = [np.sqrt((tensor.to(wide).double().numpy() ** 2).sum()) for tensor in (update, weight)]
-    assert ratio_of_norms(update, weight) == pytest.approx(norms[0] / norms[1], rel=1e-5)
+    assert count_saturated(tensor, ends) == count_saturated(column, ends) == near.sum()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("instrument.stats.unit_statistics.is_on_host", lambda tensor: False)
+        assert count_saturated(tensor, ends) == near.sum()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -189,7 +159,7 @@ def test_update_is_measured_in_float64(dtype: torch.dtype) -> None:
 
 
 def test_dead_fraction_of_an_empty_tensor_is_none() -> None:
-    assert dead_fraction(torch.zeros(0, 5), 1) is None
+    assert recorded(nn.Identity(), torch.zeros(0, 5), stats="dead_fraction")["dead_fraction"] is None
 
 
 def test_recorded_dead_fraction_is_that_of_the_activation() -> None:
@@ -247,15 +217,13 @@ def test_saturated_values_are_at_the_ends_of_the_range(
     assert recorded(module, torch.tensor(values), stats="saturated_fraction")["saturated_fraction"] == saturated
     ends = saturation_limits(module)
     if ends is not None:
-        on_device = saturated_fraction(module(torch.tensor(values)).to("meta"), ends)
-        assert isinstance(on_device, DeviceNumbers)
-        assert on_device.on_device().is_meta
+        assert count_saturated(module(torch.tensor(values)).to("meta"), ends).is_meta
 
 
 def test_tanh_is_saturated_beyond_097() -> None:
     ends = saturation_limits(nn.Tanh())
     assert ends is not None
-    assert saturated_fraction(torch.tensor([0.969, -0.969, 0.971, -0.971]), ends) == 0.5
+    assert count_saturated(torch.tensor([0.969, -0.969, 0.971, -0.971]), ends) == 2
 
 
 def test_update_ratio_is_relative_to_the_updated_parameter() -> None:
@@ -308,5 +276,5 @@ def test_budget_never_drops_the_last_output() -> None:
     both = Record(parse_hooks({"h": {**RECORD, "stats": ["l2", "dead_fraction"]}})["h"], NoRecorder())  # type: ignore[arg-type]
     lighter = both.without_most_expensive()
     assert lighter is not None
-    assert (lighter[0].measurement.derived, lighter[1]) == ((), "dead_fraction")
+    assert (lighter[0].measurement.needs, lighter[1]) == ((), "dead_fraction")
     assert lighter[0].measurement.names == ("numel", "l2", "nan_count", "inf_count")

@@ -1,0 +1,415 @@
+"""The rows of one step whose numbers are rows of a slab: those of the tables `stats` and `effects`.
+
+Most hooks add a row by one call of the native kernel, without a Python object per number. The identity of a row is a slot of a
+table that is filled at first sight. When the step ends, all rows become columns at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+import pyarrow as pa
+
+from ..actions.base import StepContext
+from ..errors import ConfigError, Problem
+from ..spec.hooks import HookSpec
+from ..spec.record import RecordSpec
+from ..spec.statistics import ALL, REMAINDERS
+from ..spec.tables import CUSTOM, IDENTITY, TABLES
+from ..stats.kernel import make_slab
+from ..stats.sums import statistics_of
+from .message_template import Column, ListColumn, NumberColumn, as_record_batch
+from .sink_interface import Row
+
+Matrix = np.ndarray[Any, np.dtype[np.float64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+_MOMENT = len(StepContext._fields)
+_IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
+_STATISTIC = {name: index for index, name in enumerate(ALL)}
+MOST_LAYOUTS = 64
+
+
+def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
+    """Check that the names of custom statistics differ from the names of other columns.
+
+    Raises:
+        ConfigError: A custom statistic has the name of a column that tables of runs have.
+    """
+    reserved = {"run", "seed", *(column.name for column in TABLES["stats"].stored), *REMAINDERS.values()}
+    problems = [
+        Problem(
+            f"hooks.{name}.stats",
+            f"the table 'stats' already has a column {custom.column!r}",
+            given=custom.target,
+            fix="set another 'name'",
+        )
+        for name, spec in specs.items()
+        if isinstance(spec, RecordSpec)
+        for custom in spec.custom_statistics
+        if custom.column.lower() in reserved
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+@dataclass
+class Layout:
+    """What the rows of steps with the same slots have in common.
+
+    Attributes:
+        sites: For each row, the identity columns without the moment.
+        names: For each row, the requested statistics.
+    """
+
+    sites: list[Row]
+    names: list[tuple[str, ...]]
+
+    @cached_property
+    def arrays(self) -> list[pa.Array]:
+        """The identity columns without the moment, with labels as strings."""
+        columns = zip(*self.sites, strict=True)
+        return [pa.array(cells, dtype) for cells, dtype in zip(columns, _IDENTITY_TYPES[_MOMENT:], strict=True)]
+
+    @cached_property
+    def requested(self) -> tuple[str, ...]:
+        """The statistics of any row, in the order of `ALL`."""
+        return tuple(name for name in ALL if any(name in names for names in dict.fromkeys(self.names)))
+
+    @cached_property
+    def absent(self) -> Mask:
+        """Which statistics are not requested, bool [requested, rows]."""
+        of = {names: [name not in names for name in self.requested] for names in dict.fromkeys(self.names)}
+        return np.array([of[names] for names in self.names], np.bool_).reshape(len(self.names), -1).T
+
+
+class Slots:
+    """The identities of rows. Each gets a number when it is first seen. Several threads may add some."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Row, tuple[str, ...]], int] = {}
+        self._identities: list[tuple[Row, tuple[str, ...]]] = []
+        self._layouts: dict[bytes, Layout] = {}
+        self._lock = threading.Lock()
+
+    def slot(self, site: Row, names: tuple[str, ...] = ()) -> int:
+        """Return the number of an identity.
+
+        Args:
+            site: The identity columns without the moment.
+            names: The requested statistics.
+        """
+        number = self._numbers.get((site, names))
+        if number is None:
+            with self._lock:
+                number = self._numbers.setdefault((site, names), len(self._identities))
+                if number == len(self._identities):
+                    self._identities.append((site, names))
+        return number
+
+    def layout(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Layout:
+        """Return the layout of rows with these slots. It is the same object in later steps."""
+        key = slots.tobytes()
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            identities = [self._identities[slot] for slot in slots.tolist()]
+            layout = self._layouts[key] = Layout([site for site, _ in identities], [names for _, names in identities])
+        return layout
+
+
+class Moments:
+    """Numbers of the moments of rows that are not written yet."""
+
+    def __init__(self) -> None:
+        self._latest: tuple[StepContext | None, int] = (None, -1)
+        self._numbers: dict[StepContext, int] = {}
+        self.by_number: dict[int, StepContext] = {}
+        self._next = 0
+
+    def number(self, moment: StepContext) -> int:
+        """Return the number of a moment."""
+        latest, number = self._latest
+        if moment is latest:
+            return number
+        known = self._numbers.get(moment)
+        if known is None:
+            known = self._next = self._next + 1
+            self._numbers[moment] = known
+            self.by_number[known] = moment
+        self._latest = moment, known
+        return known
+
+    def forget_before(self, number: int) -> None:
+        """Forget the moments with smaller numbers."""
+        for each in [each for each in self.by_number if each < number]:
+            del self._numbers[self.by_number.pop(each)]
+
+
+@dataclass
+class Taken:
+    """The rows of a step.
+
+    Attributes:
+        numbers: float64 [rows, columns of the slab].
+        keys: int64 [rows, 2]: slot and moment.
+        shapes: For each row the number of its dimensions (-1 for none), and then the dimensions.
+        others: What rows have besides their numbers, by the index of the row.
+    """
+
+    numbers: Matrix
+    keys: np.ndarray[Any, np.dtype[np.int64]]
+    shapes: np.ndarray[Any, np.dtype[np.int64]]
+    others: dict[int, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def without(self, left_out: Sequence[int]) -> Taken:
+        """Return the rows without some of them."""
+        kept = np.setdiff1d(np.arange(len(self)), left_out)
+        lengths, dims = self.lists()
+        parts = np.split(dims, np.cumsum(np.maximum(lengths, 0))[:-1])
+        shapes = [np.concatenate([lengths[row : row + 1], parts[row]]) for row in kept.tolist()]
+        others = {at: self.others[row] for at, row in enumerate(kept.tolist()) if row in self.others}
+        joined = np.concatenate(shapes) if shapes else self.shapes[:0]
+        return Taken(self.numbers[kept], self.keys[kept], joined, others)
+
+    def lists(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the number of dimensions of each row, and the dimensions of all rows."""
+        shapes, count = self.shapes, len(self)
+        width = 0 if not count else len(shapes) // count
+        table = shapes.reshape(count, width) if count and len(shapes) == count * width else None
+        if table is not None and (table[:, 0] == width - 1).all():  # the usual case: as many dimensions in each row
+            return table[:, 0], table[:, 1:].reshape(-1)
+        lengths, starts, at = np.empty(count, np.int64), np.zeros(len(shapes), np.bool_), 0
+        for row in range(count):
+            lengths[row], starts[at] = shapes[at], True
+            at += 1 + max(int(shapes[at]), 0)
+        return lengths, shapes[~starts]
+
+
+class StepSlab:
+    """Collects the rows of one step. Several threads may add some.
+
+    Args:
+        width: The number of columns of the slab.
+
+    Attributes:
+        slots: The identities.
+        add_plain: Adds the sums of a plain tensor; see `instrument.stats.kernel.Slab.add`.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.slots = Slots()
+        self._slab = make_slab(width)
+        self.add_plain: Callable[..., bool] = self._slab.add
+        self.moments = Moments()
+        self._width = width
+        self._others: dict[int, Any] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._slab)
+
+    def add(
+        self,
+        identity: Row,
+        numbers: Matrix | Sequence[float],
+        shape: Sequence[int] | None = None,
+        names: tuple[str, ...] = (),
+        other: Any = None,
+    ) -> None:
+        """Add a row.
+
+        Args:
+            identity: The identity columns.
+            numbers: Its numbers; NaN for missing ones.
+            shape: The shape of the tensor; None if the row is merged from several tensors.
+            names: The requested statistics.
+            other: What the row has besides its numbers.
+        """
+        moment = self.moments.number(StepContext(*identity[:_MOMENT]))
+        memory = np.asarray(numbers, np.float64).tobytes()
+        slot = self.slots.slot(identity[_MOMENT:], names)
+        with self._lock:
+            at = self._slab.append(memory, slot, moment, shape)
+            if other is not None:
+                self._others[at] = other
+
+    def take(self) -> Taken:
+        """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
+        with self._lock:
+            rows, numbers, keys, shapes = self._slab.take()
+            others, self._others = self._others, {}
+        return Taken(
+            np.frombuffer(numbers).reshape(rows, self._width).copy(),
+            np.frombuffer(keys, np.int64).reshape(rows, 2),
+            np.frombuffer(shapes, np.int64),
+            others,
+        )
+
+
+class SlabRows(Sequence[Row]):
+    """Rows of a table as columns. They become tuples only if they are read as such.
+
+    Args:
+        table: The name of the table.
+        slab: Where they were collected.
+        taken: The rows. Every number has to be on the host.
+
+    Attributes:
+        sites: For each row, the identity columns without the moment. The same object in all steps with the same rows.
+    """
+
+    def __init__(self, table: str, slab: StepSlab, taken: Taken) -> None:
+        self.table = TABLES[table]
+        self.taken = taken
+        self.layout = slab.slots.layout(taken.keys[:, 0])
+        self.sites = self.layout.sites
+        self._moments = slab.moments.by_number
+        self._types = self.table.plain_schema.types[len(IDENTITY) :]
+        moments = taken.keys[:, 1]
+        self.moment: StepContext | None = self._moments[int(moments[0])] if (moments == moments[0]).all() else None
+        self.moments = (
+            [self._moments[number] for number in moments.tolist()]
+            if self.moment is None
+            else [self.moment] * len(moments)
+        )
+        slab.moments.forget_before(int(moments.min()))
+
+    def __len__(self) -> int:
+        return len(self.taken)
+
+    def values(self) -> tuple[Matrix, Mask]:
+        """Return the columns of numbers after the identity, float64 [columns, rows], and which of them are null."""
+        raise NotImplementedError
+
+    def other_columns(self) -> list[Column]:
+        """Return the columns after those of numbers."""
+        return []
+
+    @cached_property
+    def _values(self) -> tuple[Matrix, Mask]:
+        return self.values()
+
+    def columns(self) -> list[Column]:
+        """Return the columns, for a message."""
+        count, (values, nulls) = len(self), self._values
+        has_nulls = np.asarray(nulls.any(axis=1)).tolist()
+        numbers = [
+            NumberColumn(column, absent if some else None)
+            for column, absent, some in zip(values, nulls, has_nulls, strict=True)
+        ]
+        return [*self._moment_columns(count), *self.layout.arrays, *numbers, *self.other_columns()]
+
+    def _moment_columns(self, count: int) -> Iterator[Column]:
+        if self.moment is None:
+            yield from zip(*self.moments, strict=True)
+            return
+        *numbers, phase = self.moment
+        yield from (NumberColumn(np.full(count, number)) for number in numbers)
+        arrays = self.layout.__dict__.setdefault("phases", {})
+        if phase not in arrays:
+            arrays[phase] = pa.repeat(pa.scalar(phase, _IDENTITY_TYPES[_MOMENT - 1]), count)
+        yield arrays[phase]
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+        return as_record_batch(self.table.plain_schema, self.columns())
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        index = range(len(self))[index]
+        values, nulls = self._values
+        cells = (
+            None if absent else cell if dtype == pa.float64() else int(cell) if dtype == pa.int64() else bool(cell)
+            for cell, absent, dtype in zip(
+                values[:, index].tolist(), nulls[:, index].tolist(), self._types, strict=False
+            )
+        )
+        return (*self.moments[index], *self.sites[index], *cells, *self.other_cells(index))
+
+    def other_cells(self, index: int) -> tuple[Any, ...]:  # noqa: ARG002
+        """Return the cells of a row after the numbers."""
+        return ()
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+
+class StatisticsRows(SlabRows):
+    """Rows of the table `stats`. What rows have besides their sums are their custom statistics by name."""
+
+    def __init__(self, slab: StepSlab, taken: Taken) -> None:
+        super().__init__("stats", slab, taken)
+
+    def values(self) -> tuple[Matrix, Mask]:
+        found = np.full((len(ALL), len(self)), np.nan)
+        requested = self.layout.requested
+        columns = np.array(statistics_of(self.taken.numbers, requested)).reshape(len(requested), len(self))
+        columns[self.layout.absent] = np.nan
+        found[[_STATISTIC[name] for name in requested]] = columns
+        return found, np.isnan(found)
+
+    @property
+    def numbers(self) -> Matrix:
+        """The built-in statistics, float64 [rows, ALL]; NaN for no value."""
+        return self._values[0].T
+
+    def column(self, name: str) -> Matrix:
+        """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
+        if name in _STATISTIC:
+            column: Matrix = self._values[0][_STATISTIC[name]]
+            return column
+        values = np.full(len(self), np.nan)
+        for row, custom in self.taken.others.items():
+            value = custom.get(name)
+            values[row] = np.nan if value is None else value
+        return values
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any row has custom statistics."""
+        return bool(self.taken.others)
+
+    def other_columns(self) -> list[Column]:
+        if not self.taken.others:
+            empty = self.layout.__dict__.setdefault("no_custom", pa.nulls(len(self), CUSTOM.type))
+            return [ListColumn(*self.taken.lists()), empty]
+        custom = pa.array([self.taken.others.get(row) for row in range(len(self))], CUSTOM.type)
+        return [ListColumn(*self.taken.lists()), custom]
+
+    def other_cells(self, index: int) -> tuple[Any, ...]:
+        lengths, dims = self.taken.lists()
+        end = int(np.maximum(lengths[: index + 1], 0).sum())
+        shape = None if lengths[index] < 0 else dims[end - int(lengths[index]) : end].tolist()
+        return shape, self.taken.others.get(index)
+
+
+class EffectRows(SlabRows):
+    """Rows of the table `effects`."""
+
+    def __init__(self, slab: StepSlab, taken: Taken) -> None:
+        super().__init__("effects", slab, taken)
+
+    def values(self) -> tuple[Matrix, Mask]:
+        numel, changed, before, after, factor, held = self.taken.numbers.T
+        with np.errstate(all="ignore"):
+            fraction = np.where(numel > 0, changed / numel, 0.0)
+        factor = np.where(held == 0, np.nan, factor)
+        found = np.stack([numel, changed, fraction, before, after, factor, held])
+        nulls = np.isnan(found)
+        for row in self.taken.others:
+            nulls[5, row] = held[row] == 0
+        return found, nulls

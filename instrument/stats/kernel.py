@@ -1,0 +1,170 @@
+"""The compiled kernel `native.c`, which reads a CPU tensor once, and the slab that it fills.
+
+Sums are computed in double precision. A second pass, with the mean subtracted first, is only required if the mean is so
+far from zero that the variance loses precision. Without the kernel, `instrument.stats.portable` measures all tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+try:
+    from . import native
+# Installed without a C compiler.
+except ImportError:
+    native = None  # type: ignore[assignment]
+
+KERNEL = "portable" if native is None else "native"
+"""The kernel that measures CPU tensors, for run.json."""
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+_NO_SHAPE = -1
+
+# PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10. Without it, no tensor is plain.
+_exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+_connected = native is not None and _exchange_api is not None and native.connect(Tensor, Parameter, _exchange_api)
+
+
+class Slab(Protocol):
+    """The rows of a step: for each tensor a slot and a moment, its shape, and numbers. Several threads may add rows.
+
+    Args:
+        width: The count of the numbers of a row.
+    """
+
+    def __init__(self, width: int) -> None: ...
+
+    def add(self, tensor: Tensor, slot: int, moment: int, with_magnitudes: bool) -> bool:
+        """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
+
+        Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
+        elements, and elements in a contiguous block in any order of the dimensions.
+
+        Args:
+            tensor: Any tensor.
+            slot: The identity of the row.
+            moment: The time of the row.
+            with_magnitudes: Whether the sum of magnitudes is requested. It requires a second read.
+
+        Returns:
+            Whether the row was added. False if the tensor is not plain, its squares overflow or underflow, or the kernel or
+            PyTorch's exchange API is missing.
+        """
+
+    def append(self, numbers: bytes, slot: int, moment: int, shape: Sequence[int] | None) -> int:
+        """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""
+
+    def take(self) -> tuple[int, bytes, bytes, bytes]:
+        """Remove all rows.
+
+        Returns:
+            Their number, float64 [rows, width], int64 [rows, 2] with slot and moment, and int64: for each row the number of its
+            dimensions (-1 without a shape), and then the dimensions.
+        """
+
+    def __len__(self) -> int: ...
+
+
+class PortableSlab(Slab):
+    """The slab without the compiled kernel: no tensor is plain."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._rows: list[tuple[bytes, int, int, Sequence[int] | None]] = []
+
+    def add(self, tensor: Tensor, slot: int, moment: int, with_magnitudes: bool) -> bool:  # noqa: ARG002
+        return False
+
+    def append(self, numbers: bytes, slot: int, moment: int, shape: Sequence[int] | None) -> int:
+        self._rows.append((numbers, slot, moment, shape))
+        return len(self._rows) - 1
+
+    def take(self) -> tuple[int, bytes, bytes, bytes]:
+        rows, self._rows = self._rows, []
+        matrix = np.full((len(rows), self._width), np.nan)
+        for row, (numbers, *_) in zip(matrix, rows, strict=True):
+            row[: len(numbers) // row.itemsize] = np.frombuffer(numbers)
+        keys = np.array([key for _, *key, _ in rows], np.int64)
+        shapes = [[_NO_SHAPE] if shape is None else [len(shape), *shape] for *_, shape in rows]
+        return len(rows), matrix.tobytes(), keys.tobytes(), np.array([*_flat(shapes)], np.int64).tobytes()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def _flat(shapes: Sequence[Sequence[int]]) -> list[int]:
+    return [size for shape in shapes for size in shape]
+
+
+make_slab: Callable[[int], Slab] = native.Slab if _connected else PortableSlab
+
+
+def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dtype[np.float64]] | None:
+    """Compute the sums of a CPU tensor whose elements are a contiguous block in any order.
+
+    Args:
+        flat: Any shape and dtype.
+        with_magnitudes: Whether the sum of magnitudes is requested.
+
+    Returns:
+        float64, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype, or
+        squares overflow or underflow.
+    """
+    kind = _KINDS.get(flat.dtype)
+    if native is None or kind is None:
+        return None
+    numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
+    return None if numbers is None else np.frombuffer(numbers)
+
+
+def _unsupported(*arguments: object) -> None:
+    """Replace a function of the native kernel if the kernel or PyTorch's exchange API is missing."""
+
+
+effect_of_plain: Callable[[Tensor, Tensor], list[float] | None] = native.effect if _connected else _unsupported
+"""Compare two plain tensors of the same shape, dtype and strides; see `Slab.add`.
+
+Returns:
+    The number of elements that differ, where two NaN are equal, and the L2 norms of both over their finite elements (NaN
+    without any). None if the tensors are not supported.
+"""
+
+effect_of_clip: Callable[[Tensor, float | None, float | None], tuple[bool, list[float]] | None] = (
+    native.effect_of_clip if _connected else _unsupported
+)
+"""Compare a plain tensor with its elements clamped to [low, high]; see `Slab.add`.
+
+Args:
+    tensor: Any tensor.
+    low: The lower bound, for bfloat16 a number of this dtype; None for no bound.
+    high: The upper bound, likewise.
+
+Returns:
+    Whether all elements are finite and none equals a bound in the tensor's dtype, and the result of `effect_of_plain` for
+    both tensors. None if the tensor is not supported, or if low exceeds high.
+"""
+
+
+def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    """Count the elements of a CPU vector between `low` and `high` in equal-width bins.
+
+    Args:
+        vector: Shape [elements], contiguous.
+        low: The lower end of the first bin.
+        high: The upper end of the last bin.
+        counts: Shape [bins], contiguous. The counts are added to it.
+
+    Returns:
+        Whether the elements were counted. False if the kernel is missing or does not support the dtype.
+    """
+    kind = _KINDS.get(vector.dtype)
+    if native is None or kind is None:
+        return False
+    native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
+    return True
