@@ -18,8 +18,7 @@ def forget_constants() -> None:
 
 def use_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all hooks take the general path until the end of the test, also those that record plain tensors."""
-    for kind in ("PlainRecord", "PlainIntervention"):
-        monkeypatch.setattr(f"instrument.kinds.plain_record.{kind}.of", lambda attached: None)
+    monkeypatch.setattr("instrument.kinds.attached_hook.direct_of", lambda attached: None)
 
 
 def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

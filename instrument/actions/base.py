@@ -267,10 +267,11 @@ class Rows(Effects, Protocol):
             custom: The custom statistics: numbers, or scalars on a device.
         """
 
-    def slot(self, site: tuple[Any, ...], names: tuple[str, ...]) -> int:
-        """Return the slot of a row, for `record_plain`.
+    def slot(self, table: str, site: tuple[Any, ...], names: tuple[str, ...]) -> int:
+        """Return the slot of a row, for `record_plain` and `record_plain_effect`.
 
         Args:
+            table: `stats` or `effects`.
             site: The identity columns of the row without the moment.
             names: The names of the statistics, without custom ones.
         """
@@ -288,25 +289,10 @@ class Rows(Effects, Protocol):
             Whether the row was added. False if the tensor is not plain.
         """
 
-    def add_plain_effect(
-        self,
-        moment: StepContext,
-        site: tuple[Any, ...],
-        numel: int,
-        measures: list[float],
-        factor: float | None,
-        held: bool | None,
-    ) -> None:
-        """Add the effect of one intervention on a plain tensor, which is not merged from several processes; see `Effect`.
-
-        Args:
-            moment: Step, micro-step, epoch and phase.
-            site: The other identity columns of the row.
-            numel: The number of elements.
-            measures: The number of changed elements, the L2 norm before and the L2 norm after.
-            factor: The factor; None without one.
-            held: Whether the condition of the hook held; None without a condition.
-        """
+    def record_plain_effect(
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None
+    ) -> bool:
+        """Add the effect of an intervention on a plain tensor; see `Effect`. Return false if the tensors are not plain."""
 
     def merges(self, context: Context) -> bool:
         """Return whether the tensor is a shard or a batch shard whose row is computed from all processes."""

@@ -44,17 +44,6 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
     return _clamp(tensor, low, high, is_inside=is_inside)
 
 
-def clip_and_measure(tensor: Tensor, low: float | None, high: float | None) -> tuple[Tensor, list[float] | None]:
-    """Clamp all values to [low, high], see `clip_values`, and measure the effect on a plain tensor in one pass.
-
-    Returns:
-        The clipped tensor, same shape and dtype, and the result of `instrument.stats.kernel.effect_of_plain`.
-    """
-    low, high = _representable(low, high, tensor.dtype)
-    is_inside, effect = effect_of_clip(tensor, low, high) or (False, None)
-    return _clamp(tensor, low, high, is_inside=is_inside and _has_graph(tensor)), effect
-
-
 def _representable(low: float | None, high: float | None, dtype: torch.dtype) -> tuple[float | None, float | None]:
     if dtype.itemsize >= 4:
         return low, high
@@ -197,14 +186,6 @@ class Clip:
             assert context.value is not None, "clipping by ratio requires the weight"
             return clip_ratio(tensor, context.value, spec.ratio), None
         return clip_values(tensor, *self._bounds), None
-
-    def change_and_measure(self, tensor: Tensor, context: Context) -> tuple[Tensor, Tensor | None, list[float] | None]:
-        """Return the new tensor, the factor, and for a clip by value the effect; see `clip_and_measure`."""
-        low, high = self._bounds
-        if low is None and high is None:
-            return *self(tensor, context), None
-        new, effect = clip_and_measure(tensor, low, high)
-        return new, None, effect
 
     @property
     def _bounds(self) -> tuple[float | None, float | None]:

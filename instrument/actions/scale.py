@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..stats.device_numbers import constants
-from ..stats.kernel import effect_of_plain
 from .base import Context
 from .builtin.scale import ScaleSpec
 
@@ -93,11 +92,6 @@ class Scale:
         if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
             return scale(tensor, self._constant_of(number, tensor.dtype)), number
         return scale(tensor, number), number
-
-    def change_and_measure(self, tensor: Tensor, context: Context) -> tuple[Tensor, float | None, list[float] | None]:
-        """Return the new tensor, the factor, and the result of `instrument.stats.kernel.effect_of_plain`."""
-        new, factor = self(tensor, context)
-        return new, factor, effect_of_plain(tensor, new)
 
     def _constant_of(self, factor: float, dtype: torch.dtype) -> Tensor:
         """Return a factor as a tensor. The product and its gradient have the same bits, and take half the time.

@@ -282,6 +282,7 @@ class Budget:
         if lighter is None:
             return None
         attached.action, part = lighter
+        attached.compose()
         self._dropped_parts[attached] += 1
         return part
 

@@ -125,9 +125,9 @@ class Recorder:
             other = None if is_complete else _Values(measured, custom)
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
-    def slot(self, site: Row, names: tuple[str, ...]) -> int:
-        """Return the slot of an identity, for `record_plain`."""
-        return self._stats.slots.slot(site, names)
+    def slot(self, table: str, site: Row, names: tuple[str, ...]) -> int:
+        """Return the slot of an identity, for `record_plain` and `record_plain_effect`."""
+        return (self._stats if table == "stats" else self._effects).slots.slot(site, names)
 
     def record_plain(self, tensor: Tensor, slot: int, moment: StepContext, with_magnitudes: bool) -> bool:
         """Add the statistics of one plain tensor. Return false if it is not plain."""
@@ -208,17 +208,11 @@ class Recorder:
             other = None if is_complete else _EffectValues(effect)
             self._effects.add(self._merger.identity(context), effect.row(), other=other)
 
-    def add_plain_effect(
-        self,
-        moment: StepContext,
-        site: Row,
-        numel: int,
-        measures: list[float],
-        factor: float | None,
-        held: bool | None,
-    ) -> None:
-        """Add the effect of one intervention on a plain tensor."""
-        self._effects.add((*moment, *site), Effect(numel, measures, factor, held).row())
+    def record_plain_effect(
+        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None
+    ) -> bool:
+        """Add the effect of one intervention on a plain tensor. Return false if the tensors are not plain."""
+        return self._effects.add_plain_effect(before, after, slot, self._effects.moments.number(moment), factor, held)
 
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its measured rows."""

@@ -7,7 +7,7 @@ table that is filled at first sight. When the step ends, all rows become columns
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -202,13 +202,13 @@ class StepSlab:
 
     Attributes:
         slots: The identities.
-        add_plain: Adds the sums of a plain tensor; see `instrument.stats.kernel.Slab.add`.
+        add_plain, add_plain_effect: Add the numbers of plain tensors; see `instrument.stats.kernel.Slab`.
     """
 
     def __init__(self, width: int) -> None:
         self.slots = Slots()
         self._slab = make_slab(width)
-        self.add_plain: Callable[..., bool] = self._slab.add
+        self.add_plain, self.add_plain_effect = self._slab.add, self._slab.add_effect
         self.moments = Moments()
         self._width = width
         self._others: dict[int, Any] = {}

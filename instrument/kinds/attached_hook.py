@@ -11,16 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
-from torch.utils.checkpoint import _StopRecomputationError
 
 from ..actions.base import Action, Context, KeptTensors
 from ..actions.condition import SiteCondition
-from ..actions.intervention import describe
 from ..actions.selection import Selector
 from ..actions.together import Together, path_of_call
 from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like
-from ..errors import HookError, InstrumentError, user_code_location
-from ..nested import iter_tensors, structure
+from ..errors import InstrumentError
+from ..nested import iter_tensors
 from ..plan.dimension_checks import check_shape
 from ..plan.hook_plan import Site
 from ..spec.base import ObservationSpec
@@ -28,6 +26,7 @@ from ..spec.globs import matches
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from .clock import FIRST_CALL, Clock, Firing
+from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
@@ -46,6 +45,7 @@ class AttachedHook(HookCoverage):
         "action",
         "checked_paths",
         "condition",
+        "direct",
         "is_paused",
         "is_record_hook",
         "is_scheduled",
@@ -62,6 +62,7 @@ class AttachedHook(HookCoverage):
         # Paths whose shapes were checked; None if shape inference has checked all.
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
+        self.direct: Direct | None = None  # what it does with plain tensors while it is scheduled
         self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.condition = SiteCondition.of(site.spec)
@@ -89,7 +90,23 @@ class AttachedHook(HookCoverage):
             scheduled = False
         changed = scheduled != self.is_scheduled
         self.is_scheduled = scheduled
+        self.compose()
         return changed
+
+    def compose(self) -> None:
+        """Determine what it does with plain tensors, after a change of its schedule or its action."""
+        self.direct = direct_of(self) if self.is_scheduled else None
+
+    def try_direct(self, tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
+        """Act on a plain tensor. Return the tensor that replaces it; None if `fire` has to act."""
+        if self.direct is None:
+            return None
+        if (timer := self.clock.timer) is None:
+            return self.direct(tensor, path, firing)
+        with timer.measure_time(self):
+            new = self.direct(tensor, path, firing)
+        timer.firings[self] += new is not None
+        return new
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coverage counts and the state of the schedule between two micro-steps."""
@@ -167,6 +184,8 @@ class AttachedHook(HookCoverage):
             HookError: The action failed or returned an invalid result. The message contains hook, kind, layer and step.
             ConfigError: The spec does not fit the shape of the site's first tensor.
         """
+        if amp_scale is None and (new := self.try_direct(tensor, path, firing)) is not None:
+            return new
         shard = is_sharded(tensor)
         self.check_shape(path, tensor)
         if shard and value is not None:
@@ -276,7 +295,7 @@ class AttachedHook(HookCoverage):
         except InstrumentError:
             raise
         except Exception as error:
-            raise _failed(error, list(tensors), self.context("", FIRST_CALL)) from error
+            raise failed(error, list(tensors), self.context("", FIRST_CALL)) from error
 
     def run(self, tensor: Tensor, context: Context) -> Tensor:
         """Run the action on a tensor that is no shard and has no factor of a gradient scaler; see `fire`."""
@@ -315,32 +334,6 @@ class AttachedHook(HookCoverage):
                 for path, tensor in new.items():
                     self._keep(name, tensor, replace(context, path=path))
             return new
-
-
-def check_not_captured(tensor: Tensor, context: Context) -> None:
-    """Raise a `HookError` if the current code becomes a CUDA graph."""
-    if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise HookError(
-            f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
-            "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
-        )
-
-
-def call_action(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
-    """Call an action. An error of another class becomes a `HookError` that names the hook."""
-    try:
-        return action(given, context)
-    # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
-    except (InstrumentError, _StopRecomputationError):
-        raise
-    except Exception as error:
-        raise _failed(error, given, context) from error
-
-
-def _failed(error: Exception, given: Any, context: Context) -> HookError:
-    """Return the error of an action that failed on a tensor, or on several."""
-    cause = f"{type(error).__name__}: {error}{user_code_location(error)}"
-    return HookError(f"{describe(context)} failed: {cause}; the tensor is {structure(given)}")
 
 
 def _replaced(tensor: Tensor, part: Tensor, new: Tensor) -> Tensor:

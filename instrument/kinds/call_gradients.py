@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from ..nested import iter_tensors, map_tensors
 from ..sparse import alias_of
 from ..stats.flatten import unreadable
-from .attached_hook import AttachedHook, fire_all, no_gradient_reason
+from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
 from .module_calls import Call
@@ -80,20 +81,7 @@ class CallGradients:
         value_copy = (
             value.detach().clone() if any(attached.site.spec.needs_value for attached in attached_hooks) else None
         )
-        fired, clock, firings = self.fired, self.clock, self.call.gradient_firings()
-
-        def on_gradient(gradient: Tensor | None) -> Tensor | None:
-            # The gradient is None if an operation has several outputs and this one is unused.
-            if clock.closed or gradient is None:
-                return None
-            for attached in attached_hooks:
-                if attached not in fired:
-                    fired.add(attached)
-                    attached.count_firing()
-            new = fire_all(attached_hooks, gradient, path, next(firings), value_copy)
-            return None if new is gradient else new
-
-        return on_gradient
+        return gradient_hook(attached_hooks, path, self.call, self.clock, self.fired, value_copy)
 
     def _key(self, path: str, tensor: Tensor) -> int | str:
         """Return what identifies the gradient of a tensor at a path."""
@@ -152,7 +140,8 @@ class CallGradients:
                 seen.add(self._key(path, tensor))
                 tensors[path] = tensor
         values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
-        fired, clock, firings, paths = self.fired, self.clock, self.call.gradient_firings(), list(tensors)
+        fired, clock, paths = self.fired, self.clock, list(tensors)
+        firing_of, indices = self.call.gradient_firings(), count()
 
         def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             given = {
@@ -165,7 +154,7 @@ class CallGradients:
             if attached not in fired:
                 fired.add(attached)
                 attached.count_firing()
-            new = attached.fire_together(given, next(firings), values=values)
+            new = attached.fire_together(given, firing_of(next(indices)), values=values)
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
         aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
@@ -208,6 +197,43 @@ class CallGradients:
         """Note why no hook gets the gradients of the call."""
         for attached in () if self.call.repeats else self.attached_hooks:
             attached.count_miss(reason)
+
+
+def gradient_hook(
+    attached_hooks: Sequence[AttachedHook],
+    path: str,
+    call: Call,
+    clock: Clock,
+    fired: set[AttachedHook],
+    value: Tensor | None = None,
+) -> Hook:
+    """Return the hook to register on a tensor, which calls several sites.
+
+    Args:
+        attached_hooks: The sites, in order.
+        path: The path of the tensor.
+        call: The call that the tensor belongs to.
+        clock: The clock of the probe.
+        fired: Receives the sites when they fire for the first time. Those in it are not counted again.
+        value: A copy of the tensor, if a site needs it.
+    """
+    firing_of, backward = call.gradient_firings(), -1
+
+    def on_gradient(gradient: Tensor | None) -> Tensor | None:
+        # The gradient is None if an operation has several outputs and this one is unused.
+        if clock.closed or gradient is None:
+            return None
+        nonlocal backward
+        backward += 1
+        new, firing = gradient, firing_of(backward)
+        for attached in attached_hooks:
+            if attached not in fired:
+                fired.add(attached)
+                attached.count_firing()
+            new = attached.fire(new, path, firing, value=value)
+        return None if new is gradient else new
+
+    return on_gradient
 
 
 def gradient_groups(

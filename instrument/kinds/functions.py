@@ -36,7 +36,6 @@ from .gradient_hooks import LeafHooks
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
-from .plain_record import PlainRecord
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import versions_of
@@ -53,7 +52,6 @@ class HookedModule(RunningModule):
     Attributes:
         call: The call.
         leaf_hooks: The gradient hooks on leaf tensors of the module.
-        plain: What records plain tensors, for the hooks that do nothing else.
         called: The hooks whose functions were called, by code that is not compiled.
         fired: The hooks on values that fired.
         obstacles: Why a hook could not act on a tensor.
@@ -62,7 +60,6 @@ class HookedModule(RunningModule):
 
     call: Call
     leaf_hooks: LeafHooks
-    plain: Mapping[AttachedHook, PlainRecord]
     called: set[AttachedHook] = field(default_factory=set)
     fired: set[AttachedHook] = field(default_factory=set)
     obstacles: dict[AttachedHook, str] = field(default_factory=dict)
@@ -157,9 +154,10 @@ class HookedFunctions(FunctionMode):
                     if not attached.is_record_hook and attached.matches_path(full_path):
                         running.obstacles[attached] = attached.no_tensor_reason(tensor, full_path)
                     continue
-                plain = running.plain.get(attached)
-                if plain is not None and plain(tensor, running.call.index, path=full_path):
+                new = attached.try_direct(tensor, full_path, running.call.firing())
+                if new is not None:
                     running.fired.add(attached)
+                    tensor = new
                     continue
                 if (reason := unreadable(tensor)) is not None:
                     running.obstacles[attached] = reason
@@ -251,7 +249,6 @@ class FunctionHooks(InertWhenCopied):
         for attached in attached_hooks:
             attached.module_calls = self.calls
         self.scheduled: dict[str, AttachedHook] = {}
-        self.plain: dict[AttachedHook, PlainRecord] = {}
         self.unscheduled: list[AttachedHook] = []  # empty after the next call of the module
         self.hooks = SuspendableHooks(may_suspend=suspend)
 
@@ -266,8 +263,6 @@ class FunctionHooks(InertWhenCopied):
         """Update the scheduled sites."""
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
-        records = [(attached, PlainRecord.of(attached)) for attached in self.scheduled.values()]
-        self.plain = {attached: record for attached, record in records if record is not None}
         are_counted = all(each.is_phase_counted for each in self.unscheduled)
         self.hooks.update(are_needed=bool(self.scheduled) or not are_counted)
 
@@ -282,7 +277,7 @@ class FunctionHooks(InertWhenCopied):
             frame, _ = module_frame()
             if frame is not None:
                 call = self.calls.enter(self, args)
-                running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks, plain=self.plain)
+                running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks)
                 self.threads.mode.enter(running)
 
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002

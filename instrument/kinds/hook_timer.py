@@ -89,12 +89,18 @@ class HookTimer(Generic[HookKey]):
             self._started_at = now
 
     @contextmanager
-    def measure_action(self, attached: HookKey) -> Iterator[None]:
-        """Measure the action of a site."""
+    def measure_time(self, attached: HookKey) -> Iterator[None]:
+        """Measure the time of the action of a site."""
         started_at = time.perf_counter()
         with self:
             yield
         self.action_seconds[attached] += time.perf_counter() - started_at  # type: ignore[assignment]
+
+    @contextmanager
+    def measure_action(self, attached: HookKey) -> Iterator[None]:
+        """Measure the action of a site, and count the firing."""
+        with self.measure_time(attached):
+            yield
         self.firings[attached] += 1
 
     def reset(self) -> None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count, repeat
+from functools import lru_cache
+from itertools import count
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -51,7 +52,6 @@ class Call:
         segment: The innermost checkpoint segment of the call; None outside of segments.
         on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity; None if they are not needed.
-        inputs_are_data: Whether no input requires a gradient.
         copies: The containers that the module gets instead of those of the caller.
     """
 
@@ -62,7 +62,6 @@ class Call:
     segment: object | None = None
     on_output: Callable[[Any], None] | None = None
     versions: dict[int, int] | None = None
-    inputs_are_data: bool = False
     copies: Sequence[CopiedContainer] = ()
 
     @property
@@ -75,13 +74,17 @@ class Call:
         """Whether it repeats an earlier call in the backward pass."""
         return self.is_recomputed or self.origin != self.index
 
-    def firing(self) -> Firing:
-        """Return what identifies a firing in this call."""
-        return Firing(self.index, recompute=self.is_recomputed, origin=self.origin)
+    def firing(self, backward: int = 0) -> Firing:
+        """Return what identifies a firing in this call: with a gradient, its index."""
+        return _firing(self.index, backward, self.is_recomputed, self.origin)
 
-    def gradient_firings(self) -> Iterator[Firing]:
-        """Return what identifies each firing for a gradient of this call. It does not refer to the call."""
-        return map(Firing, repeat(self.index), count(), repeat(self.is_recomputed), repeat(self.origin))
+    def gradient_firings(self) -> Callable[[int], Firing]:
+        """Return a function of the index of a gradient of this call, like `firing`. It does not refer to the call."""
+        index, recompute, origin = self.index, self.is_recomputed, self.origin
+        return lambda backward: _firing(index, backward, recompute, origin)
+
+
+_firing = lru_cache(4096)(Firing)
 
 
 class Calls:

@@ -25,7 +25,6 @@ from .attached_hook import AttachedHook, fire_all
 from .clock import Clock
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
-from .plain_record import PlainModuleHooks
 from .reasons import TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
@@ -62,8 +61,6 @@ class ModuleHooks(InertWhenCopied):
             it.
     """
 
-    plain: PlainModuleHooks | None = None  # the scheduled sites, if all of them record plain tensors
-
     def __init__(
         self,
         module: nn.Module,
@@ -91,7 +88,6 @@ class ModuleHooks(InertWhenCopied):
             attached.module_calls = self.calls
         # Sites that are not scheduled; empty after the next call of the module.
         self.unscheduled: list[AttachedHook] = []
-        self._plain: PlainModuleHooks | None = None  # becomes `plain` when the sites that are not scheduled are counted
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: Sequence[AttachedHook] = []
@@ -145,35 +141,28 @@ class ModuleHooks(InertWhenCopied):
             if kind == "full_backward_pre" or (kind == "tensor" and role == "output")
         ]
         then = [attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_output"]
-        self.output_gradients.attached_hooks = first + then
+        self.output_gradients.schedule(first + then)
         self.input_gradients.contribution_hooks = [
             attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_input"
         ]
         self.input_gradients.total_hooks = [
             attached for kind, role, attached in roles if kind == "tensor" and role == "input"
         ]
-        only_outputs = not (self.pre or self.forward_input or self.input_gradients.is_requested)
-        self._plain = PlainModuleHooks.of(self.output, first + then) if self.active and only_outputs else None
-        self.plain = None if self.unscheduled else self._plain
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
-        if self.plain is not None and _transform() is None:
-            call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
-            if self.plain.changes_gradient:
-                self.output_gradients.store_arguments(args, kwargs, call)
-            return None
         if self.clock.closed:
             return None
         if self.unscheduled:
             for attached in self.unscheduled:
                 attached.count_unscheduled()
             self.unscheduled = []
-            self.plain = self._plain
         if not self.active:
             self.hooks.suspend()
             return None
-        with self.clock.timer or _UNMEASURED:
+        if self.clock.timer is None:
+            return self._before(module, args, kwargs)
+        with self.clock.timer:
             return self._before(module, args, kwargs)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -183,15 +172,15 @@ class ModuleHooks(InertWhenCopied):
                     attached.count_opportunity()
                     attached.count_miss(TRANSFORMED)
             return None
-        call = self.calls.enter(self, (*args, *kwargs.values()))
-        if not (self.pre or self.input_gradients.is_requested or self.output_gradients.attached_hooks):
+        call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
+        if not (self.pre or self.input_gradients.is_requested or self.output_gradients.changes):
             return None
         original = new = join_arguments(args, kwargs)
         if self.pre:
             new = self._act(self.pre, new, call)
         if self.input_gradients.is_requested:
             new = self.input_gradients.register(module, new, len(args), call)
-        if self.output_gradients.attached_hooks:
+        if self.output_gradients.changes:
             self.output_gradients.store_inputs(new, call)
         if new is original:
             return None
@@ -212,27 +201,19 @@ class ModuleHooks(InertWhenCopied):
             return None
         if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
             self._note_earlier_hooks()
-        new = given = returned_value(output, args, kwargs)
-        remaining = self.output
-        if self.plain is not None:
-            if not call.is_recomputed:
-                new, left = self.plain.run(given, call)
-                if left is None:
-                    return None if new is given else new
-                remaining = left
-            if call.versions is None:
-                self.output_gradients.store_arguments(args, kwargs, call)
+        new = given = output if type(output) is Tensor else returned_value(output, args, kwargs)
         if call.on_output is not None:
             call.on_output(given)
         if self.forward_input:
             self._act(self.forward_input, join_arguments(args, kwargs), call)
         # The caller reads the containers that it passed, also if the module returns them.
         in_place = (args, kwargs)
-        if remaining:
-            new = self._act(remaining, new, call, in_place)
+        if self.output:
+            new = self._act(self.output, new, call, in_place)
         if self.output_gradients.attached_hooks:
             new = self.output_gradients.register(module, new, call, in_place)
-        write_back(call.copies)
+        if call.copies:
+            write_back(call.copies)
         return None if new is given or output is None else new
 
     def _note_earlier_hooks(self) -> None:
@@ -248,13 +229,22 @@ class ModuleHooks(InertWhenCopied):
 
     def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, in_place: Any = ()) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
+        firing = call.firing()
+        if type(value) is Tensor and not call.is_recomputed:  # most often, it is one plain tensor
+            for at, attached in enumerate(attached_hooks):
+                new = attached.try_direct(value, "", firing) if attached.matches_path("") else None
+                if new is None:
+                    attached_hooks = attached_hooks[at:]
+                    break
+                attached.count_hit()
+                value = new
+            else:
+                return value
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
         ]
         fired: set[AttachedHook] = set()
         obstacles: dict[AttachedHook, str] = {}
-
-        firing = call.firing()
 
         def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
             accepting = [attached for attached in group if attached.accepts(tensor, path)]

@@ -23,14 +23,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..nested import iter_tensors, join_arguments
+from ..nested import iter_tensors
 from .attached_hook import AttachedHook
-from .call_gradients import CallGradients, gradient_groups
+from .call_gradients import CallGradients, gradient_groups, gradient_hook
 from .clock import Clock
+from .direct import is_plain_float
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
@@ -76,8 +78,8 @@ class PendingInputGradients:
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
-        for alias, gradient_hook in self.aliases:
-            gradient_hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
+        for alias, hook in self.aliases:
+            hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
 
     def _find_contributions(self, output: Any) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]
@@ -189,44 +191,72 @@ class OutputGradients:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.attached_hooks: list[AttachedHook] = []
+        self.attached_hooks: Sequence[AttachedHook] = ()
+        self.changes = False  # whether any hook changes the gradient
         self.leaf_hooks = LeafHooks(clock)
+        self._is_simple = True  # whether the hooks can act on each gradient alone, without an alias or the output
+
+    def schedule(self, attached_hooks: Sequence[AttachedHook]) -> None:
+        """Set the scheduled hooks, in order."""
+        self.attached_hooks = attached_hooks
+        self.changes = not all(attached.is_record_hook for attached in attached_hooks)
+        self._is_simple = not any(
+            attached.site.spec.needs_value
+            or is_together(attached)
+            or not attached.matches_path("")
+            or _needs_alias(attached)
+            for attached in attached_hooks
+        )
 
     def store_inputs(self, value: Any, call: Call) -> None:
-        """Store the input tensors and their versions, to detect outputs that are inputs."""
-        self._store(call, [tensor for _, tensor in iter_tensors(value)])
+        """Store the versions of the input tensors, to detect outputs that are inputs."""
+        call.versions = versions_of(tensor for _, tensor in iter_tensors(value))
 
-    def store_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> None:
-        """Do the same for the arguments of a module, most of which have tensors as positional arguments only."""
-        if kwargs or any(type(argument) is not Tensor for argument in args):
-            self.store_inputs(join_arguments(args, kwargs), call)
-        else:
-            self._store(call, args)
+    def _register_simple(self, output: Any, call: Call) -> bool:
+        """Register the hooks on an output that is one plain tensor: no view, no leaf, no input. Return false for others."""
+        is_simple = (
+            self._is_simple
+            and is_plain_float(output)
+            and output.requires_grad
+            and torch.is_grad_enabled()
+            and output.grad_fn is not None
+            and output._base is None
+            and not call.repeats
+            and not (self.changes and (call.versions or {}).get(id(output)) == output._version)
+        )
+        if is_simple:
+            for attached in self.attached_hooks:
+                attached.count_opportunity()
+            output.register_hook(gradient_hook(self.attached_hooks, "", call, self.clock, set()))
+        return is_simple
 
-    @staticmethod
-    def _store(call: Call, inputs: Sequence[Tensor]) -> None:
-        call.versions = versions_of(inputs)
-        call.inputs_are_data = not any(tensor.requires_grad for tensor in inputs)
+    def register(self, module: nn.Module, output: Any, call: Call, inputs: tuple[Any, ...]) -> Any:
+        """Register hooks for all output tensors. Return the output for the caller.
 
-    def register(self, module: nn.Module, output: Any, call: Call, in_place: Any = ()) -> Any:
-        """Register hooks for all output tensors. Return the output for the caller; `in_place`: see `map_tensors`."""
+        Args:
+            module: The module.
+            output: Its output.
+            call: The call.
+            inputs: The arguments of the module, of which the caller reads the containers; see `map_tensors`.
+        """
+        if self._register_simple(output, call):
+            return output
         groups, joins = gradient_groups(self.attached_hooks, output)
         # The hook that is next to the caller sees its gradients first.
         for group in reversed(groups):
-            gradients = CallGradients(group, call, self.clock, in_place)
+            gradients = CallGradients(group, call, self.clock, inputs)
             if joins and is_together(group[0]):
                 output = gradients.join(output)
             else:
-                needs_alias = any(
-                    not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
-                    for attached in gradients.attached_hooks
-                )
+                needs_alias = any(map(_needs_alias, gradients.attached_hooks))
                 output = gradients.register_outputs(
                     output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias
                 )
                 gradients.finish_registration()
             missing_is_expected = (
-                call.inputs_are_data and not gradients.expected_paths and next(module.parameters(), None) is None
+                not gradients.expected_paths
+                and next(module.parameters(), None) is None
+                and not any(tensor.requires_grad for _, tensor in iter_tensors(inputs))
             )
             gradients.count_opportunities(missing_is_expected=missing_is_expected)
         return output
@@ -235,6 +265,11 @@ class OutputGradients:
 def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return the versions of tensors by identity. In-place operations increase them."""
     return {id(tensor): tensor._version for tensor in tensors if not tensor.is_inference()}
+
+
+def _needs_alias(attached: AttachedHook) -> bool:
+    """Return whether a hook changes a gradient before operations in the module get it."""
+    return not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
 
 
 def _writes_to_its_input(module: nn.Module) -> bool:

@@ -57,6 +57,15 @@ class Slab(Protocol):
             PyTorch's exchange API is missing.
         """
 
+    def add_effect(
+        self, before: Tensor, after: Tensor, slot: int, moment: int, factor: float | None, held: bool | None
+    ) -> bool:
+        """Add the effect of an intervention, in the order of `instrument.actions.base.EFFECT`.
+
+        Returns:
+            Whether the row was added. False if the tensors are not plain, or differ in shape, dtype or strides.
+        """
+
     def append(self, numbers: bytes, slot: int, moment: int, shape: Sequence[int] | None) -> int:
         """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""
 
@@ -79,6 +88,9 @@ class PortableSlab(Slab):
         self._rows: list[tuple[bytes, int, int, Sequence[int] | None]] = []
 
     def add(self, tensor: Tensor, slot: int, moment: int, with_magnitudes: bool) -> bool:  # noqa: ARG002
+        return False
+
+    def add_effect(self, *given: Any) -> bool:  # noqa: ARG002
         return False
 
     def append(self, numbers: bytes, slot: int, moment: int, shape: Sequence[int] | None) -> int:

@@ -30,6 +30,9 @@
    order of the dimensions. False for all others: other devices, dtypes, layouts and classes, negated views, and tensors with
    fewer than two elements. False for every tensor until `connect` was called.
 
+   add_effect(before, after, slot, moment, factor, held) -> bool: adds a row of six numbers: the number of elements, the results of
+   `effect`, and two given numbers, which may be None. False for tensors that `effect` does not support.
+
    append(numbers, slot, moment, shape) -> int: adds a row with the given numbers, the memory of a float64 array, and returns its
    index. The shape is a sequence of integers, or None.
 
@@ -490,30 +493,6 @@ static PyObject *slab_take(Slab *self, PyObject *args) {
 
 static Py_ssize_t slab_length(PyObject *self) { return ((Slab *)self)->rows; }
 
-static PyMethodDef slab_methods[] = {
-    {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
-    {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
-    {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (rows, numbers, keys, shapes)"},
-    {NULL, NULL, 0, NULL},
-};
-
-static PyType_Slot slab_slots[] = {
-    {Py_tp_doc, "The sums of the tensors of a step."},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, slab_init},
-    {Py_tp_dealloc, slab_dealloc},
-    {Py_tp_methods, slab_methods},
-    {Py_sq_length, slab_length},
-    {0, NULL},
-};
-
-static PyType_Spec slab_spec = {
-    .name = "instrument.stats.native.Slab",
-    .basicsize = sizeof(Slab),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = slab_slots,
-};
-
 /* How many elements differ between two tensors, and the sums of the squares of both over their finite elements. */
 typedef struct {
     int64_t changed, n[2];
@@ -627,26 +606,57 @@ static int write_effect_unlocked(const void *before, const void *after, size_t c
     return done;
 }
 
-static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    DLTensor before, after;
+/* Compares two tensors. Returns the number of their elements, or 0 if they are not supported. */
+static size_t compare(PyObject *before, PyObject *after, double *numbers) {
+    DLTensor one, other;
     int kind, kind_after, is_inside;
-    double numbers[3];
     const void *memory, *memory_after;
+    const size_t numel = describe_dense(before, &one, &kind, &memory);
+    if (!numel || describe_dense(after, &other, &kind_after, &memory_after) != numel || kind != kind_after ||
+        one.ndim != other.ndim)
+        return 0;
+    for (int i = 0; i < one.ndim; i++)
+        if (one.shape[i] != other.shape[i] || (one.shape[i] != 1 && one.strides[i] != other.strides[i]))
+            return 0;
+    return write_effect_unlocked(memory, memory_after, numel, kind, 0.0, 0.0, &is_inside, numbers) ? numel : 0;
+}
+
+static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    double numbers[3];
     (void)self;
     if (count != 2) {
         PyErr_SetString(PyExc_TypeError, "effect takes two arguments");
         return NULL;
     }
-    const size_t numel = describe_dense(args[0], &before, &kind, &memory);
-    if (!numel || describe_dense(args[1], &after, &kind_after, &memory_after) != numel || kind != kind_after ||
-        before.ndim != after.ndim)
-        Py_RETURN_NONE;
-    for (int i = 0; i < before.ndim; i++)
-        if (before.shape[i] != after.shape[i] || (before.shape[i] != 1 && before.strides[i] != after.strides[i]))
-            Py_RETURN_NONE;
-    if (!write_effect_unlocked(memory, memory_after, numel, kind, 0.0, 0.0, &is_inside, numbers))
+    if (!compare(args[0], args[1], numbers))
         Py_RETURN_NONE;
     return Py_BuildValue("[ddd]", numbers[0], numbers[1], numbers[2]);
+}
+
+static double number_or_nan(PyObject *object) { return object == Py_None ? NAN : PyFloat_AsDouble(object); }
+
+static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t count) {
+    enum { EFFECT = 6 };
+    double numbers[3];
+    if (count != 6 || self->width < EFFECT) {
+        PyErr_SetString(PyExc_TypeError, "add_effect takes six arguments, and rows have to be wide enough");
+        return NULL;
+    }
+    const long long slot = PyLong_AsLongLong(args[2]), moment = PyLong_AsLongLong(args[3]);
+    const double factor = number_or_nan(args[4]), held = number_or_nan(args[5]);
+    if (PyErr_Occurred())
+        return NULL;
+    const size_t numel = compare(args[0], args[1], numbers);
+    if (!numel)
+        Py_RETURN_FALSE;
+    double *row = slab_row(self, slot, moment, -1, NULL);
+    if (!row)
+        return PyErr_NoMemory();
+    row[0] = (double)numel;
+    memcpy(row + 1, numbers, sizeof numbers);
+    row[4] = factor;
+    row[5] = held;
+    Py_RETURN_TRUE;
 }
 
 static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -668,6 +678,32 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
         Py_RETURN_NONE;
     return Py_BuildValue("O[ddd]", is_inside ? Py_True : Py_False, numbers[0], numbers[1], numbers[2]);
 }
+
+static PyMethodDef slab_methods[] = {
+    {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
+    {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
+     "add_effect(before, after, slot, moment, factor, held) -> bool"},
+    {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
+    {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (rows, numbers, keys, shapes)"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slab_slots[] = {
+    {Py_tp_doc, "The sums of the tensors of a step."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, slab_init},
+    {Py_tp_dealloc, slab_dealloc},
+    {Py_tp_methods, slab_methods},
+    {Py_sq_length, slab_length},
+    {0, NULL},
+};
+
+static PyType_Spec slab_spec = {
+    .name = "instrument.stats.native.Slab",
+    .basicsize = sizeof(Slab),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slab_slots,
+};
 
 /* The factor for all values that keeps the width of the range and its inverse finite. */
 static double unit_of(double low, double high) {

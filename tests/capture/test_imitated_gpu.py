@@ -97,7 +97,7 @@ class EndlessHostCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "plain_record", "together"):
+    for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "together"):
         monkeypatch.setattr(f"instrument.kinds.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
     monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)

@@ -11,7 +11,6 @@ from torch import nn
 
 import instrument
 from instrument.capture import message_template
-from instrument.kinds.plain_record import PlainRecord
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 
@@ -19,7 +18,7 @@ RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 @pytest.mark.parametrize("plain", [True, False])
 def test_shapes_follow_batches_of_different_sizes(plain: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not plain:
-        monkeypatch.setattr(PlainRecord, "of", lambda attached: None)
+        monkeypatch.setattr("instrument.kinds.attached_hook.direct_of", lambda attached: None)
     model = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
     sizes = [(2, 5), (2, 5), (2, 5), (1, 5), (2, 7), (2, 5)]
     specs = {"outputs": RECORD, "gradients": {**RECORD, "kind": "tensor"}}

@@ -1,4 +1,4 @@
-"""The fast path for plain tensors writes the same rows as the general path, and steps aside where it does not apply."""
+"""What is composed for plain tensors writes the same rows as the general path, and steps aside where it does not apply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 import instrument
-from instrument.kinds.plain_record import PlainIntervention, PlainModuleHooks, PlainRecord
+from instrument.kinds import attached_hook
+from instrument.kinds.attached_hook import AttachedHook
+from instrument.kinds.direct import Direct, direct_of
 from instrument.spec.parse import parse_hooks
 
 RECORD = {"kind": "forward", "action": "record", "stats": ["default", "l1"]}
@@ -53,11 +55,28 @@ Rows = dict[str, list[Any]]
 @contextmanager
 def general_path() -> Iterator[None]:
     """Let all hooks take the general path inside the block."""
-    with (
-        mock.patch.object(PlainRecord, "of", return_value=None),
-        mock.patch.object(PlainIntervention, "of", return_value=None),
-    ):
+    with mock.patch.object(attached_hook, "direct_of", return_value=None):
         yield
+
+
+@contextmanager
+def counting() -> Iterator[list[str]]:
+    """Yield a list that receives the hook of each tensor that is not handled by the general path."""
+    handled: list[str] = []
+
+    def counted(attached: AttachedHook) -> Direct | None:
+        direct = direct_of(attached)
+
+        def act(tensor: Tensor, *given: Any) -> Tensor | None:
+            new = None if direct is None else direct(tensor, *given)
+            if new is not None:
+                handled.append(attached.site.spec.name)
+            return new
+
+        return direct and act
+
+    with mock.patch.object(attached_hook, "direct_of", counted):
+        yield handled
 
 
 class Outputs(nn.Module):
@@ -255,25 +274,15 @@ def test_both_paths_agree_in_transforms(wrap: Callable[[Any], Any]) -> None:
 
 
 def measured_directly(specs: dict[str, Any], *, steps: int = 2, **options: Any) -> int:
-    """Return how many tensors of a small training take the fast path."""
+    """Return how many tensors of the hook `a` are not handled by the general path in a small training."""
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    count, record = 0, PlainRecord.__call__
-
-    def counted(self: PlainRecord, *args: Any) -> bool:
-        nonlocal count
-        count += (done := record(self, *args))
-        return done
-
-    with (
-        mock.patch.object(PlainRecord, "__call__", counted),
-        instrument.attach(model, specs, optimizer=optimizer, **options) as probe,
-    ):
+    with counting() as handled, instrument.attach(model, specs, optimizer=optimizer, **options) as probe:
         for _ in range(steps):
             model(torch.randn(4, 6)).square().mean().backward()
             optimizer.step()
             probe.end_step()
-    return count
+    return handled.count("a")
 
 
 OUTPUTS = {"layers": "*", **RECORD}
@@ -284,14 +293,14 @@ OUTPUTS = {"layers": "*", **RECORD}
     [
         ({"a": OUTPUTS}, 6),
         ({"a": {**OUTPUTS, "every": 2}}, 3),
-        ({"a": OUTPUTS, "b": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}}, 12),
+        ({"a": OUTPUTS, "b": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}}, 6),
         ({"a": {**OUTPUTS, "quantiles": [0.5]}}, 0),
         ({"a": {**OUTPUTS, "histogram": 4}}, 0),
         ({"a": {**OUTPUTS, "tensors": True}}, 0),
         ({"a": {**OUTPUTS, "stats": ["dead_fraction"]}}, 0),
         ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}}, 6),
         ({"b": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5}, "a": OUTPUTS}, 6),
-        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "role": "input", "action": "record"}}, 4),
+        ({"a": OUTPUTS, "b": {"layers": "0", "kind": "forward", "role": "input", "action": "record"}}, 6),
     ],
     ids=[
         "all",
@@ -326,22 +335,16 @@ def test_fast_path_measures_the_time_for_a_budget() -> None:
     ids=["clip", "reverse", "modify", "condition", "path"],
 )
 def test_interventions_take_the_fast_path_where_it_applies(spec: dict[str, Any], directly: int) -> None:
-    model, calls, change = nn.Identity(), 0, PlainIntervention.__call__
-
-    def counted(self: PlainIntervention, *args: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return change(self, *args)
-
+    model = nn.Identity()
     with (
         pytest.warns() if "path" in spec else nullcontext(),
-        mock.patch.object(PlainIntervention, "__call__", counted),
+        counting() as handled,
         instrument.attach(model, {"a": {"layers": ".", "kind": "forward", **spec}}) as probe,
     ):
         for _ in range(6):
             model(torch.ones(4, 6, requires_grad=True))
             probe.end_step()
-    assert calls == directly
+    assert len(handled) == directly
     assert len(probe.sink.rows["effects"]) == (0 if "path" in spec else 6)
 
 
@@ -351,30 +354,23 @@ def test_interventions_take_the_fast_path_where_it_applies(spec: dict[str, Any],
         (nn.Linear(6, 6), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
         (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "scale", "factor": 0.5}, 6),
         (nn.Linear(6, 6), {"kind": "full_backward_pre", "action": "modify", "fn": "zero"}, 0),
-        (nn.Identity(), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 0),
+        (nn.Identity(), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
         (nn.ReLU(inplace=True), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
-        (nn.Flatten(0), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 0),
+        (nn.Flatten(0), {"kind": "tensor", "role": "output", "action": "clip", "value": 0.1}, 6),
     ],
     ids=["tensor", "full_backward_pre", "modify", "its input", "in place", "view"],
 )
 def test_interventions_on_gradients_take_the_fast_path_where_it_applies(
     module: nn.Module, spec: dict[str, Any], directly: int
 ) -> None:
-    calls, change = 0, PlainIntervention.on_gradient
-
-    def counted(self: PlainIntervention, *args: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        return change(self, *args)
-
     with (
-        mock.patch.object(PlainIntervention, "on_gradient", counted),
+        counting() as handled,
         instrument.attach(module, {"a": {"layers": ".", **spec}}) as probe,
     ):
         for _ in range(6):
             module(torch.ones(4, 6, requires_grad=True) * 1.0).sum().backward()
             probe.end_step()
-    assert calls == directly
+    assert len(handled) == directly
     assert len(probe.sink.rows["effects"]) == 6
 
 
@@ -427,12 +423,12 @@ def test_scaled_gradients_take_the_general_path() -> None:
     assert measured_directly({"a": OUTPUTS}, scaler=scaler) == 6
 
 
-def test_module_without_scheduled_hooks_has_no_plain_hooks() -> None:
+def test_hook_is_composed_while_it_is_scheduled() -> None:
     model = nn.Linear(6, 3)
     with instrument.attach(model, {"late": {"layers": ".", **RECORD, "start": 1, "stop": 2}}) as probe:
-        (hooks,) = [hook.__self__ for hook in model._forward_hooks.values()]
+        (attached,) = probe.attached_hooks
         for scheduled in (False, True, False):
-            assert isinstance(hooks.plain, PlainModuleHooks if scheduled else type(None))
+            assert (attached.direct is not None) == scheduled
             model(torch.ones(4, 6))
             probe.end_step()
     assert len(probe.sink.rows["stats"]) == 1

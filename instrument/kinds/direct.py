@@ -1,0 +1,151 @@
+"""What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
+
+Stages are: a selected part, a condition, a kept tensor, a shard, the factor of a gradient scaler. Without them, recording is one call
+of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors and
+hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
+
+from ..actions.base import Context, Rows
+from ..actions.clip import Clip
+from ..actions.intervention import Intervention, describe, effect_of
+from ..actions.record import Record
+from ..actions.scale import Scale
+from ..errors import HookError, InstrumentError, user_code_location
+from ..nested import structure
+from ..spec.kinds import KINDS
+from .clock import FIRST_CALL, Firing
+
+if TYPE_CHECKING:
+    from .attached_hook import AttachedHook
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Direct = Callable[[Tensor, str, Firing], Tensor | None]
+"""Gets a tensor, its path and the firing. Returns the tensor that replaces it, or None if the tensor is not plain: nothing has
+happened then."""
+
+
+def direct_of(attached: AttachedHook) -> Direct | None:
+    """Return what a hook does with a plain tensor; None if its action or its spec needs more."""
+    action, spec, clock = attached.action, attached.site.spec, attached.clock
+    has_stages = (
+        attached.selector is not None
+        or attached.condition is not None
+        or spec.keep_as is not None
+        or clock.parallel is not None
+        or (attached.is_scaled and clock.amp_scale is not None)
+    )
+    if has_stages:
+        return None
+    if isinstance(action, Record):
+        is_plain = action.measurement.is_plain and not (action.tables or action.keeps_tensors)
+        return _recording(attached, action) if is_plain and action.measurement.unit_dim is None else None
+    is_change = isinstance(action, Intervention) and isinstance(action.change, Clip | Scale)
+    return (
+        _changing(attached, cast(Intervention, action)) if is_change and KINDS[spec.kind].family == "module" else None
+    )
+
+
+def _slots(attached: AttachedHook, slot_of: Callable[[tuple[object, ...]], int]) -> Callable[[str, Firing], int]:
+    """Return a function that returns the slot of a firing."""
+    module, slots = attached.site.layer.module, dict[tuple[str, Firing], int]()
+    known = type(module)  # a parametrization changes it
+
+    def slot(path: str, firing: Firing) -> int:
+        nonlocal known
+        if type(module) is not known:
+            slots.clear()
+            known = type(module)
+        found = slots.get((path, firing))
+        if found is None:
+            found = slots[path, firing] = slot_of(attached.context(path, firing).site)
+        return found
+
+    return slot
+
+
+def _recording(attached: AttachedHook, action: Record) -> Direct:
+    names, with_magnitudes = action.measurement.names, action.measurement.with_magnitudes
+    record, clock = action.rows.record_plain, attached.clock
+    slot = _slots(attached, lambda site: action.rows.slot("stats", site, names))
+    is_boundary, is_gradient = attached.frequency == "step", attached.site.spec.definition.gradient
+
+    def direct(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
+        if firing.recompute and not is_gradient:
+            return None  # recorded in the original pass
+        moment = clock.boundary if is_boundary else clock.moment
+        return tensor if record(tensor, slot(path, firing), moment, with_magnitudes) else None
+
+    return direct
+
+
+def _changing(attached: AttachedHook, action: Intervention) -> Direct:
+    change, clock, rows = action.change, attached.clock, cast(Rows, action.rows)
+    held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
+    slot = _slots(attached, lambda site: rows.slot("effects", site, ()))
+    context = attached.context("", FIRST_CALL).without_tensors()
+    is_repeated = KINDS[attached.site.spec.kind].repeats
+
+    def direct(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
+        if not is_plain_float(tensor) or not tensor.is_cpu or (firing.recompute and is_repeated):
+            return None
+        if attached.checked_paths is not None:
+            attached.check_shape(path, tensor)
+        context.moment = moment = clock.moment
+        new, factor = call_action(change, tensor, context)
+        number = factor.item() if isinstance(factor, Tensor) else factor
+        is_nan = number != number  # noqa: PLR0124
+        if is_nan or not rows.record_plain_effect(tensor, new, slot(path, firing), moment, number, held):
+            effect = effect_of(tensor, new, number, tensor.numel())
+            effect.held = held
+            rows.add_effect(attached.context(path, firing), effect)
+        return new
+
+    return direct
+
+
+def is_plain_float(tensor: object) -> bool:
+    """Return whether a value is a floating-point tensor of no subclass with strided memory on the CPU or a GPU."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_floating_point()
+        and tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
+        and not tensor.is_nested
+        and not tensor.is_inference()
+    )
+
+
+def check_not_captured(tensor: Tensor, context: Context) -> None:
+    """Raise a `HookError` if the current code becomes a CUDA graph."""
+    if tensor.is_cuda and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise HookError(
+            f"{describe(context)} failed: a CUDA graph is being captured, and replays of a graph call no hook. "
+            "Capture the graph without this hook, or use torch.compile without CUDA graphs instead, which keeps hooks"
+        )
+
+
+def call_action(action: Callable[[Given, Context], Result], given: Given, context: Context) -> Result:
+    """Call an action. An error of another class becomes a `HookError` that names the hook."""
+    try:
+        return action(given, context)
+    # Checkpointing ends a recomputed pass with `_StopRecomputationError`.
+    except (InstrumentError, _StopRecomputationError):
+        raise
+    except Exception as error:
+        raise failed(error, given, context) from error
+
+
+def failed(error: Exception, given: Any, context: Context) -> HookError:
+    """Return the error of an action that failed on a tensor, or on several."""
+    cause = f"{type(error).__name__}: {error}{user_code_location(error)}"
+    return HookError(f"{describe(context)} failed: {cause}; the tensor is {structure(given)}")
