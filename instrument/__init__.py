@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .rules.rule_set import RuleEvent
     from .rules.step_rows import StepRows
     from .sinks.memory import MemorySink
+    from .spec.statistics import Sum
+    from .stats.sums import statistic
     from .tasks import CountsTerms, Outcome, SelectsTargets, Task
 
 # `python -m instrument.report` imports this package before the module of the command; its name follows `-m`.
@@ -64,6 +66,7 @@ __all__ = [
     "SelectsTargets",
     "Sink",
     "StepRows",
+    "Sum",
     "Task",
     "analysis",
     "attach",
@@ -72,6 +75,7 @@ __all__ = [
     "observe",
     "plot",
     "report",
+    "statistic",
 ]
 
 # Modules are imported on first access: reading a run does not need torch.
@@ -97,10 +101,12 @@ _LAZY = {
     "SelectsTargets": ".tasks",
     "Sink": ".capture.sink_interface",
     "StepRows": ".rules.step_rows",
+    "Sum": ".spec.statistics",
     "Task": ".tasks",
     "attach": ".integrations.attach",
     "load": ".analysis.load",
     "observe": ".integrations.observe",
+    "statistic": ".stats.sums",
 }
 # Available as attributes, as in instrument.plot.heatmap(run). The module `diff` is also a function.
 _PACKAGES = ("analysis", "diff", "errors", "plot", "report")

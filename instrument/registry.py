@@ -48,14 +48,18 @@ class Registry(Mapping[str, T]):
         self._folder, self._check = folder, check
         self._is_sorted = folder is not None  # other code may have imported some of its modules first
 
-    def register(self, *names: str) -> Callable[[T], T]:
+    def register(self, *names: str, place: str = "") -> Callable[[T], T]:
         """Return a decorator that adds a class or a function under one name or several.
+
+        Args:
+            names: The names.
+            place: The file and line of the entry, for messages. Default: those of the caller.
 
         Raises:
             ConfigError: From the decorator: a name is registered already, or the entry is invalid.
         """
         caller = sys._getframe(1)
-        place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+        place = place or f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
         def add(entry: T) -> T:
             for name in names:

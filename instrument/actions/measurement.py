@@ -16,7 +16,7 @@ from ..formatting import human_bytes
 from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.record import StatisticsSpec
-from ..spec.statistics import DEAD, MAGNITUDES, SATURATED, STATISTICS, UNITS, WEIGHT, Sum
+from ..spec.statistics import DEAD, MAGNITUDES, SATURATED, UNITS, WEIGHT, Sum, statistic_of
 from ..stats.device_operations import norm_by_operations, norm_of
 from ..stats.flatten import is_on_host, stored_elements
 from ..stats.measure import Measured, measure, measure_statistics
@@ -71,7 +71,7 @@ class Measurement:
     @property
     def expensive(self) -> tuple[str, ...]:
         """The statistics that cost more than the others, the most expensive ones first."""
-        return (*self.custom, *reversed([name for name in self.statistics if STATISTICS[name].needs]))
+        return (*self.custom, *reversed([name for name in self.statistics if statistic_of(name).needs]))
 
     def without(self, name: str) -> Measurement:
         """Return a copy without one statistic."""

@@ -6,6 +6,7 @@ table that is filled at first sight. When the step ends, all rows become columns
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ..actions.base import StepContext
 from ..errors import ConfigError, Problem
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.statistics import ALL, REMAINDERS
+from ..spec.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 from ..spec.tables import CUSTOM, IDENTITY, TABLES
 from ..stats.kernel import make_slab
 from ..stats.sums import statistics_of
@@ -77,8 +78,14 @@ class Layout:
 
     @cached_property
     def requested(self) -> tuple[str, ...]:
-        """The statistics of any row, in the order of `ALL`."""
-        return tuple(name for name in ALL if any(name in names for names in dict.fromkeys(self.names)))
+        """The statistics of any row: built-in ones in the order of `ALL`, then registered ones."""
+        every = {
+            name: None
+            for names in dict.fromkeys(self.names)
+            for name in names
+            if name in STATISTICS or name in REGISTERED
+        }
+        return (*(name for name in ALL if name in every), *(name for name in every if name not in STATISTICS))
 
     @cached_property
     def absent(self) -> Mask:
@@ -359,7 +366,11 @@ class StatisticsRows(SlabRows):
         requested = self.layout.requested
         columns = np.array(statistics_of(self.taken.numbers, requested)).reshape(len(requested), len(self))
         columns[self.layout.absent] = np.nan
-        found[[_STATISTIC[name] for name in requested]] = columns
+        built_in = [_STATISTIC[name] for name in requested if name in STATISTICS]
+        found[built_in] = columns[: len(built_in)]
+        for name, column in zip(requested[len(built_in) :], columns[len(built_in) :].tolist(), strict=True):
+            for row in (row for row, names in enumerate(self.layout.names) if name in names):
+                self.taken.others.setdefault(row, {})[name] = None if math.isnan(column[row]) else column[row]
         return found, np.isnan(found)
 
     @property
@@ -372,6 +383,7 @@ class StatisticsRows(SlabRows):
         if name in _STATISTIC:
             column: Matrix = self._values[0][_STATISTIC[name]]
             return column
+        _ = self._values  # adds the registered statistics to the others
         values = np.full(len(self), np.nan)
         for row, custom in self.taken.others.items():
             value = custom.get(name)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from ..spec.statistics import MAGNITUDES, statistic_of
 from .hook_plan import HookPlan
 from .layer_selection import shorten
 
@@ -17,7 +18,7 @@ class Remark:
     """One remark. It is printed with the plan and written to `events`.
 
     Attributes:
-        rule: The topic: hidden_module, fast_path.
+        rule: The topic: hidden_module, fast_path, statistics.
         layer: The layer; None for several.
         message: The message.
         severity: The severity, as in `events`.
@@ -30,7 +31,7 @@ class Remark:
 
 
 def remarks(plan: HookPlan) -> Iterator[Remark]:
-    """Yield remarks about modules that PyTorch cannot find, and about fast paths that hooks disable."""
+    """Yield remarks about modules that PyTorch cannot find, fast paths that hooks disable, and statistics that no kernel computes."""
     for location, message in plan.layers.hidden_messages():
         yield Remark("hidden_module", location, message, "warning")
     affected = fast_paths(plan)
@@ -40,6 +41,19 @@ def remarks(plan: HookPlan) -> Iterator[Remark]:
             "are the same up to rounding"
         )
         yield Remark("fast_path", affected[0] if len(affected) == 1 else None, message, "info")
+    again = {
+        name: None for spec in plan.specs.values() for name in getattr(spec, "statistics", ()) if _reads_again(name)
+    }
+    if again:
+        message = (
+            f"PyTorch operations compute {', '.join(again)} in addition to the kernel; they read each tensor again"
+        )
+        yield Remark("statistics", None, message, "info")
+
+
+def _reads_again(statistic: str) -> bool:
+    """Return whether a statistic needs a sum that no kernel forms."""
+    return any(need.term is not None and need is not MAGNITUDES for need in statistic_of(statistic).needs)
 
 
 def fast_paths(plan: HookPlan) -> list[str]:

@@ -15,7 +15,7 @@ from .field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList,
 from .kinds import KINDS, Kind
 from .messages import UnknownNameError
 from .schedule import Phase, Schedule
-from .statistics import STATISTICS
+from .statistics import statistic_of
 
 
 def _known_kind(name: str) -> str:
@@ -258,7 +258,7 @@ class HookBase(Selection):
     def _validate_condition(self) -> HookBase:
         condition = self.condition
         if condition is not None and not condition.fits(self.kind, self.tensor_role):
-            where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[condition.stat].only)
+            where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(condition.stat).only)
             given = f"this hook has kind {self.kind}, role {self.tensor_role}"
             raise ValueError(f"stat {condition.stat} of 'when' requires {where}; {given}")
         return self

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from .field_types import Count, Number, Spec
 from .messages import UnknownNameError
-from .statistics import ALL, STATISTICS, unreachable_bound
+from .statistics import ALL, REGISTERED, statistic_of, unreachable_bound
 
 MAX_WINDOW = 10_000
 USABLE = tuple(name for name in ALL if name != "numel")
@@ -33,10 +33,10 @@ class Condition(Spec):
 
     @model_validator(mode="after")
     def _validate_bounds(self) -> Condition:
-        if self.stat not in USABLE:
+        if self.stat not in USABLE and self.stat not in REGISTERED:
             if self.stat in ALL:
                 raise ValueError(f"stat {self.stat} is the size of the tensor, which needs no condition")
-            raise UnknownNameError("statistic", self.stat, USABLE)
+            raise UnknownNameError("statistic", self.stat, (*USABLE, *REGISTERED))
         if (self.above is None) == (self.below is None):
             raise ValueError("requires either 'above' or 'below'")
         if self.times is None:
@@ -59,7 +59,7 @@ class Condition(Spec):
 
     def fits(self, kind: str, role: str) -> bool:
         """Return whether the tensors of a kind and role have the statistic."""
-        only = STATISTICS[self.stat].only
+        only = statistic_of(self.stat).only
         return not only or (kind, role) in only
 
     def __str__(self) -> str:

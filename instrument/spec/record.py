@@ -20,7 +20,7 @@ from pydantic import (
 from .base import ACTIONS, ObservationSpec, implementation
 from .field_types import Count, IndexList, Target
 from .messages import UnknownNameError, message_of
-from .statistics import ALL, COUNTS, DEFAULT, STATISTICS
+from .statistics import ALL, COUNTS, DEFAULT, REGISTERED, statistic_of
 from .tables import TABLES
 
 
@@ -46,7 +46,7 @@ class CustomStatistic(Target):
 
 
 def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
-    """Yield the names of the custom statistics that hooks record. Invalid specs are ignored.
+    """Yield the names of the custom and registered statistics that hooks record. Invalid specs are ignored.
 
     Args:
         hooks: The section `hooks` of a configuration: a mapping or a list.
@@ -58,6 +58,8 @@ def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
             if isinstance(item, Mapping):
                 with suppress(ValidationError):
                     yield CustomStatistic.model_validate(item).column
+            elif isinstance(item, str) and item not in ("default", "all", "none", *ALL):
+                yield item  # a registered statistic, which may not be known here
 
 
 _CUSTOM_SCHEMA = {
@@ -110,7 +112,7 @@ class StatisticsSpec(ObservationSpec):
     def _validate_statistics(self) -> Self:
         for name in self.stats if isinstance(self.stats, tuple) else ():
             if isinstance(name, str) and not self._has(name):
-                where = " or ".join(f"kind {kind}, role {role}" for kind, role in STATISTICS[name].only)
+                where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(name).only)
                 raise ValueError(
                     f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
                 )
@@ -126,7 +128,9 @@ class StatisticsSpec(ObservationSpec):
         requested = (
             {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
         )
-        return tuple(name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS))
+        built_in = [name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS)]
+        others = [name for name in requested if isinstance(name, str) and name not in ALL]
+        return (*built_in, *dict.fromkeys(others))
 
     @property
     def custom_statistics(self) -> tuple[CustomStatistic, ...]:
@@ -134,7 +138,7 @@ class StatisticsSpec(ObservationSpec):
         return tuple(item for item in self.stats if isinstance(item, CustomStatistic))
 
     def _has(self, statistic: str) -> bool:
-        only = STATISTICS[statistic].only
+        only = statistic_of(statistic).only
         return not only or (self.kind, self.tensor_role) in only
 
 
@@ -148,8 +152,10 @@ def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
             place = ".".join(map(str, first["loc"]))
             message = message_of(first)
             raise ValueError(f"invalid custom statistic: {place} {message}" if place else message) from None
-    if given not in ("default", *ALL):
-        raise UnknownNameError("statistic", str(given), ("default", *ALL, "or {_target_: package.function}"))
+    if given not in ("default", *ALL) and given not in REGISTERED:
+        raise UnknownNameError(
+            "statistic", str(given), ("default", *ALL, *REGISTERED, "or {_target_: package.function}")
+        )
     return DEFAULT if given == "default" else (given,)
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..registry import Registry
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -142,7 +144,10 @@ _STATISTICS = (
 )
 
 STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
+"""The built-in statistics, which have columns."""
 ALL: tuple[str, ...] = tuple(STATISTICS)
+REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
+"""The statistics of `instrument.statistic` and of installed packages. In files, they are custom statistics."""
 
 
 NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0")
@@ -151,7 +156,7 @@ NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0")
 
 def unreachable_bound(name: str, above: float | None, below: float | None) -> str | None:
     """Return why a built-in statistic can never be above or below a number; None if it can."""
-    unit = STATISTICS[name].unit
+    unit = statistic_of(name).unit
     is_fraction = unit in ("fraction", "units")
     if is_fraction and above is not None and above >= 1:
         return f"above ({above:g}) cannot be reached: {name} is at most 1"
@@ -161,8 +166,10 @@ def unreachable_bound(name: str, above: float | None, below: float | None) -> st
 
 
 def statistic_of(name: str) -> Statistic:
-    """Return the definition of a built-in or custom statistic."""
-    return STATISTICS.get(name) or Statistic(name, "a custom statistic", "custom", default=False)
+    """Return the definition of a built-in, registered or custom statistic."""
+    return (
+        STATISTICS.get(name) or REGISTERED.get(name) or Statistic(name, "a custom statistic", "custom", default=False)
+    )
 
 
 COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
+from ..spec.statistics import MAGNITUDES, Sum, statistic_of
 from .device_choice import keep_operations, measure_on_device, sums_on_host
 from .device_sums import DeviceSums
 from .flatten import is_on_host, stored_elements
@@ -88,7 +88,7 @@ def as_cell(name: str, value: float) -> float | None:
     """Return the value of a statistic as the cell of a row: None for NaN, counts as integers."""
     if np.isnan(value):
         return None
-    return int(value) if name in STATISTICS and STATISTICS[name].dtype == "int64" else value
+    return int(value) if statistic_of(name).dtype == "int64" else value
 
 
 def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = None) -> Measured:

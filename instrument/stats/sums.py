@@ -12,16 +12,18 @@ of 1e10 elements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from math import comb, inf, nan
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import COUNTS, STATISTICS, WEIGHT, Sum
+from ..errors import ConfigError, Problem
+from ..spec.statistics import COUNTS, MAGNITUDES, REGISTERED, STATISTICS, WEIGHT, Statistic, Sum, statistic_of
 
 Matrix = Any
 """float64 [rows, columns]: an array of NumPy, or a tensor on any device."""
@@ -35,12 +37,13 @@ numel, n, nan and zeros are numbers of elements; low and high are the extremes o
 sum((y - mean)^2); magnitudes is sum(|y|), if requested. unit is a power of two, or the largest magnitude. It prevents overflow and
 underflow of powers. Without a finite element, all but the numbers of elements are NaN.
 """
-FURTHER: tuple[Sum, ...] = tuple(
+FURTHER: list[Sum] = list(
     dict.fromkeys(need for each in STATISTICS.values() for need in each.needs if need.name not in BASE)
 )
-"""The sums that only some statistics need."""
-COLUMNS = (*BASE, *(each.name for each in FURTHER))
-INDEX = {name: index for index, name in enumerate(COLUMNS)}
+"""The sums that only some statistics need. Those of registered statistics come last."""
+_SPARE = 8  # columns for sums of registered statistics
+COLUMNS = (*BASE, *(each.name for each in FURTHER), *(f"registered {index}" for index in range(_SPARE)))
+INDEX = {name: index for index, name in enumerate(COLUMNS[: len(BASE) + len(FURTHER)])}
 
 
 class Sums:
@@ -57,7 +60,8 @@ class Sums:
         try:
             index = INDEX[name]
         except KeyError:
-            raise AttributeError(f"there is no sum {name!r}; the sums are {', '.join(COLUMNS)}") from None
+            known = ", ".join([*INDEX][: len(BASE) + len(FURTHER)])
+            raise AttributeError(f"there is no sum {name!r}; the sums are {known}") from None
         column = self.matrix[:, index]
         setattr(self, name, column)
         return column
@@ -87,7 +91,7 @@ def where(condition: Any, one: Any, other: Any) -> Any:
 def statistics_of(matrix: Matrix, names: Sequence[str]) -> list[Column]:
     """Return statistics of all rows, float64 [rows] each; NaN for no value."""
     sums = Sums(matrix)
-    found = [STATISTICS[name].formula(sums) for name in names]
+    found = [statistic_of(name).formula(sums) for name in names]
     exists = sums.n > 0
     if isinstance(exists, Tensor) or not exists.all():
         found = [
@@ -96,10 +100,108 @@ def statistics_of(matrix: Matrix, names: Sequence[str]) -> list[Column]:
     return found
 
 
+def statistic(
+    name: str,
+    *,
+    unit: Literal["elements", "fraction", "ratio", "value"] = "value",
+    meaning: str = "",
+    needs: Sequence[Sum | str] = (),
+    merged: Literal["mean", "min", "max"] = "mean",
+) -> Callable[[Callable[[Sums], Column]], Statistic]:
+    """Register a statistic of the sums of tensors. Hooks request it by its name, like a built-in one.
+
+        @instrument.statistic("positive_fraction", unit="fraction", needs=[instrument.Sum("positives", lambda x, mean: x > 0)])
+        def positive_fraction(sums):
+            return sums.positives / sums.n
+
+    It is measured on every device, merged by `reduce: global`, and usable in conditions and rules. In the files, it is a custom
+    statistic. A package registers it with an entry point of the group `instrument.statistics`.
+
+    Args:
+        name: The name.
+        unit: The unit; see `instrument.spec.statistics.Statistic`.
+        meaning: The formula in words. Default: the documentation of the function.
+        needs: Sums in addition to those of every tensor: new ones, or the names of others: magnitudes, cubes, fourths. PyTorch
+            operations compute them, which read the tensor again.
+        merged: How the values of several tensors are combined into one.
+
+    Returns:
+        A decorator for the formula: a function of the sums of many tensors, float64 [rows] each, an array of NumPy or a
+        tensor. It returns [rows], NaN for no value.
+
+    Raises:
+        ConfigError: From the decorator: the name is taken, a sum is missing, or the formula fails or does not return real numbers.
+    """
+    caller = sys._getframe(1)
+    place = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+
+    def add(formula: Callable[[Sums], Column]) -> Statistic:
+        known = {each.name: each for each in (MAGNITUDES, *FURTHER)}
+        if missing := [need for need in needs if isinstance(need, str) and known.get(need, WEIGHT).term is None]:
+            raise ConfigError(
+                Problem(
+                    place,
+                    "there is no such sum",
+                    given=missing[0],
+                    allowed=[each.name for each in known.values() if each.term is not None],
+                )
+            )
+        sums = tuple(known[need] if isinstance(need, str) else need for need in needs)
+        for each in sums:
+            _add_sum(each, place)
+        if name in STATISTICS:
+            raise ConfigError(Problem(place, f"statistic {name!r} is built in", fix="choose another name"))
+        text = meaning or (formula.__doc__ or "").strip().partition("\n")[0] or "a registered statistic"
+        entry = Statistic(name, text, unit, formula, sums, default=False, merged=merged)
+        _check_formula(entry, place)
+        return REGISTERED.register(name, place=place)(entry)
+
+    return add
+
+
+def _add_sum(new: Sum, place: str) -> None:
+    """Give a sum a column."""
+    known = next((each for each in (MAGNITUDES, *FURTHER) if each.name == new.name), None)
+    if known == new:
+        return
+    if known is not None or new.name in INDEX or new.term is None or new.is_central or len(INDEX) == len(COLUMNS):
+        reason = (
+            "has another definition already"
+            if known is not None or new.name in INDEX
+            else f"is one too many: {_SPARE} are possible"
+            if len(INDEX) == len(COLUMNS)
+            else "requires a term that is not central"
+        )
+        raise ConfigError(Problem(place, f"sum {new.name!r} {reason}"))
+    INDEX[new.name] = len(INDEX)
+    FURTHER.append(new)
+
+
+def _check_formula(entry: Statistic, place: str) -> None:
+    """Apply a formula to the sums of 1, 2 and 4, in NumPy and in PyTorch."""
+    row = dict.fromkeys(INDEX, 1.0) | {"numel": 3.0, "n": 3.0, "nan": 0.0, "zeros": 0.0, "low": 1.0, "high": 4.0}
+    matrix = np.array(
+        [[*(row | {"mean": 7 / 3, "deviations": 14 / 3}).values(), *[nan] * (len(COLUMNS) - len(row))]] * 2
+    )
+    for given in (matrix, torch.from_numpy(matrix)):
+        try:
+            found = entry.formula(Sums(given))
+            is_real = tuple(found.shape) == (2,) and not (
+                found.is_complex() if isinstance(found, Tensor) else np.iscomplexobj(found)
+            )
+        except Exception as error:
+            message = f"the formula of {entry.name!r} fails: {type(error).__name__}: {error}"
+            raise ConfigError(Problem(place, message)) from error
+        if not is_real:
+            what = f"{found.dtype} of shape {list(found.shape)}"
+            message = f"the formula of {entry.name!r} must return one real number for each row, but returns {what}"
+            raise ConfigError(Problem(place, message))
+
+
 @cache
 def needs_of(names: tuple[str, ...]) -> tuple[Sum, ...]:
     """Return the sums that statistics need in addition to those that every tensor has."""
-    return tuple(dict.fromkeys(need for name in names for need in STATISTICS[name].needs))
+    return tuple(dict.fromkeys(need for name in names for need in statistic_of(name).needs))
 
 
 _OTHERS = [INDEX["magnitudes"], *range(len(BASE), len(COLUMNS))]  # columns that not every tensor has
