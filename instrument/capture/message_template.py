@@ -126,7 +126,7 @@ def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
                 return False
             numbers[:] = column.values
         case tuple(), tuple():
-            if numbers is None or column == known:
+            if numbers is None or column == known or isinstance(column[0], list):
                 return column == known
             if None in column or None in known:
                 return False
