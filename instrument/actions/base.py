@@ -335,14 +335,17 @@ class Rows(Effects, Protocol):
         """
 
 
-class Archive(Protocol):
-    """Provides the recorded tensors of other runs."""
+class Archive:
+    """Provides the recorded tensors of other runs. This one, of a probe that was created without an archive, has none.
 
-    @property
-    def memo(self) -> dict[Hashable, Tensor]:
-        """What was computed from recorded tensors, so that it is computed only once."""
+    Attributes:
+        memo: What was computed from recorded tensors, so that it is computed only once.
+    """
 
-    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:
+    def __init__(self) -> None:
+        self.memo: dict[Hashable, Tensor] = {}
+
+    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:  # noqa: ARG002
         """Check that a run exists and contains tensors of a hook.
 
         Args:
@@ -354,6 +357,8 @@ class Archive(Protocol):
         Raises:
             ConfigError: The run or its tensors cannot be found.
         """
+        message = "this probe was created without an archive of other runs"
+        raise ConfigError(Problem(f"{where}.{field}", message, given=run))
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
         """Return the tensor that was recorded for the same layer, role, path, call and batch.
@@ -371,6 +376,7 @@ class Archive(Protocol):
         Raises:
             LookupError: No tensor matches, or several do.
         """
+        raise NotImplementedError
 
     def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
         """Return what was recorded for the samples of the current batch, in any batch of the same layer, role, path and call.
@@ -388,6 +394,7 @@ class Archive(Protocol):
             ConfigError: The run has no tensors with samples at this place, or several of a sample.
             LookupError: The samples have no names, or the run has no values of one of them.
         """
+        raise NotImplementedError
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of a call.
@@ -402,67 +409,7 @@ class Archive(Protocol):
         Raises:
             ConfigError: There are none, or several hooks recorded them.
         """
-
-
-class NoArchive:
-    """The archive of a probe that was created without one."""
-
-    def __init__(self) -> None:
-        self.memo: dict[Hashable, Tensor] = {}
-
-    def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:  # noqa: ARG002
-        """Refuse every run.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise ConfigError(
-            Problem(f"{where}.{field}", "this probe was created without an archive of other runs", given=run)
-        )
-
-    def find(
-        self,
-        run: str,
-        hook: str | None,
-        step: int | None,
-        context: Context,
-        *,
-        pinned: bool = False,  # noqa: ARG002
-    ) -> Tensor:
-        """Find nothing.
-
-        Raises:
-            LookupError: Always.
-        """
-        raise LookupError(
-            f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}"
-        )
-
-    def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
-        """Find nothing.
-
-        Raises:
-            LookupError: Always.
-        """
-        raise LookupError(
-            f"there is no archive of other runs with {run}, step {step}, hook {hook}, layer {context.layer}"
-        )
-
-    def tensors_at(
-        self,
-        run: str,
-        hook: str | None,
-        layer: str,
-        context: Context,  # noqa: ARG002
-        *,
-        where: str,
-    ) -> Iterator[Tensor]:
-        """Find nothing.
-
-        Raises:
-            LookupError: Always.
-        """
-        raise LookupError(f"there is no archive of other runs with {run}, hook {hook}, layer {layer} for {where}")
+        raise NotImplementedError
 
 
 class Action(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from ..actions.base import Context
+from ..actions.base import Archive, Context
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
@@ -113,7 +113,7 @@ def _of_spec(problem: Problem, where: str) -> Problem:
     )
 
 
-class RunArchive:
+class RunArchive(Archive):
     """Reads tensors from the folders of runs.
 
     For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept. If the
@@ -131,27 +131,17 @@ class RunArchive:
     substitutes_samples = False
 
     def __init__(self, ranks: int = 1, shard: Callable[[range], range] | None = None) -> None:
+        super().__init__()
         self.ranks = ranks
         self.shard = shard
         self._runs: dict[str, Run] = {}
         self._steps: dict[_Source, _Step] = {}
         self._next: dict[_Source, tuple[int, Future[_Step]]] = {}
         self._samples: dict[tuple[Any, ...], RecordedSamples] = {}
-        self.memo: dict[Hashable, Tensor] = {}
         self._thread = ThreadPoolExecutor(1, "instrument-archive")
 
     def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:
-        """Check that a run exists and has tensors of the hook.
-
-        Args:
-            run: Folder of the run.
-            hook: Name of the hook; None for any hook.
-            where: Configuration key for error messages.
-            field: Field that names the run.
-
-        Raises:
-            ConfigError: The run does not exist, or it has no tensors of this hook.
-        """
+        """See `Archive.open`."""
         if run not in self._runs:
             try:
                 found = load(Path(run))
@@ -196,19 +186,9 @@ class RunArchive:
         return data.get("train_split" if phase in STEP_PHASES else "eval_split")
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
-        """Yield all tensors that were recorded at a layer, with the role and the path of the context.
+        """See `Archive.tensors_at`.
 
         The tensors of one step are in memory at a time. Those of all calls, micro-steps and phases are included.
-
-        Args:
-            run: Folder of an opened run.
-            hook: Name of the hook that recorded the tensors; None for any hook.
-            layer: Name of the layer.
-            context: The context of the hook.
-            where: Configuration key of the run, for error messages.
-
-        Raises:
-            ConfigError: No tensor matches, or several hooks recorded them.
         """
         rows = self.index(run)
         rows = rows[rows["hook"] == hook] if hook is not None else rows
@@ -240,21 +220,7 @@ class RunArchive:
                 yield torch.tensor(values)  # a copy, since the array is read-only
 
     def of_samples(self, run: str, hook: str | None, step: int | None, context: Context) -> Tensor:
-        """Return what was recorded for the samples of the current batch, in any batch of the same layer, role, path and call.
-
-        Args:
-            run: Folder of an opened run.
-            hook: Name of the hook that recorded the values; None for any hook.
-            step: The step at which they were recorded; None for any.
-            context: The context of the hook. Its `ids` name the samples.
-
-        Returns:
-            [samples, ...] in CPU memory, without dimensions of size 1 at the end.
-
-        Raises:
-            ConfigError: See `by_sample`.
-            LookupError: The samples have no names, or the run has no values of one of them.
-        """
+        """See `Archive.of_samples`."""
         if context.ids is None:
             raise LookupError("the ids of the samples are unknown; call probe.batch(ids=ids) before each forward pass")
         place = Place(context.layer, context.role, context.path, context.call)
@@ -292,24 +258,10 @@ class RunArchive:
         return self._samples[key]
 
     def find(self, run: str, hook: str | None, step: int | None, context: Context, *, pinned: bool = False) -> Tensor:
-        """Return the tensor that was recorded at the same layer, role, path and call as the context, for the same
-        batch. Without a hook, the phase must be the same too.
+        """See `Archive.find`. Without a hook, the phase must be the same too.
 
         If the run has as many processes as the current one, this is the tensor of the same rank. Otherwise it is the
         full tensor assembled from all ranks, or the batch shard of this process.
-
-        Args:
-            run: Folder of an opened run.
-            hook: Name of the hook that recorded the tensor; None for any hook.
-            step: The recorded step; None for the step of the context.
-            context: The context of the hook.
-            pinned: Whether the tensor is in pinned memory, from which a GPU copies.
-
-        Returns:
-            The tensor in CPU memory. It must not be modified.
-
-        Raises:
-            LookupError: No tensor or several tensors match, or the shards cannot be assembled.
         """
         place = _Place.of(context, any_phase=hook is not None, pinned=pinned)
         current = self._at_step((run, hook, step), context.step if step is None else step)

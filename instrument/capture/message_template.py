@@ -6,12 +6,16 @@ message of one step, and replaces the numbers in it.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import pyarrow as pa
+
+from .sink_interface import Row
 
 Numbers = np.ndarray[Any, Any]
 
@@ -44,6 +48,31 @@ class ListColumn:
 
 Column: TypeAlias = NumberColumn | ListColumn | pa.Array | tuple[Any, ...]
 """A column of rows: as arrays, or as the cells of all rows."""
+
+
+class ColumnRows(Sequence[Row]):
+    """Rows of a table as columns. They become tuples only if they are read as such."""
+
+    @abstractmethod
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+
+    @cached_property
+    def _tuples(self) -> list[Row]:
+        cells = (
+            [None if cell is None else dict(cell) for cell in column.to_pylist()]
+            if pa.types.is_map(column.type)
+            else column.to_pylist()
+            for column in self.to_batch().columns
+        )
+        return [*zip(*cells, strict=True)]
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        return self._tuples[index]
 
 
 class Message(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ..actions.base import Archive, NoArchive, StepContext
+from ..actions.base import Archive, StepContext
 from ..actions.record import Record
 from ..errors import AlreadyAttachedError, HookError
 from ..kinds.attached_hook import AttachedHook
@@ -131,7 +131,7 @@ class Probe:
         )
         parallel = None if ranks is None else ranks.parallel
         self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
-        tensors = archive or NoArchive()
+        tensors = archive or Archive()
         actions = {name: spec.build(self.recorder, tensors) for name, spec in plan.specs.items()}
         self.attached_hooks = [
             AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked)
@@ -637,12 +637,12 @@ class Probe:
             One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
             `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
         """
+        return self._coverage(running=self._scheduled.has_opportunities)
+
+    def _coverage(self, *, running: bool) -> list[dict[str, Any]]:
+        on = self._rule_actions.never_turned_on
         return coverage_rows(
-            self.attached_hooks,
-            self.plan.layers,
-            self.recorder.dropped,
-            running=self._scheduled.has_opportunities,
-            never_turned_on=self._rule_actions.never_turned_on,
+            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running, never_turned_on=on
         )
 
     def _finish(self, error: BaseException | None) -> None:
@@ -673,14 +673,7 @@ class Probe:
             self.event("ranks", message)
         self._scheduled.end_training()
         running = self._scheduled.has_opportunities or error is not None
-        rows = coverage_rows(
-            self.attached_hooks,
-            self.plan.layers,
-            self.recorder.dropped,
-            running=running,
-            never_turned_on=self._rule_actions.never_turned_on,
-        )
-        write_coverage(rows, self.recorder, self.event)
+        write_coverage(self._coverage(running=running), self.recorder, self.event)
         for message in [] if self.budget is None else self.budget.summary():
             self.event("budget", message)
         for device, way in measured_by().items():

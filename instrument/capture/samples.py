@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from ..actions.base import Context, StepContext
 from ..errors import ConfigError, Problem
 from ..spec.kinds import KINDS
 from ..spec.tables import TABLES
+from .message_template import ColumnRows
 from .sink_interface import Row
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
@@ -79,7 +80,7 @@ def _values(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
     return tensor.tolist() if tensor.is_cpu else next(fetched)
 
 
-class SampleRows(Sequence[Row]):
+class SampleRows(ColumnRows):
     """The rows of the samples of one batch.
 
     Args:
@@ -103,21 +104,6 @@ class SampleRows(Sequence[Row]):
 
     def __len__(self) -> int:
         return len(self._ids)
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        positions = range(len(self))[index]
-        if isinstance(positions, range):
-            return [self[position] for position in positions]
-        name = self._ids[positions]
-        target = None if self._targets is None else float(self._targets[positions])
-        return (*self._moment, positions, *((None, name) if self._has_names else (name, None)), target, self._dtype)
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[position] for position in range(len(self)))
 
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""

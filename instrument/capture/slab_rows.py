@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from ..spec.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 from ..spec.tables import CUSTOM, IDENTITY, TABLES
 from ..stats.kernel import make_slab
 from ..stats.sums import statistics_of
-from .message_template import Column, ListColumn, NumberColumn, as_record_batch
+from .message_template import Column, ColumnRows, ListColumn, NumberColumn, as_record_batch
 from .sink_interface import Row
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
@@ -262,8 +262,8 @@ class StepSlab:
         )
 
 
-class SlabRows(Sequence[Row]):
-    """Rows of a table as columns. They become tuples only if they are read as such.
+class SlabRows(ColumnRows):
+    """Rows of a table as columns.
 
     Args:
         table: The name of the table.
@@ -280,7 +280,6 @@ class SlabRows(Sequence[Row]):
         self.layout = slab.slots.layout(taken.keys[:, 0])
         self.sites = self.layout.sites
         self._moments = slab.moments.by_number
-        self._types = self.table.plain_schema.types[len(IDENTITY) :]
         moments = taken.keys[:, 1]
         self.moment: StepContext | None = self._moments[int(moments[0])] if (moments == moments[0]).all() else None
         self.moments = (
@@ -330,30 +329,6 @@ class SlabRows(Sequence[Row]):
         """Return the rows as a record batch with labels as strings."""
         return as_record_batch(self.table.plain_schema, self.columns())
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
-        values, nulls = self._values
-        cells = (
-            None if absent else cell if dtype == pa.float64() else int(cell) if dtype == pa.int64() else bool(cell)
-            for cell, absent, dtype in zip(
-                values[:, index].tolist(), nulls[:, index].tolist(), self._types, strict=False
-            )
-        )
-        return (*self.moments[index], *self.sites[index], *cells, *self.other_cells(index))
-
-    def other_cells(self, index: int) -> tuple[Any, ...]:  # noqa: ARG002
-        """Return the cells of a row after the numbers."""
-        return ()
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))
-
 
 class StatisticsRows(SlabRows):
     """Rows of the table `stats`. What rows have besides their sums are their custom statistics by name."""
@@ -401,12 +376,6 @@ class StatisticsRows(SlabRows):
             return [ListColumn(*self.taken.lists()), empty]
         custom = pa.array([self.taken.others.get(row) for row in range(len(self))], CUSTOM.type)
         return [ListColumn(*self.taken.lists()), custom]
-
-    def other_cells(self, index: int) -> tuple[Any, ...]:
-        lengths, dims = self.taken.lists()
-        end = int(np.maximum(lengths[: index + 1], 0).sum())
-        shape = None if lengths[index] < 0 else dims[end - int(lengths[index]) : end].tolist()
-        return shape, self.taken.others.get(index)
 
 
 class EffectRows(SlabRows):

@@ -41,6 +41,13 @@ def warn(message: str) -> None:
     warnings.warn(message, InstrumentWarning, stacklevel=2)
 
 
+def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
+    """Return step and phase of the last one of some rows."""
+    if isinstance(rows, SlabRows):
+        return rows.moments[-1].step, rows.moments[-1].phase
+    return rows[-1][0], rows[-1][phase_at]
+
+
 class ParquetSink:
     """Writes rows and tensors to the folder of a run.
 
@@ -139,8 +146,8 @@ class ParquetSink:
         except OSError as error:
             self._fail(error)
         else:
-            latest = ((self._rows[name][-1][-1], phase) for name, phase in PHASE.items() if name in self._rows)
-            self._step = max((row[0] for row, phase in latest if row[phase] in STEP_PHASES), default=self._step)
+            latest = (_latest_moment(self._rows[name][-1], at) for name, at in PHASE.items() if name in self._rows)
+            self._step = max((step for step, phase in latest if phase in STEP_PHASES), default=self._step)
             self._rows = {}
 
     def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
