@@ -6,13 +6,13 @@ import pytest
 from torch import Tensor
 
 from instrument.capture.recorder import Recorder
-from instrument.stats import device_numbers, device_operations, distribution
+from instrument.stats import device_numbers, distribution
 from instrument.stats.device_numbers import DeviceNumbers
 
 
 def forget_constants() -> None:
     """Clear the caches of tensors that a process creates once per device, so that a test covers their creation."""
-    for cached in (device_numbers.constants, device_operations._boundaries, distribution._sample_indices):
+    for cached in (device_numbers.constants, distribution._sample_indices):
         cached.cache_clear()
 
 

@@ -14,7 +14,6 @@ from torch.nn.parameter import Parameter
 
 from ..dtensor import module_type
 from ..errors import ConfigError, Problem
-from ..stats.device_operations import norm_of
 from ..stats.measure import Measured
 from ..stats.table_rows import Measure
 from .tensor_selection import TensorSelection
@@ -192,8 +191,7 @@ class Effect:
 
     Attributes:
         numel: The number of elements of the tensor.
-        measures: The number of changed elements, the L2 norm before and the L2 norm after, None or NaN for no value. On a device:
-            the results of `count_changed`, and of `norm_by_operations` before and after (`instrument.stats.device_operations`).
+        measures: The number of changed elements, the L2 norm before and the L2 norm after; None or NaN for no value.
         factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
             element.
         held: Whether the condition of the hook held; None without a condition.
@@ -224,16 +222,7 @@ class Effect:
             else [math.nan if number is None else float(number)]
             for number in given
         ]
-        numbers = [number for part in found for number in part]
-        if isinstance(self.measures[0], Tensor):
-            numbers = [*effect_from_device(numbers[:8]), *numbers[8:]]
-        return [self.numel, *numbers]
-
-
-def effect_from_device(numbers: Sequence[Any]) -> list[Any]:
-    """Return the elements that changed and both norms, given the numbers of `Effect.measures`: floats, or scalars on the device."""
-    changed, stays_nan, *norms = numbers
-    return [changed - stays_nan, norm_of(*norms[:3]), norm_of(*norms[3:])]
+        return [self.numel, *(number for part in found for number in part)]
 
 
 class Effects(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from ..errors import HookError, HookResultError
 from ..sparse import coalesce, is_sparse, replace_values
 from ..spec.kinds import KINDS
-from ..stats.device_operations import count_changed, norm_by_operations
 from ..stats.flatten import as_vector, is_on_host
 from ..stats.kernel import effect_of_plain
 from ..stats.measure import measure_statistics
+from ..stats.portable import count_changed, portable_norm
 from .base import Context, Effect, Effects
 
 
@@ -162,8 +161,8 @@ def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: in
     with torch.no_grad():
         before, after = old.detach(), new.detach()
         if not is_on_host(before):
-            norms = (norm_by_operations(as_vector(each)) for each in (before, after))
-            return Effect(numel, (count_changed(before, after), *chain(*norms)), factor)
+            norms = (portable_norm(as_vector(each)) for each in (before, after))
+            return Effect(numel, (count_changed(before, after), *norms), factor)
         changed = ((before != after) & ~(before.isnan() & after.isnan())).sum().item()
         first, second = (measure_statistics(each, ("l2",))[0] for each in (before, after))
     return Effect(numel, [changed, first, second], factor)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import EFFECT, Context, Effect, effect_from_device
+from ..actions.base import EFFECT, Context, Effect
 from ..spec.kinds import KINDS
 from ..spec.statistics import DEAD, UNITS
 from ..stats.measure import Measured, sums_on_device
@@ -184,10 +184,9 @@ def measured_piece(table: str, context: Context, measure: Measure, tensor: Tenso
 def effect_piece(context: Context, effect: Effect) -> Piece:
     """Return this process's part of a row of effects: numbers in the order of `EFFECT`, NaN for None."""
     if isinstance(effect.measures[0], Tensor):
-        counts, *norms = (each for each in effect.measures if isinstance(each, Tensor))
-        found = effect_from_device([*counts.unbind(), *norms])
-        part = found[1].new_full((len(EFFECT),), effect.numel)  # does not wait for the device, unlike a copy
-        part[1], part[2], part[3] = found
+        # Does not wait for the device, unlike a copy.
+        part = effect.measures[-1].new_full((len(EFFECT),), effect.numel)  # type: ignore[union-attr]
+        part[1], part[2], part[3] = effect.measures
         part[4], part[5] = (math.nan if number is None else number for number in (effect.factor, effect.held))
         return Piece("effects", identity_without_rank(context), (), part, _NOTHING)
     # A factor can be a tensor in the memory of the host.

@@ -15,34 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import MAGNITUDES, Sum
+from ..spec.statistics import Sum
 from .device_numbers import widest
-from .device_operations import measure_by_operations
-from .portable import terms_of
 from .sums import BASE, COLUMNS, INDEX, Matrix, add_zeros, where
 
-RAW = (
-    "nonzero",
-    "not_finite",
-    "nan",
-    "low",
-    "high",
-    "origin",
-    "scale",
-    "variance",
-    "mean",
-    "magnitudes",
-    "magnitudes_scale",
-)
-"""The numbers of `measure_by_operations`: counts of elements, of which the first is of finite ones; the extremes; an element, the
-origin, and a factor; variance and mean of (origin - x) * factor, where x is the origin in place of elements that are not finite; the sum
-of |x| times a factor, and this factor."""
-_RAW_AT = len(COLUMNS)
-DEVICE_WIDTH = _RAW_AT + len(RAW)
+DEVICE_WIDTH = len(COLUMNS) + len(BASE)
+"""The sums, and the results of the kernel if they are compared with those of the operations."""
 BY_KERNEL_COLUMNS = slice(1, len(BASE) - 1)
 """The columns that `instrument.stats.device_kernel` writes."""
-
-
+COMPARED_COLUMNS = slice(len(COLUMNS) + 1, DEVICE_WIDTH - 1)
+"""The same columns of results to compare."""
 FIRST_ROWS = 64
 
 
@@ -88,102 +70,44 @@ class DeviceSums:
         numel: The number of elements, without the further zeros.
         zeros: The number of further zeros of a sparse tensor.
         terms: The measured sums with a term.
-        by_kernel: Whether the row has the results of the kernel. Otherwise it has those of the operations.
-        compared_as: If the row has both results: what is compared. The results of the operations are used.
+        compared_as: What is compared, if the row also has the results of the kernel.
     """
 
     row: Tensor
     numel: int
     zeros: int = 0
     terms: Sequence[Sum] = ()
-    by_kernel: bool = False
     compared_as: Hashable = None
 
     def sums(self) -> Tensor:
         """Return the sums, [1, COLUMNS] on the device."""
-        found: Tensor = sums_of_rows(self.row[None], self.numel, by_kernel=self.by_kernel)
+        found: Tensor = sums_of_rows(self.row[None], self.numel)
         if self.zeros:
             found = add_zeros(found, self.zeros, self.terms)
         return found
 
 
-def write_operations(flat: Tensor, row: Tensor, *, with_magnitudes: bool) -> None:
-    """Write the results of the operations to a row.
-
-    Args:
-        flat: Shape [elements], real, contiguous.
-        row: The row.
-        with_magnitudes: Whether the sum of magnitudes is requested.
-    """
-    if not flat.numel():
-        row[_RAW_AT : _RAW_AT + 3] = 0.0
-        return
-    found = measure_by_operations(flat, with_magnitudes=with_magnitudes)
-    others = (found.get(name, row[:1]) for name in RAW[3:])  # the numbers of a row are NaN at first
-    counts = found["nonzero"].to(row.dtype)
-    row[_RAW_AT : _RAW_AT + len(counts)] = counts
-    row[_RAW_AT + 3 :] = torch.cat([each.reshape(-1).to(row.dtype) for each in others])
-
-
-def write_terms(flat: Tensor, sums: DeviceSums, terms: Sequence[Sum]) -> None:
-    """Write sums that neither the kernel nor the operations form to a row."""
-    others = [each for each in terms if each is not MAGNITUDES]
-    if not others:
-        return
-    base = dict(zip(COLUMNS, sums_of_rows(sums.row[None], sums.numel, by_kernel=sums.by_kernel)[0], strict=True))
-    x = flat.to(sums.row.dtype)
-    is_finite = x.abs() < math.inf
-    for each, term in zip(others, terms_of(x, base, others), strict=True):
-        sums.row[INDEX[each.name]] = torch.where(is_finite, term, 0.0).sum()
-
-
-def sums_of_rows(rows: Matrix, numel: Any, *, by_kernel: bool) -> Matrix:
+def sums_of_rows(rows: Matrix, numel: Any) -> Matrix:
     """Return the sums of tensors, [rows, COLUMNS], as an array if the rows are an array, or on their device.
 
     Args:
         rows: [rows, DEVICE_WIDTH].
         numel: The numbers of elements, one or [rows].
-        by_kernel: Whether these rows have the results of the kernel.
     """
     found = rows[:, : len(COLUMNS)].clone() if isinstance(rows, Tensor) else rows[:, : len(COLUMNS)].copy()
     found[:, 0] = numel
-    with np.errstate(all="ignore"):
-        base = _kernel_columns(found) if by_kernel else _raw_columns(rows, found[:, 0])
-    for name, column in base.items():
-        found[:, INDEX[name]] = column
+    n, unit = found[:, INDEX["n"]], found[:, INDEX["unit"]]
+    exists = where(n > 0, 0.0 * n, math.nan * n)
+    # The kernel writes no unit, which is 1.
+    found[:, INDEX["unit"]] = where(unit == unit, unit, 1.0 + exists)  # noqa: PLR0124
+    with np.errstate(invalid="ignore"):
+        for name in ("low", "high", "mean", "deviations"):
+            found[:, INDEX[name]] += exists
     return found
 
 
-def _kernel_columns(found: Matrix) -> dict[str, Any]:
-    n = found[:, INDEX["n"]]
-    exists = where(n > 0, 0.0 * n + 1.0, math.nan * n)
-    return {"unit": exists} | {name: found[:, INDEX[name]] * exists for name in ("low", "high", "mean", "deviations")}
-
-
-def _raw_columns(rows: Matrix, numel: Any) -> dict[str, Any]:
-    raw = {name: rows[:, _RAW_AT + at] for at, name in enumerate(RAW)}
-    # Integers have no such numbers.
-    for name, number in {"not_finite": 0.0, "nan": 0.0, "origin": raw["low"], "scale": 1.0}.items():
-        raw[name] = where(raw[name] == raw[name], raw[name], number + 0.0 * raw["low"])
-    n = numel - raw["not_finite"]
-    low, high = (where(n > 0, raw[name], math.nan * n) for name in ("low", "high"))
-    # Equal values have no deviations; the scaled ones may have overflowed.
-    variance, mean = (where(low == high, 0.0 * n, raw[name]) for name in ("variance", "mean"))
-    largest = where(high < -low, -low, high)
-    positive = where(largest > 0, largest, 1.0 + 0.0 * largest)
-    mantissa, _ = torch.frexp(positive) if isinstance(positive, Tensor) else np.frexp(positive)
-    unit = positive / (2.0 * mantissa)  # a power of two, by which a division is exact
-    share, relative = numel / n, 1.0 / (raw["scale"] * unit)
-    # What is not finite has the deviation 0 from the origin. Without it, the others weigh more.
-    squared = share * (variance + mean * mean * (1.0 - share)) * relative * relative
-    return {
-        "n": n,
-        "nan": raw["nan"],
-        "zeros": numel - raw["nonzero"] - raw["not_finite"],
-        "low": low,
-        "high": high,
-        "mean": raw["origin"] / unit - mean * share * relative,
-        "deviations": where(squared > 0, n * squared, 0.0 * squared),
-        "magnitudes": raw["magnitudes"] / (raw["magnitudes_scale"] * unit),
-        "unit": unit,
-    }
+def kernel_sums_of_row(row: Matrix, numel: int) -> Matrix:
+    """Return those sums of one tensor that the kernel has computed for the comparison, [COLUMNS]; see `sums_of_rows`."""
+    found = np.full(DEVICE_WIDTH, math.nan)
+    found[BY_KERNEL_COLUMNS] = row[COMPARED_COLUMNS]
+    return sums_of_rows(found[None], numel)[0]

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .device_choice import histogram_on_device
 from .device_numbers import DeviceNumbers, constants, joined, widest
-from .device_operations import as_comparable_floats
 from .flatten import stored_elements
 from .kernel import add_to_bins
 from .measure import measure_statistics
@@ -141,7 +140,7 @@ def _quantiles_on_device(vector: Tensor, levels: tuple[float, ...], zeros: int) 
     if not len(vector):
         return DeviceNumbers((), lambda numbers: [0, *[None] * len(levels)])
     sample, zeros = _sample(vector, zeros)
-    wide = as_comparable_floats(sample)
+    wide = _comparable(sample)
     ordered = torch.nan_to_num(wide, nan=math.inf, posinf=math.inf, neginf=math.inf).sort().values
     n = (ordered < math.inf).sum()
     n = n + zeros if zeros else n
@@ -154,6 +153,13 @@ def _quantiles_on_device(vector: Tensor, levels: tuple[float, ...], zeros: int) 
         ranks = [torch.where(rank < first_zero, rank, (rank - zeros).maximum(first_zero)) for rank in ranks]
     low, high = (ordered[rank] for rank in ranks)
     return DeviceNumbers((n, below, low, high), partial(_interpolate, levels))
+
+
+def _comparable(sample: Tensor) -> Tensor:
+    """Return the elements; float8, which supports few operations, and integers as wider floats."""
+    if sample.is_floating_point():
+        return sample.to(torch.float32) if sample.element_size() == 1 else sample
+    return sample.to(torch.float32 if sample.element_size() <= 2 else widest(sample.device))
 
 
 def _interpolate(levels: tuple[float, ...], numbers: Sequence[Any]) -> list[Any]:

@@ -1,8 +1,8 @@
 """Measurement of a tensor: its sums, on the CPU or on another device.
 
 On the CPU, a compiled kernel reads the tensor once (`instrument.stats.kernel`); others are measured by PyTorch operations
-(`instrument.stats.portable`). On other devices, one launch (`instrument.stats.device_kernel`) or few operations
-(`instrument.stats.device_operations`) compute numbers that stay on the device until the step ends.
+(`instrument.stats.portable`). On other devices, one launch (`instrument.stats.device_kernel`) or the same operations compute
+sums that stay on the device until the step ends.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from torch.nn.parameter import Parameter
 
 from ..spec.statistics import MAGNITUDES, Sum, statistic_of
 from .device_choice import keep_operations, measure_on_device, sums_on_host
-from .device_sums import DeviceSums
+from .device_sums import DeviceSums, sums_of_rows
 from .flatten import is_on_host, stored_elements
 from .kernel import kernel_sums
-from .portable import SAFE_EXPONENT, Row, further_sums, portable_sums
+from .portable import PORTABLE_COLUMNS, SAFE_EXPONENT, further_sums, portable_sums
 from .sums import COLUMNS, INDEX, add_zeros, needs_of, statistics_of
 
+Row = np.ndarray[Any, np.dtype[np.float64]]
 _SAFE = 2.0**SAFE_EXPONENT
 _HIGH_POWER = 3  # from which powers of float64 numbers can overflow although their squares do not
 
@@ -124,10 +125,13 @@ def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
     if base is not None and high_power and not 1 / _SAFE <= np.abs(base[[4, 5]]).max() <= _SAFE:
         base = None
     if base is None:
-        base = portable_sums(flat.detach().reshape(-1))
-    row[: len(base)] = base
+        row[PORTABLE_COLUMNS] = portable_sums(flat.detach().reshape(-1)).numpy()
+        row = sums_of_rows(row[None], flat.numel())[0]
+    else:
+        row[: len(base)] = base
     if missing := [each for each in terms if np.isnan(row[INDEX[each.name]])]:
-        row[[INDEX[each.name] for each in missing]] = further_sums(flat.detach().reshape(-1), row, missing)
+        found = further_sums(flat.detach().reshape(-1), torch.from_numpy(row), missing)
+        row[[INDEX[each.name] for each in missing]] = [float(each) for each in found]
     return row
 
 

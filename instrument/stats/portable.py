@@ -1,96 +1,126 @@
-"""Sums of a CPU tensor by PyTorch operations in float64, for tensors that the compiled kernel does not support."""
+"""Sums of a tensor by PyTorch operations on any device, for tensors that the kernels do not support.
+
+No operation waits for a device or branches on a value. They read copies in float64, or in float32 on devices without it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..spec.statistics import Sum
+from .device_numbers import widest
 from .sums import BASE
 
-SAFE_EXPONENT = (
-    200  # powers of two up to it neither overflow nor underflow float64 if they are raised to the fourth power
-)
-MAX_EXPONENT = 1000  # a power of two; the unit and its inverse are then finite
+SAFE_EXPONENT = 200
+"""Powers of two up to this one neither overflow nor underflow float64 if they are raised to the fourth power."""
+# For each dtype, integers of the same size, the bits of the exponent, and the largest unit whose inverse is finite.
+_FORMATS = {
+    torch.float64: (torch.int64, 0x7FF << 52, 2.0**1000),
+    torch.float32: (torch.int32, 0xFF << 23, 2.0**120),
+}
+PORTABLE_COLUMNS = slice(1, len(BASE))
+"""The columns that `portable_sums` returns: all of `BASE` but the first."""
+_BYTE = 255  # as many ones fit into one byte
+_LANES = _BYTE * 8
 
-Row = np.ndarray[Any, np.dtype[np.float64]]
 
-
-def portable_sums(flat: Tensor) -> Row:
-    """Return the sums `BASE` of a tensor, float64 [columns], with NaN for the magnitudes.
+def portable_sums(flat: Tensor) -> Tensor:
+    """Return the sums of a tensor, with NaN for the magnitudes, in 39 launches.
 
     Args:
-        flat: Any real dtype, shape [elements].
+        flat: Any real dtype, shape [elements], without graph.
+
+    Returns:
+        The columns `PORTABLE_COLUMNS` on the device of the tensor, in its widest dtype. Without a finite element, the extremes are
+        infinite, and what follows from them is NaN.
     """
-    finite = finite_elements(flat)
-    row = np.full(len(BASE), np.nan)
-    nan_count = int(flat.isnan().sum()) if len(finite) < len(flat) else 0
-    row[:4] = len(flat), len(finite), nan_count, len(finite) - int(torch.count_nonzero(finite))
-    if len(finite):
-        low, high = (bound.item() for bound in torch.aminmax(finite))
-        unit = _unit(max(-low, high))
-        mean, deviations = low / unit, 0.0
-        if low < high:
-            y = finite / unit
-            # Relative to an element, so that a spread in the last bits of a large mean is exact.
-            moved = y - mean
-            distance = moved.mean()
-            moved -= distance
-            rest = moved.sum()  # the rounding error of the mean
-            mean += distance.item() + rest.item() / len(y)
-            deviations = max((torch.dot(moved, moved) - rest * rest / len(y)).item(), 0.0)
-        row[4:8] = low, high, mean, deviations
-        row[-1] = unit
-    return row
+    x = flat.to(widest(flat.device))
+    if not len(x):
+        return torch.cat([x.new_zeros(3), x.new_full((len(BASE) - 4,), math.nan)])
+    is_finite = x.abs() < math.inf
+    n = is_finite.sum(dtype=x.dtype)
+    low, high = torch.where(is_finite, x, math.inf).amin(), torch.where(is_finite, x, -math.inf).amax()
+    unit = _unit(torch.maximum(high, -low))
+    # Relative to an element, so that a spread in the last bits of a large mean is exact.
+    origin = low / unit
+    moved = torch.where(is_finite, x / unit - origin, 0.0)
+    distance = moved.sum() / n
+    moved = torch.where(is_finite, moved - distance, 0.0)
+    rest = moved.sum()  # the rounding error of the mean
+    mean = origin + (distance + rest / n)
+    deviations = (torch.dot(moved, moved) - rest * rest / n).clamp(min=0.0)
+    nan, zeros = (mask.sum(dtype=x.dtype) for mask in (x.isnan(), x == 0))
+    return torch.stack([n, nan, zeros, low, high, mean, deviations, x.new_full((), math.nan), unit])
 
 
-def further_sums(flat: Tensor, row: Row, sums: Sequence[Sum]) -> list[float]:
-    """Return sums that the other ways of measuring do not form.
+def further_sums(flat: Tensor, base: Tensor, sums: Sequence[Sum]) -> list[Tensor]:
+    """Return sums that the other ways of measuring do not form, as scalars.
 
     Args:
-        flat: Any real dtype, shape [elements].
-        row: The sums `BASE` of the tensor.
+        flat: Any real dtype, shape [elements], without graph.
+        base: The sums `BASE` of the tensor on its device, [columns].
         sums: Sums with a term.
     """
-    base = dict(zip(BASE, row.tolist(), strict=False))
-    if not base["n"]:
-        return [math.nan for _ in sums]
-    return [float(term.sum(dtype=torch.float64)) for term in terms_of(finite_elements(flat), base, sums)]
-
-
-def terms_of(x: Tensor, base: Mapping[str, Any], sums: Sequence[Sum]) -> Iterator[Tensor]:
-    """Yield the summands of sums for each element.
-
-    Args:
-        x: float64 [elements]. Those that are not finite are infinite or NaN.
-        base: The sums `BASE`: numbers, or scalars on the device of x.
-        sums: Sums with a term.
-    """
-    y, mean = x / base["unit"], base["mean"]
+    x = flat.to(base.dtype)
+    is_finite = x.abs() < math.inf
+    numbers = dict(zip(BASE, base.unbind(), strict=False))
+    y, mean = x / numbers["unit"], numbers["mean"]
     # A small spread is exact, unlike its mean.
-    moved = (y - mean).nan_to_num(0.0, 0.0, 0.0)
-    rest = moved.sum() / base["n"]
+    moved = torch.where(is_finite, y - mean, 0.0)
+    rest = moved.sum() / numbers["n"]
+    found = []
     for each in sums:
         assert each.term is not None, "only sums with a term are measured here"
-        if each.is_central:
-            yield each.term(moved, rest)
-        else:
-            yield each.term(y, mean) if each.power else each.term(x, mean * base["unit"])
+        elements, of_mean = (
+            (moved, rest) if each.is_central else (y, mean) if each.power else (x, mean * numbers["unit"])
+        )
+        found.append(torch.where(is_finite, each.term(elements, of_mean), 0.0).sum(dtype=base.dtype))
+    return found
 
 
-def finite_elements(flat: Tensor) -> Tensor:
-    """Return the finite elements in float64."""
-    wide = flat.to(torch.float64)
-    is_finite = wide.isfinite()
-    return wide if is_finite.all() else wide[is_finite]
+def portable_norm(flat: Tensor) -> Tensor:
+    """Return the L2 norm of the finite elements, a scalar in the widest dtype of the device; NaN without any.
+
+    Args:
+        flat: Any real dtype, shape [elements], without graph.
+    """
+    x = flat.to(widest(flat.device))
+    if not len(x):
+        return x.new_full((), math.nan)
+    is_finite = x.abs() < math.inf
+    finite = torch.where(is_finite, x, 0.0)
+    unit = _unit(finite.abs().amax())
+    norm: Tensor = torch.linalg.vector_norm(finite / unit) * unit
+    return torch.where(is_finite.any(), norm, math.nan)
 
 
-def _unit(largest: float) -> float:
-    """Return a power of two, so that powers neither overflow nor underflow; 1 if no other unit is required."""
-    exponent = math.frexp(largest)[1] if largest else 0
-    return 1.0 if abs(exponent) <= SAFE_EXPONENT else 2.0 ** max(-MAX_EXPONENT, min(exponent, MAX_EXPONENT))
+def _unit(largest: Tensor) -> Tensor:
+    """Return the power of two of the largest magnitude. Powers of elements that are divided by it do not overflow."""
+    integer, exponent, most = _FORMATS[largest.dtype]
+    power: Tensor = largest.view(integer).bitwise_and(exponent).view(largest.dtype)
+    return power.clamp(1.0 / most, most)
+
+
+def count_changed(before: Tensor, after: Tensor) -> Tensor:
+    """Count the elements that differ between two tensors of the same shape and dtype, int64. NaN that stays NaN is equal."""
+    differ, stay_nan = count_masks([before != after, before.isnan().logical_and_(after.isnan())])
+    return differ - stay_nan
+
+
+def count_masks(masks: Sequence[Tensor]) -> Tensor:
+    """Count the true elements of masks of the same size, int64 [masks].
+
+    `torch.sum` and `torch.count_nonzero` would first copy a mask on a GPU to int64, eight times its size. Eight elements are
+    added at once instead, as the bytes of an integer.
+    """
+    numel = masks[0].numel()
+    rows = masks[0].new_empty((len(masks), -(-numel // _LANES) * _LANES))
+    rows[:, numel:].zero_()
+    for row, mask in zip(rows, masks, strict=True):
+        row[:numel].view(mask.shape).copy_(mask)
+    sums = rows.view(torch.int64).view(len(rows), -1, _BYTE).sum(-1)
+    return sums.view(torch.uint8).sum(-1)

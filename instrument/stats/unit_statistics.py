@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ..sparse import as_coo, is_sparse
-from .device_operations import count_masks
 from .directed_rounding import round_down, round_up
 from .flatten import is_on_host, stored_elements
+from .portable import count_masks
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
 NEAR = 0.015

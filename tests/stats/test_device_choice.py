@@ -20,9 +20,10 @@ import instrument
 from instrument.spec.statistics import ALL, STATISTICS
 from instrument.stats import device_choice, device_kernel
 from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_by_kernel
-from instrument.stats.device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory, write_operations
+from instrument.stats.device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory
 from instrument.stats.distribution import distribution, distribution_on_device
 from instrument.stats.measure import Measured, measure_statistics
+from instrument.stats.portable import portable_sums
 from instrument.stats.sums import needs_of
 
 NAMES = tuple(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs))
@@ -44,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(device_choice, "_reasons", {})
     monkeypatch.setattr(device_choice, "_is_plain", lambda flat: type(flat) is Tensor)
-    monkeypatch.setattr(device_choice, "write_operations", counted("operations", write_operations))
+    monkeypatch.setattr(device_choice, "portable_sums", counted("operations", portable_sums))
     monkeypatch.setattr(
         device_choice,
         "_kernels",
@@ -71,7 +72,7 @@ def read(flat: Tensor, names: tuple[str, ...] = NAMES) -> list[float | None]:
 
 
 def by_kernel(flat: Tensor, names: tuple[str, ...]) -> list[float | None]:
-    sums = DeviceSums(device_memory(1, flat.device)[0], flat.numel(), by_kernel=True)
+    sums = DeviceSums(device_memory(1, flat.device)[0], flat.numel())
     measure_by_kernel(flat, sums.row[BY_KERNEL_COLUMNS])
     return Measured(on_device=sums).statistics(names)
 
@@ -129,17 +130,6 @@ def test_values_that_stay_on_the_device_are_computed_by_operations(calls: list[s
     assert calls == ["kernel", "operations", "operations"]
     (reason,) = device_choice.measured_by().values()
     assert reason == "PyTorch operations: values that are merged on the device are not compared with the kernel"
-
-
-def test_inexact_operations_do_not_reject_the_kernel(calls: list[str]) -> None:
-    near_one = 1 + 1e-3 * torch.linspace(-1, 1, 500_000)
-    values = torch.cat([near_one, torch.full((500_000,), math.inf), torch.tensor([-50.0])])
-    with pytest.MonkeyPatch.context() as patch:
-        if KERNEL_DEVICE == "cpu":
-            patch.setattr(device_kernel, "_BLOCK", 2**17)  # the interpreter needs milliseconds for each block
-        read(values.to(KERNEL_DEVICE), ("std", "nan_count", "inf_count"))
-    assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
-    assert calls == ["kernel", "operations"]
 
 
 @pytest.mark.combinations
