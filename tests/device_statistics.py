@@ -6,13 +6,12 @@ import pytest
 from torch import Tensor
 
 from instrument.capture.recorder import Recorder
-from instrument.stats import device_numbers, distribution
-from instrument.stats.device_numbers import DeviceNumbers
+from instrument.stats import distribution, portable
 
 
 def forget_constants() -> None:
     """Clear the caches of tensors that a process creates once per device, so that a test covers their creation."""
-    for cached in (device_numbers.constants, distribution._sample_indices):
+    for cached in (portable.constants, distribution._sample_indices):
         cached.cache_clear()
 
 
@@ -25,7 +24,7 @@ def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the statistics functions by their versions for accelerators, until the end of the test."""
     use_general_path(monkeypatch)
 
-    def measure_distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> DeviceNumbers:
+    def measure_distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Tensor:
         return distribution.distribution_on_device(tensor.detach().reshape(-1), levels, bins)
 
     for module in ("stats.measure", "stats.unit_statistics", "actions.intervention", "actions.measurement"):

@@ -18,7 +18,7 @@ from ..nested import to_device
 from ..spec.base import HookBase, ObservationSpec
 from ..spec.condition import Condition
 from ..spec.kinds import KINDS
-from ..stats.device_numbers import widest
+from ..stats.portable import widest
 from ..stats.sums import needs_of
 from .base import UNKNOWN_CALL, Context
 from .measurement import measure_in_context

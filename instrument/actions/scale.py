@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..stats.device_numbers import constants
+from ..stats.portable import constants
 from .base import Context
 from .builtin.scale import ScaleSpec
 

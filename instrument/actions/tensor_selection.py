@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..stats.device_numbers import constants
+from ..stats.portable import constants
 
 
 class TensorSelection:

@@ -22,11 +22,10 @@ from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import take
 from ..nested import shape_of
-from ..stats.device_numbers import DeviceNumbers, Values
 from ..stats.device_sums import DeviceMemory
 from ..stats.measure import Measured, as_cell, on_host
 from ..stats.sums import COLUMNS, statistics_of
-from ..stats.table_rows import Measure
+from ..stats.table_rows import Measure, Values
 from .collectives import Ranks
 from .device_copy import HostCopy, Transfer
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
@@ -261,7 +260,7 @@ class Recorder:
             for table, row, values, cells, decisions in take(self._measured)
         ]
         for *_, found, _, decisions in measured:
-            on_device += [*(found.numbers if isinstance(found, DeviceNumbers) else ()), *decisions]
+            on_device += [each for each in (found, *decisions) if isinstance(each, Tensor)]
         batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
@@ -454,6 +453,6 @@ def _undecided(context: Context) -> Decisions:
 
 def _read(values: Values, decisions: Decisions, fetched: Iterator[list[float]]) -> Sequence[float | None] | None:
     """Return the values of a row; None if a device has decided that the condition of its hook does not hold."""
-    numbers = values.values(fetched) if isinstance(values, DeviceNumbers) else values
+    numbers = next(fetched) if isinstance(values, Tensor) else values
     held = [next(fetched)[0] for _ in decisions]
     return numbers if all(held) else None

@@ -11,18 +11,14 @@ The module requires Triton. `instrument.stats.device_choice` decides when it is 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
-
-from .device_numbers import DeviceNumbers
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
@@ -146,31 +142,35 @@ def _count(  # noqa: PLR0917
     tl.atomic_add(counts + index, found.to(tl.int64), mask=index < bins, sem="relaxed")
 
 
-def measure_by_kernel(flat: Tensor, results: Tensor) -> None:
+def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
     """Compute the sums of a tensor with one launch, which reads each element once and needs no memory of its size.
 
     Args:
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
-        results: float64 [8], contiguous, on the device: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of
-            magnitudes. They are written to it. Without a finite element, the minimum is infinite.
+        results: float64 [8], contiguous, on the device. They are written to it.
+
+    Returns:
+        The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes. Without a finite element, the
+        extremes are infinite.
     """
     _launch(flat, results, None)
+    return results
 
 
-def histogram_by_kernel(flat: Tensor, bins: int) -> DeviceNumbers:
-    """Compute a histogram with three launches: the extremes, zeros for the counts, and the counts.
+def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:
+    """Compute a histogram with few launches: the extremes, zeros for the counts, and the counts.
 
     Args:
         flat: A tensor as for `measure_by_kernel`.
         bins: The number of bins between the minimum and the maximum.
 
     Returns:
-        Minimum, maximum, and the counts [bins] of the finite elements.
+        Minimum, maximum, and the counts of the finite elements, float64 [2 + bins]; NaN instead of both extremes without one.
     """
     counts = torch.zeros(bins, dtype=torch.int64, device=flat.device)
     results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
     _launch(flat, results, counts)
-    return DeviceNumbers((results, counts), _ends_and_counts)
+    return torch.cat([torch.where(results[0] > 0, results[3:5], math.nan), counts.to(torch.float64)])
 
 
 def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
@@ -194,13 +194,6 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
 def _power_of_2(least: int) -> int:
     """Return the smallest power of 2 from 2 that is not less than a number."""
     return 1 << max((least - 1).bit_length(), 1)
-
-
-def _ends_and_counts(numbers: Sequence[Any]) -> list[Any]:
-    n, _, _, low, high, _, _, _, *counts = numbers
-    if isinstance(n, Tensor):
-        return [*(torch.where(n > 0, end, math.nan) for end in (low, high)), *counts]
-    return [*((low, high) if n else (None, None)), *counts]
 
 
 @cache

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..spec.statistics import MAGNITUDES, Sum, statistic_of
-from .device_choice import keep_operations, measure_on_device, sums_on_host
-from .device_sums import DeviceSums, sums_of_rows
+from .device_choice import measure_on_device
+from .device_sums import DeviceSums, sums_of_rows, sums_on_host
 from .flatten import is_on_host, stored_elements
 from .kernel import kernel_sums
 from .portable import PORTABLE_COLUMNS, SAFE_EXPONENT, further_sums, portable_sums
@@ -60,7 +60,6 @@ class Measured:
         """Return one statistic; NaN for no value. A scalar tensor if it is on a device."""
         if self.on_device is None:
             return float(statistics_of(self.row[None], (name,))[0].item())
-        keep_operations(self.on_device)
         value: Tensor = statistics_of(sums_on_device([self]), (name,))[0][0]
         return value
 
@@ -70,7 +69,7 @@ def on_host(measured: Sequence[Measured], rows: np.ndarray[Any, Any]) -> np.ndar
 
     Args:
         measured: The sums.
-        rows: Copies of their rows in the memory of the host, [rows, DEVICE_WIDTH].
+        rows: Copies of their rows in the memory of the host, [rows, COLUMNS].
     """
     found = sums_on_host([each.on_device for each in measured if each.on_device is not None], rows)
     others = np.stack([each.row for each in measured])
@@ -98,7 +97,7 @@ def measure(tensor: Tensor, needs: Sequence[Sum] = (), memory: Tensor | None = N
     Args:
         tensor: The tensor. It is not modified.
         needs: Which sums with a term are required, in addition to those of every tensor.
-        memory: float64 [DEVICE_WIDTH] on the device of the tensor, for the result. Default: new memory.
+        memory: float64 [COLUMNS] on the device of the tensor, for the result. Default: new memory.
 
     Returns:
         The sums.

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device_numbers import DeviceNumbers
 from .distribution import distribution
 from .measure import measure, sums_on_device
 from .sums import INDEX
@@ -42,7 +41,7 @@ def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
     measured = measure(tensor)
     sums = torch.from_numpy(measured.row[None]) if measured.on_device is None else sums_on_device([measured])
     found = distribution(tensor, _SKETCHED if quantiles else (), bins)
-    numbers = found.on_device() if isinstance(found, DeviceNumbers) else _numbers(found)
+    numbers = found if isinstance(found, Tensor) else _numbers(found)
     return torch.cat([sums[0, INDEX["n"]][None], numbers])
 
 

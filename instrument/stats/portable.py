@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..nested import to_device
 from ..spec.statistics import Sum
-from .device_numbers import widest
 from .sums import BASE
 
 SAFE_EXPONENT = 200
@@ -26,6 +27,19 @@ PORTABLE_COLUMNS = slice(1, len(BASE))
 """The columns that `portable_sums` returns: all of `BASE` but the first."""
 _BYTE = 255  # as many ones fit into one byte
 _LANES = _BYTE * 8
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the floating-point dtype of the highest precision on a device: float64, except on Apple's GPUs."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+@lru_cache(maxsize=128)
+def constants(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return constants [numbers] on a device. They are copied to it once, without waiting."""
+    with torch.inference_mode(False):
+        moved: Tensor = to_device(torch.tensor(numbers, dtype=dtype), device)
+    return moved
 
 
 def portable_sums(flat: Tensor) -> Tensor:

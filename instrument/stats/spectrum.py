@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device_numbers import DeviceNumbers, Values, widest
 from .merge import Array
+from .portable import widest
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,10 @@ class Spectrum:
         """See `Measure`."""
         return self.spectrum + 2
 
-    def values(self, tensor: Tensor) -> Callable[[], Values]:
+    def values(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return a function that computes the singular values, and the stable rank as the last number."""
-        return partial(self._numbers, _matrix(tensor))
-
-    def _numbers(self, matrix: Tensor) -> Values:
-        numbers = self._of(_singular_values(matrix))
-        return numbers.tolist() if numbers.is_cpu else DeviceNumbers((numbers,), list)
+        matrix = _matrix(tensor)
+        return lambda: self._of(_singular_values(matrix))
 
     def _of(self, singular: Tensor) -> Tensor:
         """Return the largest singular values, and the stable rank: the sum of their squares relative to the largest one."""

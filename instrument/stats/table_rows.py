@@ -9,9 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .device_numbers import Values
 from .distribution import distribution
 from .merge import Array, merge_distributions, sketch
+
+Values = Sequence[float | None] | Tensor
+"""Numbers, None for no value; or on the device of a tensor, NaN for no value."""
 
 
 class Measure(Protocol):
@@ -35,7 +37,7 @@ class Measure(Protocol):
         """Return the cells of a row.
 
         Args:
-            values: The numbers; those of a device have NaN for None.
+            values: The numbers on the host.
             shape: The shape of the tensor.
         """
 

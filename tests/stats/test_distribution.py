@@ -31,7 +31,7 @@ def compute(
     tensor: Tensor, levels: tuple[float, ...] = LEVELS, bins: int = 8, implementation: str = "compiled"
 ) -> dict[str, Any]:
     if implementation == "on a device":
-        values = distribution_on_device(tensor.reshape(-1), levels, bins).read()
+        values = distribution_on_device(tensor.reshape(-1), levels, bins).tolist()
     elif implementation == "portable":
         with mock.patch.object(kernel, "native", None):
             values = list(distribution(tensor, levels, bins))
@@ -180,8 +180,8 @@ def test_distribution_of_a_sparse_tensor_is_that_of_the_dense_one() -> None:
     for sparse in (dense.to_sparse(), dense.to_sparse(1), dense.to_sparse_csr(), dense.to_sparse_bsc((2, 3))):
         assert compute(sparse) == wanted
         vector, zeros = stored_elements(sparse)
-        on_device = distribution_on_device(vector, LEVELS, 5, zeros).read()
-        assert on_device == distribution_on_device(dense.reshape(-1), LEVELS, 5).read()
+        on_device = distribution_on_device(vector, LEVELS, 5, zeros).tolist()
+        assert on_device == distribution_on_device(dense.reshape(-1), LEVELS, 5).tolist()
         assert on_device == pytest.approx(distribution(sparse, LEVELS, 5))
 
 
@@ -193,7 +193,7 @@ def test_distribution_of_a_huge_sparse_tensor_counts_its_zeros() -> None:
     vector, zeros = stored_elements(tensor)
     for found in (
         distribution(tensor, (0.0, 0.5, 1.0), 4),
-        distribution_on_device(vector, (0.0, 0.5, 1.0), 4, zeros).read(),
+        distribution_on_device(vector, (0.0, 0.5, 1.0), 4, zeros).tolist(),
     ):
         assert found[1:] == [-1.0, 0.0, 3.0, -1.0, 3.0, stored // 2, size * size - stored, 0, stored // 2]
 

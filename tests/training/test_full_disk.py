@@ -17,7 +17,7 @@ import pytest
 from conftest import run_in
 from fork_server import Command
 from tiers import tiered
-from waiting import wait_until_training
+from waiting import wait_until, wait_until_training
 
 import instrument
 from instrument.spec.tables import TABLES
@@ -154,11 +154,12 @@ def test_read_only_folder_keeps_the_recorded_steps(public_folder: Path) -> None:
     nobody = 65534
     Path("waits.py").write_text(
         "import pathlib, time\n\n\ndef wait(tensor, context):\n"
-        "    while context.step == 9 and not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    return tensor\n"
+        "    while context.step == 9 and not pathlib.Path('go').exists():\n"
+        "        pathlib.Path('waiting').touch()\n        time.sleep(0.01)\n    return tensor\n"
     )
     waits = "+hooks.waits={layers: ., kind: forward, action: modify, fn: {_target_: waits.wait}}"
     process = start("train.steps=20", waits, user=nobody)
-    wait_until_training(process)
+    wait_until(Path("waiting").exists)
     for folder in (Path("out"), *(path for path in Path("out").rglob("*") if path.is_dir())):
         folder.chmod(0o555)
     Path("go").touch()
