@@ -121,8 +121,9 @@ def _unit(largest: Tensor) -> Tensor:
 
 def count_changed(before: Tensor, after: Tensor) -> Tensor:
     """Count the elements that differ between two tensors of the same shape and dtype, int64. NaN that stays NaN is equal."""
-    differ, stay_nan = count_masks([before != after, before.isnan().logical_and_(after.isnan())])
-    return differ - stay_nan
+    counts = count_masks([before != after, before.isnan().logical_and_(after.isnan())])
+    changed: Tensor = counts[0] - counts[1]
+    return changed
 
 
 def count_masks(masks: Sequence[Tensor]) -> Tensor:
