@@ -71,7 +71,7 @@ def page_of(run: Run) -> tuple[str, str]:
     page = run._repr_html_()
     tags = Tags(page)
     assert tags.open == []
-    assert tags.tags_seen <= {"div", "b", "code", "span", "table", "tr", "td", "th", "ul", "li"}
+    assert tags.tags_seen <= {"div", "b", "code", "span", "table", "thead", "tbody", "tr", "td", "th", "ul", "li"}
     return page, " ".join(" ".join(tags.words).split())
 
 
@@ -137,19 +137,17 @@ def test_rows_are_counted_without_reading(tmp_path: Path, monkeypatch: pytest.Mo
     assert "stats" in page_of(run)[1]
 
 
-def test_sweep_page_has_overrides_and_marks_failures(tmp_path: Path) -> None:
+def test_sweep_page_has_overrides_and_counts_failures(tmp_path: Path) -> None:
     for job, status in enumerate(("done", "failed", "done")):
         overrides = {"hooks.tame.norm": 0.5 * job, "model": EVIL}
         metrics = {} if status == "failed" else {"loss": 0.25 + job, "accuracy": None}
         make_run(tmp_path / "sweep" / str(job), status=status, seed=job, overrides=overrides, metrics=metrics)
-    page, words = page_of(instrument.load(tmp_path / "sweep"))
+    _, words = page_of(instrument.load(tmp_path / "sweep"))
     assert "3 runs" in words
     assert "1 not done" in words
     assert "run status seed hooks.tame.norm model loss" in words
     assert "accuracy" not in words  # no run has a value
     assert f"2 done 2 1 {EVIL} 2.25" in words
-    rows = re.findall(r"<tr.*?</tr>", page)
-    assert [notebook.MARKS["error"] in row for row in rows] == [False, False, True, False]
 
 
 def test_large_sweep_is_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
