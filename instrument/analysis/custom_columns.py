@@ -40,11 +40,6 @@ def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
     return list(names)
 
 
-def custom_columns_of(files: RunFiles, table: str) -> Sequence[str]:
-    """Return the names of the custom statistics or metrics that are further columns of a table of a run."""
-    return custom_metrics_of(files) if table == "metrics" else custom_statistics_of([files.info()])
-
-
 def column_names(columns: Sequence[str], names: Sequence[str]) -> list[str]:
     """Return the columns of a table with the custom ones in place of the column that contains them."""
     return [name for column in columns for name in (names if column == CUSTOM.name else [column])]
