@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .folders.locked_operations import for_each_run
-from .folders.run_record import mark_killed
+from .folders.run_record import end_if_running
 from .sinks.recovery import recover
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _recover(folder: Path) -> tuple[str, Sequence[str]]:
     recovered = recover(folder)
-    mark_killed(folder)
+    end_if_running(folder, status="killed")
     rows = ", ".join(f"{table} {count:,}" for table, count in recovered.rows.items())
     torn = f"; the incomplete last step was discarded ({', '.join(recovered.torn)})" if recovered.torn else ""
     return f"{f'rows converted to Parquet: {rows}' if rows else 'no journals to convert'}{torn}", recovered.problems

@@ -17,7 +17,7 @@ from pathlib import Path
 from .analysis.folders import find_runs
 from .errors import ConfigError, InstrumentError, Problem
 from .folders.locked_operations import locked
-from .folders.run_record import mark_killed, read_record
+from .folders.run_record import end_if_running, read_record
 from .formatting import human_bytes
 from .sinks.lock import is_written
 from .sinks.recovery import recover
@@ -67,7 +67,7 @@ def _send(folder: Path, remote: RemoteFolder) -> int:
         if not running:
             with locked(folder):
                 recover(folder)
-                mark_killed(folder)
+                end_if_running(folder, status="killed")
         sent = send_all(folder, remote)
     except InstrumentError as error:
         print(f"{folder}: {error}", file=sys.stderr)

@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from .run_record import write_json
+
 CONTROL = "control"
 LOG = "changes.jsonl"
 MESSAGE, ANSWER = ".json", ".done"
@@ -62,9 +64,7 @@ def send(folder: Path, changes: Sequence[str]) -> Path:
     control = folder / CONTROL
     control.mkdir(mode=0o700, exist_ok=True)
     message = control / f"{time.time_ns()}-{os.getpid()}{MESSAGE}"
-    temporary = message.with_suffix(".tmp")
-    temporary.write_text(json.dumps(list(changes)))
-    temporary.rename(message)
+    write_json(message, list(changes))
     return message
 
 
@@ -150,9 +150,7 @@ class ControlFolder:
 
     def answer(self, message: Path, answer: Answer) -> None:
         """Answer a message and remove it."""
-        temporary = message.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(answer)))
-        temporary.rename(message.with_suffix(ANSWER))
+        write_json(message.with_suffix(ANSWER), asdict(answer))
         message.unlink(missing_ok=True)
 
     def record(self, step: int, changes: Sequence[str]) -> None:

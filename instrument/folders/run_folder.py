@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,16 @@ from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote_folder import check_is_local
 from .folder_snapshot import Snapshot
 from .replaced_run import ReplacedRun
-from .run_record import PACKAGES, Status, final_entries, git_revision, installed_version, read_record, write_json
+from .run_record import (
+    PACKAGES,
+    Status,
+    end_if_running,
+    final_entries,
+    git_revision,
+    installed_version,
+    read_record,
+    write_json,
+)
 
 RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
 
@@ -281,19 +289,10 @@ class WorkerRunFolder:
             yield
         except RankError as error:
             if error.rank == 0 and not is_locked(self.path):
-                self._record_failure(error)
+                end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
             raise
         finally:
             self._lock.release()
 
     def update(self, **record: Any) -> None:
         """Do nothing, because rank 0 writes run.json."""
-
-    def _record_failure(self, error: RankError) -> None:
-        """Write the failure of rank 0 to run.json, if the status is still `running`."""
-        record = json.loads((self.path / "run.json").read_text())
-        if record["status"] == "running":
-            with suppress(FileNotFoundError):  # Another process wrote the file at the same time.
-                write_json(
-                    self.path / "run.json", {**record, **final_entries("failed", error), "failed_rank": error.rank}
-                )

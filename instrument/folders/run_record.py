@@ -53,21 +53,23 @@ def checkpoint_steps(folder: Path) -> list[int]:
     return [int(file.stem.partition("-")[2]) for file in files]
 
 
-def mark_killed(folder: Path) -> None:
-    """Set the status in run.json to `killed`, if it is `running`. Call it only if the process of the run is gone.
+def end_if_running(folder: Path, **entries: Any) -> None:
+    """Add entries to run.json, if its status is `running`. Call it only if the process that writes it is gone.
 
     Args:
         folder: The folder of the run.
+        entries: The entries, with the final status.
     """
     path = folder / "run.json"
     record = None
     with suppress(ValueError):  # The file is damaged; `load` reports it.
         record = json.loads(path.read_text())
     if isinstance(record, dict) and record.get("status") == "running":
-        write_json(path, {**record, "status": "killed"})
+        with suppress(FileNotFoundError):  # Another process wrote the file at the same time.
+            write_json(path, {**record, **entries})
 
 
-def write_json(path: Path, record: dict[str, Any]) -> None:
+def write_json(path: Path, record: Any) -> None:
     """Write a JSON file atomically: the previous file remains until the new one is complete.
 
     Args:
