@@ -33,9 +33,9 @@ def effects_of(
 ) -> pd.DataFrame:
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
-        raise InstrumentError(str(Problem("confidence", "must be between 0 and 1", confidence)))
+        raise InstrumentError(Problem("confidence", "must be between 0 and 1", confidence))
     if interval not in (allowed := get_args(Interval)):
-        raise InstrumentError(str(Problem("interval", "is unknown", interval, " or ".join(allowed))))
+        raise InstrumentError(Problem("interval", "is unknown", interval, " or ".join(allowed)))
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
@@ -80,7 +80,7 @@ def _check_steps(steps: Any) -> None:
         if stop is None or (start or 0) < stop:
             return
     allowed = "(start, stop), half-open, such as (50, None)"
-    raise InstrumentError(str(Problem("steps", "the range contains no steps", steps, allowed)))
+    raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
 
 
 def _means_of_run(run: RunTables, index: int, steps: Steps) -> dict[str, Means]:
@@ -107,12 +107,12 @@ def _cells(values: list[Any]) -> pd.Series:
 
 
 class _Differences:
-    """Paired differences at all locations of one table; the memory needed does not grow with the number of runs.
+    """Paired differences at all locations of one table.
 
     Args:
         table: The table.
         columns: The columns of the table that are averaged in any run.
-        interval: The kind of the intervals. For a bootstrap, the differences of all seeds are kept.
+        interval: The kind of the intervals.
     """
 
     def __init__(self, table: str, columns: Sequence[str], interval: Interval) -> None:
@@ -120,29 +120,30 @@ class _Differences:
         self.interval = interval
         self.columns = {name: index for index, name in enumerate(columns)}
         self.locations: dict[tuple[str, ...], int] = {}
-        self.sums: dict[str, _Sums] = {}
+        self.comparisons: dict[str, _Comparison] = {}
 
     def add(self, comparison: str, before: Means, after: Means) -> None:
         """Add one pair."""
         for location in (*before.locations, *after.locations):
             self.locations.setdefault(location, len(self.locations))
-        sums = self.sums.setdefault(comparison, _Sums(len(self.columns), [] if self.interval == "bootstrap" else None))
-        sums.add(*self._dense(before), *self._dense(after))
+        added_to = self.comparisons.setdefault(comparison, _Comparison(len(self.columns), self.interval))
+        added_to.add(*self._dense(before), *self._dense(after))
 
     def end_seed(self) -> None:
         """Finish the current seed."""
-        for sums in self.sums.values():
-            sums.end_seed()
+        for comparison in self.comparisons.values():
+            comparison.end_seed()
 
-    def frame(self, comparison: str, confidence: float) -> pd.DataFrame:
+    def frame(self, name: str, confidence: float) -> pd.DataFrame:
         """Return one row per location and statistic that occurs in any pair of a comparison."""
-        sums = self.sums[comparison]
-        rows, columns = np.nonzero(sums.pairs + sums.not_finite)
+        comparison = self.comparisons[name]
+        used, not_finite, _ = comparison.counts
+        rows, columns = np.nonzero(used + not_finite)
         labels = pd.DataFrame(list(self.locations), columns=keys_of(self.table), dtype=object)
         where = labels.reindex(columns=list(LOCATION_COLUMNS)).iloc[rows].reset_index(drop=True)
         where.insert(0, "table", self.table)
         statistics = np.array(list(self.columns), dtype=object)[columns]
-        numbers = {name: numbers[rows, columns] for name, numbers in sums.columns(confidence).items()}
+        numbers = {name: numbers[rows, columns] for name, numbers in comparison.numbers(confidence).items()}
         return where.assign(statistic=statistics, **numbers)
 
     def _dense(self, means: Means) -> tuple[np.ndarray, np.ndarray]:
@@ -155,63 +156,53 @@ class _Differences:
         return values, has_value
 
 
-class _Sums:
-    """Running sums over the pairs of one comparison; the arrays grow with the number of locations.
-
-    Means and squares are updated with Welford's algorithm: B. P. Welford, Technometrics 4 (1962), 419-420.
+class _Comparison:
+    """The pairs of one comparison. The arrays grow with the number of locations; new ones have no earlier pairs.
 
     Attributes:
-        pairs: Number of pairs used, over all seeds; shape [locations, columns], as all attributes except the means.
-        not_finite: Number of pairs excluded because a number is NaN or infinite.
-        one_sided: Number of pairs excluded because only one run has a number.
-        seeds: Number of seeds with at least one used pair.
-        squares: Sum over the seeds of the squared distance between the difference and its mean.
-        means: Means over the seeds of the value before, the value after, and the difference; shape [3, locations,
-            columns].
-        differences: The difference of each seed, [locations, columns] each, NaN for no pair; None if they are not kept.
-        of_seed: Number of used pairs of the current seed.
-        means_of_seed: As `means`, over the pairs of the current seed.
+        counts: The numbers of pairs that are used, that are excluded because a number is NaN or infinite, and that are
+            excluded because only one run has a number; int64 [3, locations, columns].
+        seeds: For each seed, the means over its pairs of the value before, the value after, and the difference;
+            [3, locations, columns] each, NaN without a pair.
     """
 
-    def __init__(self, columns: int, differences: list[np.ndarray] | None) -> None:
-        self.differences = differences
-        self.pairs, self.not_finite, self.one_sided = (np.zeros((0, columns), dtype=np.int64) for _ in range(3))
-        self.seeds, self.of_seed = (np.zeros((0, columns), dtype=np.int64) for _ in range(2))
-        self.squares = np.zeros((0, columns))
-        self.means, self.means_of_seed = (np.zeros((3, 0, columns)) for _ in range(2))
+    def __init__(self, columns: int, interval: Interval) -> None:
+        self.interval = interval
+        self.counts = np.zeros((3, 0, columns), np.int64)
+        self.seeds: list[np.ndarray] = []
+        self._pairs_of_seed: list[np.ndarray] = []
 
     def add(self, before: np.ndarray, has_before: np.ndarray, after: np.ndarray, has_after: np.ndarray) -> None:
         """Add one pair: its numbers, and masks of existing numbers; shape [locations, columns] each."""
-        self._grow(len(before))
         with np.errstate(invalid="ignore", over="ignore"):
             numbers = np.stack([before, after, after - before])
         both = has_before & has_after
-        counts = both & np.isfinite(numbers[2])
-        self.not_finite += both & ~counts
-        self.one_sided += has_before ^ has_after
-        self.pairs += counts
-        self.of_seed += counts
-        self.means_of_seed += _mean_update(numbers, self.means_of_seed, self.of_seed, counts)
+        used = both & np.isfinite(numbers[2])
+        self.counts = _grown(self.counts, len(before), 0) + np.stack([used, both & ~used, has_before ^ has_after])
+        self._pairs_of_seed.append(np.where(used, numbers, np.nan))
 
     def end_seed(self) -> None:
         """Merge the pairs of the current seed into one number per location."""
-        counts = self.of_seed > 0
-        self.seeds += counts
-        previous_means = self.means[2].copy()
-        self.means += _mean_update(self.means_of_seed, self.means, self.seeds, counts)
-        with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
-            off = self.means_of_seed[2] - previous_means
-            self.squares += np.where(counts, off * (self.means_of_seed[2] - self.means[2]), 0.0)
-        if self.differences is not None:
-            self.differences.append(np.where(counts, self.means_of_seed[2], np.nan))
-        self.of_seed[:], self.means_of_seed[:] = 0, 0.0
+        if self._pairs_of_seed:
+            self.seeds.append(_mean(_stacked(self._pairs_of_seed)))
+            self._pairs_of_seed = []
 
-    def columns(self, confidence: float) -> dict[str, np.ndarray]:
+    def numbers(self, confidence: float) -> dict[str, np.ndarray]:
         """Return the numeric columns of the result; NaN if there are too few seeds."""
-        before, after, difference = np.where(self.seeds > 0, self.means, np.nan)
-        low, high, p_value = self._intervals(difference, confidence)
+        seeds = _stacked(self.seeds)
+        before, after, difference = _mean(seeds)
+        seed_counts = (~np.isnan(seeds[:, 2])).sum(0)
+        with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
+            if self.interval == "bootstrap":
+                flat = bootstrapped(seeds[:, 2].reshape(len(seeds), -1), confidence)
+                low, high, p_value = (values.reshape(difference.shape) for values in flat)
+            else:
+                squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
+                width = half_width(squares, seed_counts, confidence)
+                low, high = difference - width, difference + width
+                p_value = p_values(difference, squares, seed_counts)
         return {
-            "n": self.seeds,
+            "n": seed_counts,
             "mean_baseline": before,
             "mean_value": after,
             "difference": difference,
@@ -219,37 +210,28 @@ class _Sums:
             "ci_high": _finite(high),
             "confidence": np.full(low.shape, confidence),
             "p_value": p_value,
-            "pairs": self.pairs,
-            "not_finite": self.not_finite,
-            "one_sided": self.one_sided,
+            **dict(zip(("pairs", "not_finite", "one_sided"), self.counts, strict=True)),
         }
 
-    def _intervals(self, difference: np.ndarray, confidence: float) -> Sequence[np.ndarray]:
-        """Return the bounds of the intervals, and p-values; shape [locations, columns] each."""
-        with np.errstate(over="ignore"):
-            if self.differences is None:
-                width = half_width(self.squares, self.seeds, confidence)
-                return difference - width, difference + width, p_values(difference, self.squares, self.seeds)
-            numbers = np.full((len(self.differences), *difference.shape), np.nan)
-            for seed, found in enumerate(self.differences):
-                numbers[seed, : len(found)] = found  # Later seeds can have more locations.
-            flat = bootstrapped(numbers.reshape(len(numbers), -1), confidence)
-            return [values.reshape(difference.shape) for values in flat]
 
-    def _grow(self, locations: int) -> None:
-        if locations == len(self.pairs):
-            return
-        for name, array in vars(self).items():
-            if name == "differences":
-                continue
-            more = np.zeros((*array.shape[:-2], locations - array.shape[-2], array.shape[-1]), array.dtype)
-            setattr(self, name, np.concatenate([array, more], axis=-2))
+def _grown(array: np.ndarray, locations: int, fill: float) -> np.ndarray:
+    """Return an array [..., locations, columns] with so many locations."""
+    widths = [(0, 0)] * (array.ndim - 2) + [(0, locations - array.shape[-2]), (0, 0)]
+    return np.pad(array, widths, constant_values=fill)
 
 
-def _mean_update(numbers: np.ndarray, means: np.ndarray, count: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the change of means after one more number, where `counts` is true; dividing first avoids an overflow."""
-    share = 1.0 / np.maximum(count, 1)
-    return np.where(counts, np.where(counts, numbers, 0.0) * share - means * share, 0.0)
+def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Return arrays [3, locations, columns] as one; the last one has the most locations."""
+    return np.stack([_grown(array, arrays[-1].shape[-2], np.nan) for array in arrays])
+
+
+def _mean(numbers: np.ndarray) -> np.ndarray:
+    """Return the mean over the first dimension without NaN. Equal numbers give this number, and sums do not overflow."""
+    half = numbers / 2
+    lowest = np.fmin.reduce(half)
+    counts = np.maximum((~np.isnan(half)).sum(0), 1)
+    mean: np.ndarray = 2 * (lowest + np.nansum((half - lowest) / counts, axis=0))
+    return mean
 
 
 def _finite(bounds: np.ndarray) -> np.ndarray:
