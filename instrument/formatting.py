@@ -1,6 +1,8 @@
-"""Human-readable bytes and seconds."""
+"""Human-readable bytes, seconds and lists of names."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def human_bytes(count: float) -> str:
@@ -15,3 +17,9 @@ def human_bytes(count: float) -> str:
 def human_seconds(seconds: float) -> str:
     """Format a duration in seconds with three digits, such as `25.3 ms`."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def shorten(names: Sequence[str], limit: int = 12) -> str:
+    """Shorten a list of names for display: the first ones, and the total number."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"

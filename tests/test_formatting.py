@@ -1,10 +1,10 @@
-"""Human-readable byte counts and durations."""
+"""Human-readable byte counts, durations and lists of names."""
 
 from __future__ import annotations
 
 import pytest
 
-from instrument.formatting import human_bytes, human_seconds
+from instrument.formatting import human_bytes, human_seconds, shorten
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,10 @@ def test_human_bytes(count: float, expected: str) -> None:
 @pytest.mark.parametrize(("seconds", "expected"), [(0.0253, "25.3 ms"), (0.9996, "1 s"), (1234.0, "1.23e+03 s")])
 def test_human_seconds(seconds: float, expected: str) -> None:
     assert human_seconds(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, ""), (2, "n0, n1"), (3, "n0, n1, n2"), (4, "n0, n1, n2, ... (4 in all)")]
+)
+def test_long_list_is_truncated_with_a_count(count: int, text: str) -> None:
+    assert shorten([f"n{i}" for i in range(count)], limit=3) == text

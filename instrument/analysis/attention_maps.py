@@ -90,10 +90,8 @@ class AttentionTensor:
         Args:
             run: The run, or rows of its `tensors()`.
         """
-        where = {"layer": self.layer, "path": self.path, "call": self.call, "recompute": False, "backward": 0}
-        where |= {key: getattr(self.series, key) for key in KEYS} | self.batch._asdict()
-        rows = run.tensors(**where) if isinstance(run, RunTables) else _rows_where(run, where)
-        values: Array = rows["values"].iloc[0]
+        where = {"layer": self.layer, "path": self.path, "call": self.call, "backward": 0}
+        values = self.series.values(run, **where, **self.batch._asdict())
         return values.reshape([len(taken) for taken in self.indices])
 
     def maps(self, values: Array, position: int) -> Maps:
@@ -201,13 +199,6 @@ def _rows(run: RunTables | pd.DataFrame) -> list[dict[str, Any]]:
         ~frame["recompute"].astype(bool) & (frame["backward"] == 0) & frame["dtype"].map(is_known).astype(bool)
     ]
     return [{str(name): cell for name, cell in row.items()} for row in frame.to_dict("records")]
-
-
-def _rows_where(frame: pd.DataFrame, where: Mapping[str, Any]) -> pd.DataFrame:
-    mask = pd.Series(True, index=frame.index)
-    for name, value in where.items():
-        mask &= frame[name] == value
-    return frame[mask]
 
 
 def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InstrumentError, Problem, similar_names
+from ..errors import InstrumentError, Problem
 from ..spec.schedule import STEP_PHASES
 from .features import Array, Features
 from .load import Run
 from .plot_data import UNKNOWN_ORDER, forward_order
 from .recorded_layers import Recorded, positions_of
-from .saved_weights import saved_weights
+from .saved_weights import saved_weights, weight_named
 from .tensor_images import maps_in
 
 if TYPE_CHECKING:
@@ -84,13 +84,11 @@ def class_activation_map(
     features = recorded.read(run, name)
     if features.X.ndim != 4:
         message = "class activation maps require feature maps [N, C, H, W]"
-        raise InstrumentError(str(Problem("layer", message, f"{name} {list(features.X.shape)}")))
+        raise InstrumentError(Problem("layer", message, f"{name} {list(features.X.shape)}"))
     if classifier is None:
         if classes is not None:
             message = "the recorded gradients are those of one score, which forward.of selects"
-            raise InstrumentError(
-                str(Problem("classes", message, classes, fix="pass classifier=, or leave classes out"))
-            )
+            raise InstrumentError(Problem("classes", message, classes, fix="pass classifier=, or leave classes out"))
         maps, chosen = _of_gradients(run, name, features, Recorded(None, "grad_output", phase, step, path)), None
     else:
         maps, chosen = _of_weights(run, recorded, name, features, classifier, classes)
@@ -107,7 +105,7 @@ def _layer(run: Run, recorded: Recorded, layer: str | None) -> str:
     if not names:
         message = "no feature maps [N, C, H, W] were recorded"
         fix = "record the last convolutional layer with {kind: forward, action: record, tensors: true}"
-        raise InstrumentError(str(Problem("layer", message, fix=fix)))
+        raise InstrumentError(Problem("layer", message, fix=fix))
     return max(names, key=lambda name: order.get(name, UNKNOWN_ORDER)) or "."
 
 
@@ -119,7 +117,7 @@ def _of_weights(
     channels = features.X.shape[1]
     if weight.ndim != 2 or weight.shape[1] != channels:
         allowed = f"a matrix [classes, {channels}], because {layer} has {channels} channels"
-        raise InstrumentError(str(Problem("classifier", "wrong shape", f"{list(weight.shape)}", allowed)))
+        raise InstrumentError(Problem("classifier", "wrong shape", f"{list(weight.shape)}", allowed))
     if isinstance(classifier, str):
         _check_step(run, recorded, layer)
     maps = features.X.astype(np.float64)
@@ -129,7 +127,7 @@ def _of_weights(
     else:
         given = [classes] if isinstance(classes, int | np.integer) else list(classes)
         if bad := [each for each in given if not 0 <= each < len(weight)]:
-            raise InstrumentError(str(Problem("classes", "no such class", bad[0], f"0 to {len(weight) - 1}")))
+            raise InstrumentError(Problem("classes", "no such class", bad[0], f"0 to {len(weight) - 1}"))
         chosen = np.tile(np.array(given, np.int64), (len(maps), 1))
     return np.einsum("nkhw,nck->nchw", maps, weight[chosen]), chosen
 
@@ -140,21 +138,14 @@ def _classifier(run: Run, classifier: Any) -> tuple[Array, Array | float]:
         given = classifier.detach().cpu().double().numpy() if hasattr(classifier, "detach") else classifier
         return np.asarray(given, np.float64), 0.0
     weights, name = saved_weights(run), classifier.removesuffix(".weight")
-    if f"{name}.weight" not in weights:
-        near, allowed = similar_names(f"{name}.weight", weights), ", ".join(weights)
-        raise InstrumentError(
-            str(Problem("classifier", "the saved weights have no such name", f"{name}.weight", allowed, near))
-        )
-    bias = weights.get(f"{name}.bias")
-    return weights[f"{name}.weight"].double().numpy(), 0.0 if bias is None else bias.double().numpy()
+    weight, bias = weight_named(weights, f"{name}.weight", "classifier"), weights.get(f"{name}.bias")
+    return weight.double().numpy(), 0.0 if bias is None else bias.double().numpy()
 
 
 def _check_step(run: Run, recorded: Recorded, layer: str) -> None:
     """Check that the maps of a training were recorded after its last update, because only the final weights are saved."""
     steps = run.read("metrics", ["step", "phase"])
-    rows = run.read("tensors", list(dict.fromkeys(["layer", "step", "phase", *recorded.conditions])))
-    for column, value in {**recorded.conditions, "layer": "" if layer == "." else layer}.items():
-        rows = rows[rows[column] == value]
+    rows = recorded.rows(run, ["step", "phase"], layer)
     last = steps[steps["phase"].isin(STEP_PHASES) & (steps["phase"] != "forward")]["step"].max() + 1
     early = rows[(rows["phase"] != "forward") & (rows["step"] < last)]
     if len(early):
@@ -162,7 +153,7 @@ def _check_step(run: Run, recorded: Recorded, layer: str) -> None:
             f"the saved weights are those after {last} steps, and the feature maps were recorded with earlier weights"
         )
         fix = f"record with phase: probe at step {last}, or in a run with mode=forward init_from={run.path}"
-        raise InstrumentError(str(Problem("step", message, int(early["step"].min()), fix=fix)))
+        raise InstrumentError(Problem("step", message, int(early["step"].min()), fix=fix))
 
 
 def _of_gradients(run: Run, layer: str, features: Features, recorded: Recorded) -> Array:
@@ -170,19 +161,17 @@ def _of_gradients(run: Run, layer: str, features: Features, recorded: Recorded) 
     config = run.info.get("config") or {}
     if "mode" in config and not (config.get("forward") or {}).get("of"):
         message = "the gradients of this run are those of its loss, and Grad-CAM requires those of a score"
-        raise InstrumentError(
-            str(Problem("run", message, str(run.path), fix=f"{SCORE_ARGUMENTS}, or pass classifier="))
-        )
+        raise InstrumentError(Problem("run", message, str(run.path), fix=f"{SCORE_ARGUMENTS}, or pass classifier="))
     rows = run.read("tensors", ["layer", "role"])
     if not ((rows["layer"] == ("" if layer == "." else layer)) & (rows["role"] == "grad_output")).any():
         fix = "record it with {kind: full_backward_pre, action: record, tensors: true}, or pass classifier="
-        raise InstrumentError(str(Problem("layer", "the gradient of its output was not recorded", layer, fix=fix)))
+        raise InstrumentError(Problem("layer", "the gradient of its output was not recorded", layer, fix=fix))
     gradients = recorded.read(run, layer)
     at = positions_of(gradients.ids, features.ids)
     if (at < 0).any() or gradients.X.shape[1:] != features.X.shape[1:]:
         message = "the gradients are those of other samples, or have another shape than the feature maps"
         given = f"{list(gradients.X.shape)}, not {list(features.X.shape)}"
-        raise InstrumentError(str(Problem("layer", message, given, fix="use the same selection in both hooks")))
+        raise InstrumentError(Problem("layer", message, given, fix="use the same selection in both hooks"))
     weight = gradients.X[at].astype(np.float64).mean((2, 3))  # [N, C]
     maps: Array = np.einsum("nkhw,nk->nhw", features.X.astype(np.float64), weight)
     return np.maximum(maps, 0.0)[:, None]

@@ -114,7 +114,7 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
     if len(keys) > 2:
         names = [f"{HOOKS}.{hook}.{key}" for key in keys]
         message = f"the runs differ in more than two fields of {hook!r}"
-        raise InstrumentError(str(Problem("sweep", message, ", ".join(names), fix=_FEWER)))
+        raise InstrumentError(Problem("sweep", message, ", ".join(names), fix=_FEWER))
     row, column = (keys[0], keys[1]) if len(keys) == 2 else (LAYERS, keys[0] if keys[0] != LAYERS else "")
     treated = [training for training in finished if hook in training.interventions]
     _check_unique(treated, hook, keys)
@@ -172,18 +172,18 @@ def _select(
     if intervention is not None and intervention not in fields:
         message = "the runs do not differ in any field of this intervention"
         near = similar_names(intervention, fields)
-        raise InstrumentError(str(Problem("intervention", message, intervention, ", ".join(swept) or "none", near)))
+        raise InstrumentError(Problem("intervention", message, intervention, ", ".join(swept) or "none", near))
     if intervention is None and len(fields) > 1:
         fix = "pass " + " or ".join(f"intervention={name!r}" for name in fields)
         message = "the runs differ in several interventions"
-        raise InstrumentError(str(Problem("sweep", message, ", ".join(swept), fix=fix)))
+        raise InstrumentError(Problem("sweep", message, ", ".join(swept), fix=fix))
     if not fields:
         overrides = ", ".join(differing_overrides(run)[:MOST_NAMES]) or "none"
         reasons = "; ".join(f"{count} left out: {reason}" for reason, count in Counter(left_out.values()).items())
         compared = f"{len(finished)} of {len(run.infos)} runs are compared" + (f"; {reasons}" if reasons else "")
         message = f"the runs do not differ in any field of an intervention ({compared})"
         fix = "sweep over it: -m 'hooks.patch.layers=blocks.0,blocks.1' 'hooks.patch.positions=[0],[1]'"
-        raise InstrumentError(str(Problem("sweep", message, f"overrides that differ: {overrides}", fix=fix)))
+        raise InstrumentError(Problem("sweep", message, f"overrides that differ: {overrides}", fix=fix))
     return intervention or next(iter(fields))
 
 
@@ -198,7 +198,7 @@ def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -
         if first != leaves:
             names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
             message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
-            raise InstrumentError(str(Problem("sweep", message, ", ".join(names[:MOST_NAMES]), fix=_FEWER)))
+            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MOST_NAMES]), fix=_FEWER))
 
 
 def _field(training: Training, hook: str, field: str) -> Any:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ..errors import ConfigError, InstrumentError, Problem, similar_names
+from ..errors import ConfigError, InstrumentError, Problem
 from .attention_maps import TOKENS
 from .features import Array, Features
 from .load import Run
 from .recorded_layers import Recorded, positions_of
-from .saved_weights import saved_weights
+from .saved_weights import saved_weights, weight_named
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -89,7 +89,7 @@ def logit_lens(
         residual = streams.X if streams.X.ndim == 3 else streams.X[:, None]
         if residual.ndim != 3 or (features is not None and residual.shape[2] != features):
             message = f"the residual stream must have shape [N, positions, {features}] or [N, {features}]"
-            raise InstrumentError(str(Problem("layers", message, f"{layer} {list(streams.X.shape)}")))
+            raise InstrumentError(Problem("layers", message, f"{layer} {list(streams.X.shape)}"))
         count = residual.shape[1]
         positions, length = recorded.positions(run, layer, count)
         wanted = _targets(run, recorded, streams, positions, length, tokens=tokens, targets=targets)
@@ -128,7 +128,7 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
         wanted = torch.from_numpy(targets[start : start + step])[:, None]
         if int(wanted.max()) >= logits.shape[-1]:
             message = f"a target is not one of the {logits.shape[-1]} tokens of the output layer"
-            raise InstrumentError(str(Problem("targets", message, int(wanted.max()))))
+            raise InstrumentError(Problem("targets", message, int(wanted.max())))
         of_target = logits.gather(1, wanted.clamp(min=0))
         target_log_probs += of_target.masked_fill(wanted < 0, torch.nan)[:, 0].tolist()
         ranks += (logits > of_target).sum(1).tolist()
@@ -179,9 +179,7 @@ def _targets(
 def _checked(where: str, given: Array, shape: tuple[int, ...]) -> Array:
     if given.shape != shape or not np.issubdtype(given.dtype, np.integer):
         allowed = f"integers of shape {list(shape)}: [samples, positions]"
-        raise InstrumentError(
-            str(Problem(where, "wrong shape or dtype", f"{given.dtype} {list(given.shape)}", allowed))
-        )
+        raise InstrumentError(Problem(where, "wrong shape or dtype", f"{given.dtype} {list(given.shape)}", allowed))
     return given.astype(np.int64)
 
 
@@ -225,13 +223,13 @@ def _projection(run: Run, unembed: Any) -> tuple[Projection, int | None]:
     elif isinstance(unembed, str):
         weights = saved_weights(run)
         name = unembed.removesuffix(".weight")
-        weight = _weight(weights, unembed if unembed in weights else f"{name}.weight", "unembed")
+        weight = weight_named(weights, unembed if unembed in weights else f"{name}.weight", "unembed")
         bias = weights.get(f"{name}.bias")
     else:
         weight = torch.as_tensor(unembed)
     if weight.dim() != 2:
         allowed = "a matrix [vocabulary, features]"
-        raise InstrumentError(str(Problem("unembed", "wrong shape", f"{list(weight.shape)}", allowed)))
+        raise InstrumentError(Problem("unembed", "wrong shape", f"{list(weight.shape)}", allowed))
     matrix, offset = weight.detach().cpu().float(), None if bias is None else bias.float()
     return lambda hidden: F.linear(hidden, matrix, offset), matrix.shape[1]
 
@@ -248,10 +246,10 @@ def _normalization(run: Run, norm: Any) -> Projection:
     if not isinstance(norm, str):
         return norm  # type: ignore[no-any-return]
     weights, name = saved_weights(run), norm.removesuffix(".weight")
-    weight, bias = (_weight(weights, f"{name}.{part}", "norm").float() for part in ("weight", "bias"))
+    weight, bias = (weight_named(weights, f"{name}.{part}", "norm").float() for part in ("weight", "bias"))
     if weight.dim() != 1 or f"{name}.running_mean" in weights:
         message = "the saved weights of this layer are not those of an nn.LayerNorm"
-        raise InstrumentError(str(Problem("norm", message, norm, fix="pass the module or a function")))
+        raise InstrumentError(Problem("norm", message, norm, fix="pass the module or a function"))
     return lambda hidden: F.layer_norm(hidden, weight.shape, weight, bias)
 
 
@@ -264,16 +262,6 @@ def _in_own_dtype(module: Any) -> Projection:
         return output.cpu().float()
 
     return apply
-
-
-def _weight(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
-    if name not in weights:
-        allowed = ", ".join(weights)
-        fix = "pass the module instead"
-        raise InstrumentError(
-            str(Problem(where, "the saved weights have no such name", name, allowed, similar_names(name, weights), fix))
-        )
-    return weights[name]
 
 
 def _from_file(path: str) -> Tensor:

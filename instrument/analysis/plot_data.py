@@ -5,8 +5,11 @@ All functions take DataFrames with the columns of the tables, so they work on a 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -61,6 +64,21 @@ class RecordedSeries:
         for key in KEYS:
             mask &= frame[key] == getattr(self, key)
         return frame[mask]
+
+    def values(self, run: RunTables | pd.DataFrame, **where: Any) -> np.ndarray:
+        """Return the values of the first tensor of the series that fulfills conditions on further columns.
+
+        Args:
+            run: The run, or rows of its `tensors()`.
+            where: The values of the columns, such as `step=0`.
+        """
+        where |= {"recompute": False, **{key: getattr(self, key) for key in KEYS}}
+        if isinstance(run, RunTables):
+            rows = run.tensors(**where)
+        else:
+            rows = run[reduce(operator.and_, (run[name] == value for name, value in where.items()))]
+        values: np.ndarray = rows["values"].iloc[0]
+        return values
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,12 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, Problem, similar_names
+from ..formatting import shorten
 from ..spec.kinds import KINDS
 from .attention_maps import recorded_indices, recorded_specs
 from .features import Array, Features
 from .load import Run
 from .plot_data import UNKNOWN_ORDER, forward_order
-
-MOST_NAMES = 12  # maximum number of names in an error message
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,14 @@ class Recorded:
         hooks = rows[(rows["kind"] == "forward") & (rows["role"] == self.role)]["hook"].unique()
         return replace(self, hook=hooks[0]) if len(hooks) == 1 else self
 
+    def rows(self, run: Run, columns: Sequence[str], layer: str | None = None) -> pd.DataFrame:
+        """Return columns of the selected tensors, of one layer or of all."""
+        conditions = self.conditions if layer is None else {**self.conditions, "layer": "" if layer == "." else layer}
+        rows = run.read("tensors", list(dict.fromkeys([*columns, *conditions])))
+        for name, value in conditions.items():
+            rows = rows[rows[name] == value]
+        return rows
+
     def layers(self, run: Run, layers: Sequence[str] | None, size: int | None = None) -> list[str]:
         """Return the names of recorded layers, in forward order.
 
@@ -59,29 +66,26 @@ class Recorded:
         """
         if run.folders != [run.path]:
             raise InstrumentError(
-                str(Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them"))
+                Problem("run", f"the folder contains {len(run.folders)} runs", fix="load one of them")
             )
-        columns = ["layer", "kind", "dtype", "source_shape", *self.conditions]
-        rows = run.read("tensors", list(dict.fromkeys(columns)))
-        for name, value in self.conditions.items():
-            rows = rows[rows[name] == value]
+        rows = self.rows(run, ["layer", "kind", "dtype", "source_shape"])
         is_float = rows["dtype"].str.startswith(("float", "bfloat"))
         rows = rows[is_float & rows["kind"].map(lambda kind: KINDS[kind].family == "module").astype(bool)]
         shapes = {
             name or ".": list(map(int, shape)) for name, shape in zip(rows["layer"], rows["source_shape"], strict=True)
         }
         known = [f"{name} {shape}" for name, shape in shapes.items()]
-        allowed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "") or "none"
+        allowed = shorten(known) or "none"
         fix = "record these layers with {kind: forward, action: record, tensors: true}"
         for layer in layers or ():
             if layer not in shapes:
                 message, near = "no tensors of this layer were recorded", similar_names(layer, shapes)
-                raise InstrumentError(str(Problem("layers", message, layer, allowed, near, fix)))
+                raise InstrumentError(Problem("layers", message, layer, allowed, near, fix))
         order = {name or ".": rank for rank, name in enumerate(forward_order(run))}
         found = [name for name, shape in shapes.items() if size is None or (shape and shape[-1] == size)]
         if layers is None and not found:
             message = "no layer was recorded" + ("" if size is None else f" with {size} features in the last dimension")
-            raise InstrumentError(str(Problem("layers", message, allowed=allowed, fix=fix)))
+            raise InstrumentError(Problem("layers", message, allowed=allowed, fix=fix))
         return list(layers) if layers is not None else sorted(found, key=lambda name: order.get(name, UNKNOWN_ORDER))
 
     def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
@@ -92,10 +96,7 @@ class Recorded:
             layer: Name of the layer.
             count: The number of recorded positions.
         """
-        columns = ["layer", "hook", "shape", "source_shape", *self.conditions]
-        rows = run.read("tensors", list(dict.fromkeys(columns)))
-        for name, value in {**self.conditions, "layer": "" if layer == "." else layer}.items():
-            rows = rows[rows[name] == value]
+        rows = self.rows(run, ["hook", "shape", "source_shape"], layer)
         hook, shape, source = rows[["hook", "shape", "source_shape"]].iloc[0]
         source = tuple(map(int, source))
         indices = recorded_indices(recorded_specs(run).get(hook), tuple(map(int, shape)), source)
@@ -125,13 +126,11 @@ class Recorded:
             if rows[name].nunique() > 1:
                 values = ", ".join(map(repr, rows[name].unique()))
                 raise InstrumentError(
-                    str(Problem(name, f"layer {layer!r} has tensors of several values", values, fix=f"pass {name}="))
+                    Problem(name, f"layer {layer!r} has tensors of several values", values, fix=f"pass {name}=")
                 )
         rows = rows.sort_values(["step", "micro_step", "rank"], kind="stable")
         if len({values.shape[1:] for values in rows["values"]}) > 1:
-            raise InstrumentError(
-                str(Problem("layers", "the tensors of this layer differ in shape between batches", layer))
-            )
+            raise InstrumentError(Problem("layers", "the tensors of this layer differ in shape between batches", layer))
         joined: Array = np.concatenate([*rows["values"]])
         return Features(joined, None, np.arange(len(joined)))
 

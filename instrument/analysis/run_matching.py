@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InstrumentError, Problem, similar_names
+from ..formatting import shorten
 from .config_comparison import (
     DONE,
     HOOKS,
@@ -244,8 +245,7 @@ def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group
     overrides = {name for training in all_trainings for name in run.infos[training.index]["overrides"]}
     keys = dict.fromkeys(node for training in all_trainings for node in config_keys(training))
     differing = comparable_keys(run, all_trainings)
-    more = f", ... ({len(differing)} in all)" if len(differing) > MOST_NAMES else ""
-    allowed = ", ".join(differing[:MOST_NAMES]) + more or "none: the runs differ only in their seed"
+    allowed = shorten(differing) or "none: the runs differ only in their seed"
     if not all_trainings:
         message = f"none of the {len(run.infos)} runs is finished and has a configuration"
     elif key == "seed":
@@ -258,7 +258,7 @@ def _check_differs(run: RunTables, where: str, key: str, groups: Sequence[_Group
         lines = [f"{where}: all {len(all_trainings)} finished runs have {key}={groups[0].text}", *_not_done(run, key)]
         raise InstrumentError("\n    ".join([*lines, f"they differ in: {allowed}"]))
     near = similar_names(key, differing) or similar_names(key, keys)
-    raise InstrumentError(str(Problem(where, message, key, allowed, near)))
+    raise InstrumentError(Problem(where, message, key, allowed, near))
 
 
 def comparable_keys(run: RunTables, all_trainings: Sequence[Training]) -> list[str]:
@@ -306,18 +306,8 @@ def _baseline_position(key: str, groups: Sequence[_Group], baseline: Any) -> int
         ]
         if not positions:
             values = [group.text for group in groups]
-            allowed = ", ".join(values[:MOST_NAMES])
-            raise InstrumentError(
-                str(
-                    Problem(
-                        "baseline",
-                        f"no run has this value of {key}",
-                        to_yaml(baseline),
-                        allowed,
-                        similar_names(str(baseline), values),
-                    )
-                )
-            )
+            message, similar = f"no run has this value of {key}", similar_names(str(baseline), values)
+            raise InstrumentError(Problem("baseline", message, to_yaml(baseline), shorten(values), similar))
         return positions[0]
     empty = [i for i, group in enumerate(groups) if group.value is None]
     numbers = [i for i, group in enumerate(groups) if isinstance(group.value, int | float)]

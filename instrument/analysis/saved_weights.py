@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import InstrumentError, Problem
+from ..errors import InstrumentError, Problem, similar_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,4 +33,23 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
             return weights
     message = f"the run saved no weights: it has no {WEIGHTS}"
     fix = "train with train.save=true, or pass the module or its weight"
-    raise InstrumentError(str(Problem("run", message, str(run.path), fix=fix)))
+    raise InstrumentError(Problem("run", message, str(run.path), fix=fix))
+
+
+def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
+    """Return one of the saved weights.
+
+    Args:
+        weights: The saved weights.
+        name: Its name.
+        where: The argument that gives the name, for the message.
+
+    Raises:
+        InstrumentError: There is no such name.
+    """
+    if name not in weights:
+        message, similar = "the saved weights have no such name", similar_names(name, weights)
+        raise InstrumentError(
+            Problem(where, message, name, ", ".join(weights), similar, "pass the module or its weight")
+        )
+    return weights[name]

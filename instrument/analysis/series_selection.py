@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, Problem, similar_names
+from ..formatting import shorten
 from ..rules.step_rows import location_name
 from .plot_data import KEYS, RecordedSeries, series_in
-
-MOST_NAMES = 12  # maximum number of names in an error message
 
 
 def series_where(frame: pd.DataFrame, does_fit: Callable[[pd.DataFrame], bool]) -> list[RecordedSeries]:
@@ -72,9 +71,8 @@ def check_choice(word: str, options: Sequence[str], where: str, message: str, fi
     """
     choices = list(dict.fromkeys(options))
     if word not in choices:
-        more = f", ... ({len(choices)} in all)" if len(choices) > MOST_NAMES else ""
-        allowed = ", ".join(name or "''" for name in choices[:MOST_NAMES]) + more
-        raise InstrumentError(str(Problem(where, message, repr(word), allowed, similar_names(word, choices), fix)))
+        allowed = shorten([name or "''" for name in choices])
+        raise InstrumentError(Problem(where, message, repr(word), allowed, similar_names(word, choices), fix))
 
 
 def location_names(rows: pd.DataFrame) -> dict[tuple[str, str, str], str]:

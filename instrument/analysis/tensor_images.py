@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,21 +73,9 @@ class Maps:
         Raises:
             IndexError: The sample was not recorded.
         """
-        where = {"layer": self.layer, "path": self.path, "step": self.step, "call": self.call}
-        where |= {"micro_step": self.micro_step, "backward": self.backward, "recompute": False}
-        where |= {key: getattr(self.series, key) for key in KEYS}
-        rows = run.tensors(**where) if isinstance(run, RunTables) else _where(run, where)
-        array: np.ndarray = rows["values"].iloc[0]
+        array = self.series.values(run, **{name: getattr(self, name) for name in IDENTITY[len(KEYS) :]})
         array = np.abs(array) if np.iscomplexobj(array) else array
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
-
-
-def _where(frame: pd.DataFrame, where: dict[str, Any]) -> pd.DataFrame:
-    """Return the rows whose columns have these values."""
-    mask = pd.Series(True, index=frame.index)
-    for name, value in where.items():
-        mask &= frame[name] == value
-    return frame[mask]
 
 
 def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:

@@ -19,6 +19,7 @@ from ..analysis.config_fields import to_yaml
 from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
+from ..formatting import shorten
 from ..spec.globs import ROOT
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
@@ -218,8 +219,7 @@ def _nothing_in_common(
 
 
 def _some(names: Sequence[str]) -> str:
-    listed = ", ".join(name or ROOT for name in names[:MOST_NAMES])
-    return f"{listed}, ... ({len(names)} in all)" if len(names) > MOST_NAMES else listed or "none"
+    return shorten([name or ROOT for name in names], MOST_NAMES) or "none"
 
 
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..spec.globs import ROOT
 
 MOST_COMPARED = 200  # layers of each run that are compared for a suggestion
@@ -77,18 +78,13 @@ def _check(
         if not used[old]:
             near = similar_names(old, [_shown(layer) for layer in layers])
             message = "matches no recorded layer of A, or only layers that a longer entry renames"
-            problems.append(Problem(where, message, old, _some(layers), near))
+            problems.append(Problem(where, message, old, shorten([*map(_shown, layers)]), near))
         elif not set(used[old]) & set(others):
             near = similar_names(used[old][0], [_shown(layer) for layer in others])
             message = "no recorded layer of B has the new name"
-            problems.append(Problem(where, message, used[old][0], _some(others), near))
+            problems.append(Problem(where, message, used[old][0], shorten([*map(_shown, others)]), near))
     if problems:
         raise ConfigError(*problems)
-
-
-def _some(layers: Sequence[str], most: int = 12) -> str:
-    more = f", ... ({len(layers)} in all)" if len(layers) > most else ""
-    return ", ".join(_shown(layer) for layer in layers[:most]) + more
 
 
 def _shown(layer: str) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from ..errors import ConfigError, Problem
+from ..formatting import shorten
 from ..spec.hooks import HookSpec
-from .layer_selection import shorten
 from .modules import Layer, Layers
 
 # Names of output projections in attention modules of transformers, timm, torchvision and common custom code.

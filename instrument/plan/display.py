@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..formatting import human_bytes, human_seconds
+from ..formatting import human_bytes, human_seconds, shorten
 from ..spec.base import InterventionSpec
 from ..spec.description import describe_action
 from ..spec.globs import matches
@@ -23,7 +23,6 @@ from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
 from .cost import Forecast
 from .hook_plan import HookPlan, Site, is_selected
-from .layer_selection import shorten
 from .modules import Layer
 from .remarks import remarks
 from .shape_inference import InferredCalls, function_calls_of

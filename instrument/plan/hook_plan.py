@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..spec.field_types import Selection
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from .attention_heads import check_heads
-from .layer_selection import select_layers, shorten
+from .layer_selection import select_layers
 from .modules import Layer, Layers
 
 

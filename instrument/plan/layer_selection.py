@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..spec.field_types import Selection
 from .modules import Layer, Layers
 
@@ -45,9 +45,3 @@ def _no_such_layer(pattern: str, layers: Layers, where: str) -> Problem:
     plain = pattern.removeprefix("re:").replace("*", "").replace("..", ".").strip(".")
     similar = similar_names(plain, names, limit=5) or similar_names(plain.split(".")[0], names, limit=5)
     return Problem(where, "this pattern matches no module", given=pattern, allowed=shorten(names), similar=similar)
-
-
-def shorten(names: Sequence[str], limit: int = 12) -> str:
-    """Shorten a list of names for display: the first ones, and the total number."""
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"

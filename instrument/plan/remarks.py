@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import nn
 
+from ..formatting import shorten
 from ..spec.statistics import MAGNITUDES, statistic_of
 from .hook_plan import HookPlan
-from .layer_selection import shorten
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import pandas as pd
 from ..analysis.attention_maps import AttentionTensor, Batch, Maps, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
 from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
-from ..analysis.series_selection import MOST_NAMES, check_choice, select_series
+from ..analysis.series_selection import check_choice, select_series
 from ..errors import InstrumentError, Problem
+from ..formatting import shorten
 from .axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain, token_label
 from .source import check_columns, check_single_run
 
@@ -124,7 +125,7 @@ def _tensors(
     known = attention_tensors(run)
     if not known:
         fix = _HOW_TO_RECORD + ("" if isinstance(run, Run) else "; pass the run if the hook selects heads or positions")
-        raise InstrumentError(str(Problem("layer", "no attention probabilities were recorded", fix=fix)))
+        raise InstrumentError(Problem("layer", "no attention probabilities were recorded", fix=fix))
     selected = _at_layers(known, layers)
     if step is not None:
         check_choice(
@@ -138,8 +139,8 @@ def _tensors(
         shapes = {one.location: f"{one.location} {list(one.shape)}" for one in chosen}
         message = "these tensors are no attention probabilities: they are negative, or do not sum to 1 over the last dimension"
         fix = f"{_HOW_TO_RECORD}; or pass the name of a location with a path, or hook=, to draw any values"
-        given = ", ".join([*shapes.values()][:MOST_NAMES]) + (", ..." if len(shapes) > MOST_NAMES else "")
-        raise InstrumentError(str(Problem("layer", message, given, fix=fix)))
+        given = shorten([*shapes.values()])
+        raise InstrumentError(Problem("layer", message, given, fix=fix))
     found = (probable or named) if chosen else selected
     series = select_series(list(dict.fromkeys(one.series for one in found)), hook=hook, phase=phase)
     return [one for one in found if one.series == series]
@@ -190,11 +191,8 @@ def _find_sample(
         return next((*places[-1], name) for name, places in known.items() if places[-1][0].step == last)
     if sample not in known:
         options = [str(name) for name in known]
-        allowed = ", ".join(options[:MOST_NAMES]) + (
-            f", ... ({len(options)} in all)" if len(options) > MOST_NAMES else ""
-        )
         message = "the attention of this sample was not recorded"
-        raise InstrumentError(str(Problem("sample", message, repr(sample), allowed)))
+        raise InstrumentError(Problem("sample", message, repr(sample), shorten(options)))
     return (*known[sample][-1], sample)
 
 
@@ -207,7 +205,7 @@ def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: 
         for one in wanted:
             if one not in maps.heads:
                 message = f"{tensor.location} has no such recorded head: its shape is {list(tensor.shape)}"
-                raise InstrumentError(str(Problem("head", message, one, ", ".join(map(str, maps.heads)) or "no heads")))
+                raise InstrumentError(Problem("head", message, one, ", ".join(map(str, maps.heads)) or "no heads"))
         maps = maps._replace(values=maps.values[[maps.heads.index(one) for one in wanted]], heads=wanted)
     return Row(tensor, maps, tensor.are_probabilities(values))
 
@@ -226,13 +224,13 @@ def _labels(
         if callable(tokens) and ids is None:
             message = "a function requires the recorded token ids, and no integer input was recorded in this batch"
             fix = "pass the tokens of the sample, or record {layers: '.', kind: forward_pre, action: record, tensors: true}"
-            raise InstrumentError(str(Problem("tokens", message, fix=fix)))
+            raise InstrumentError(Problem("tokens", message, fix=fix))
         names = None if ids is None else [str(tokens(one) if callable(tokens) else one) for one in ids]
     else:
         names = [str(one) for one in np.asarray(tokens).tolist()]
         if len(names) != keys:
             message = f"the number of tokens is not that of the keys of {row.tensor.location}"
-            raise InstrumentError(str(Problem("tokens", message, len(names), str(keys))))
+            raise InstrumentError(Problem("tokens", message, len(names), str(keys)))
     of_keys = [token_label(name) for name in names] if names else [str(at) for at in range(keys)]
     of_queries = of_keys if names and queries == keys else [str(at) for at in range(queries)]
     return [of_queries[at] for at in row.maps.queries], [of_keys[at] for at in row.maps.keys]

@@ -95,7 +95,7 @@ def _rows(found: ClassActivation, samples: int | str | Sequence[int | str] | Non
     if (at < 0).any():
         allowed = f"{', '.join(map(str, found.ids[:12]))}{', ...' if len(found.ids) > 12 else ''}"
         given = wanted[int(np.argmax(at < 0))]
-        raise InstrumentError(str(Problem("samples", "the sample was not recorded", given, allowed)))
+        raise InstrumentError(Problem("samples", "the sample was not recorded", given, allowed))
     return [int(each) for each in at]
 
 

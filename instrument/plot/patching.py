@@ -89,7 +89,7 @@ def patching(
     values = grid.values(number, reference)
     if not np.isfinite(values).any():
         message = "no run and its baseline have a finite value" if grid.has_baseline else "no run has a finite value"
-        raise InstrumentError(str(Problem("metric", message, metric)))
+        raise InstrumentError(Problem("metric", message, metric))
     return _draw_figure(grid, values, metric, tokens, has_reference=reference is not None)
 
 
@@ -104,10 +104,10 @@ def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | 
     """Return the metric of the baseline of all runs."""
     if len(baseline.folders) > 1:
         message = f"the folder contains {len(baseline.folders)} runs"
-        raise InstrumentError(str(Problem("baseline", message, str(baseline.path), fix="load one of them")))
+        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
     if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
         message = f"this run has the intervention {grid.hook!r}, so it is no baseline"
-        raise InstrumentError(str(Problem("baseline", message, str(baseline.path), fix="pass a run without it")))
+        raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
     return _numbers(baseline, metric, layer, hook)(0)
 
 
@@ -152,14 +152,14 @@ def _column_labels(grid: InterventionGrid, tokens: Sequence[str] | Sequence[int]
     names = [str(token) for token in np.asarray(tokens).tolist()]
     if not grid.column_key.endswith(".positions"):
         message = "tokens are labels of positions, which are not the columns of this sweep"
-        raise InstrumentError(str(Problem("tokens", message, grid.column_key or "no columns")))
+        raise InstrumentError(Problem("tokens", message, grid.column_key or "no columns"))
     labels = []
     for text in grid.columns:
         positions = [int(each) for each in text.split(", ")]
         outside = [each for each in positions if not -len(names) <= each < len(names)]
         if outside:
             message = f"there is no token at position {outside[0]}"
-            raise InstrumentError(str(Problem("tokens", message, f"{len(names)} tokens")))
+            raise InstrumentError(Problem("tokens", message, f"{len(names)} tokens"))
         labels.append(f"{token_label(' '.join(names[each] for each in positions))} ({text})")
     return labels
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from instrument.errors import ConfigError, Problem
-from instrument.plan.layer_selection import select_layers, shorten
+from instrument.plan.layer_selection import select_layers
 from instrument.plan.modules import Layers
 from instrument.spec.field_types import Selection
 
@@ -96,10 +96,3 @@ def test_empty_match_lists_existing_names() -> None:
     found = problem_of(layers="nowhere")
     assert "encoder.0.0" in found.allowed
     assert "(12 in all)" in found.allowed or "decoder.1" in found.allowed
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, ""), (2, "n0, n1"), (3, "n0, n1, n2"), (4, "n0, n1, n2, ... (4 in all)")]
-)
-def test_long_list_is_truncated_with_a_count(count: int, text: str) -> None:
-    assert shorten([f"n{i}" for i in range(count)], limit=3) == text
