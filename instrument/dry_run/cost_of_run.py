@@ -90,7 +90,9 @@ def _result(
         tensor_bytes[name] = [size for each in measured for size in each.tensor_bytes[name]]
         times[name] = due.times / micro_steps / max(1, len(measured))
         rows[name] += len(tensor_bytes[name]) // max(1, len(measured)) // micro_steps
-    sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, _checkpoints(experiment))
+    every = experiment.config.train.checkpoint.every
+    checkpoints = experiment.steps / every if every else 0.0  # each of them closes the parts of all tables
+    sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, checkpoints)
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
     seconds, fixed = _seconds(profile, baseline, of_steps)
     cost = {
@@ -114,12 +116,6 @@ def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
     if not isinstance(spec, RecordSpec) or spec.keep is None:
         return 0
     return spec.keep * max((each.kept_bytes[name] for each in profile.steps_with_rows), default=0)
-
-
-def _checkpoints(experiment: Experiment) -> float:
-    """Return the expected number of checkpoints. Each of them closes the parts of all tables."""
-    every = experiment.config.train.checkpoint.every
-    return experiment.steps / every if every else 0.0
 
 
 def _sizes(

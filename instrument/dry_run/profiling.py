@@ -25,7 +25,7 @@ from ..sinks.parquet import ParquetSink
 from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from ..training.forward import forward_step
-from ..training.loop import StepObserver, evaluate, train_step
+from ..training.loop import NoHooks, StepObserver, evaluate, train_step
 from ..training.probe_batch import run_probe_batch
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
@@ -35,25 +35,6 @@ BATCHES = 8  # Micro-batches to train on; more if one step has more.
 MAX_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
 HOOK = TABLES["stats"].names.index("hook")
 TABLES_OF_ROWS = tuple(name for name, table in TABLES.items() if table.has_identity and name != "tensors")
-
-
-class _NoHooks:
-    """An observer that does nothing, for steps without hooks."""
-
-    def loss(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
-        pass
-
-    def write_generated(self, generated: Any) -> None:
-        pass
-
-    def end_micro_step(self) -> None:
-        pass
-
-    def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
-        return {"loss": None if loss is None else loss.item()}
 
 
 @dataclass
@@ -178,7 +159,7 @@ def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], sec
     """
     _reset_compiler(experiment)
     experiment.model.train(experiment.config.mode == "train")
-    observer = _NoHooks()
+    observer = NoHooks()
     durations: list[float] = []
     started_at = time.perf_counter()
     while len(durations) <= max(MIN_REPEATS, len(batches)) or (

@@ -30,6 +30,7 @@ from .tree import execution_order, module_tree
 
 UNLIMITED_WIDTH = 10_000  # columns: wide enough for any table
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+COLUMNS = ("hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes", "time")
 
 
 def plan_view(
@@ -118,46 +119,47 @@ class Costs:
         counts = ((len(self.plan.specs), "hook"), (self.steps, "step"))
         title = " in ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
         table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        kind, rows_a_step = ((), ()) if narrow else (("kind",), ("rows/step",))
-        for name in ("hook", *kind, "action", "at", "when", *rows_a_step, "rows", "bytes", "time"):
+        columns = [name for name in COLUMNS if not (narrow and name in ("kind", "rows/step"))]
+        for name in columns:
             left_aligned = name in ("hook", "kind", "action", "when")
             folds = narrow and name in ("action", "when")
             table.add_column(name, justify="left" if left_aligned else "right", no_wrap=not folds, overflow="fold")
         for name, spec in self.plan.specs.items():
-            table.add_row(*self._cells(name, spec, narrow=narrow))
+            cells = self._cells(name, spec)
+            if narrow:
+                cells["action"] = f"{cells['kind']}: {cells['action']}"
+            table.add_row(*(cells[column] for column in columns))
         if self.plan.specs:
             table.add_section()
-            table.add_row(*self._total(narrow=narrow))
+            total = self._total()
+            table.add_row(*(total.get(column, "") for column in columns))
         return table
 
-    def _cells(self, name: str, spec: HookSpec, *, narrow: bool) -> list[str]:
+    def _cells(self, name: str, spec: HookSpec) -> dict[str, str]:
         estimate = self.forecast.cost[name]
         schedule = escape(str(spec.schedule) + _condition(spec))
-        when = schedule if estimate.firings else f"[red]never[/]: {schedule}"
-        action = escape(describe_action(spec))
-        return [
-            f"[{self.colours[name]}]{name}[/]",
-            *([f"{spec.kind}: {action}"] if narrow else [spec.kind, action]),
-            str(len(self.plan.of(name))),
-            when,
-            *([] if narrow else [f"{estimate.rows_per_step:,}"]),
-            f"{estimate.rows:,}",
-            human_bytes(estimate.bytes),
-            "" if spec.phase not in STEP_PHASES else f"+{self.forecast.share(name, self.steps):.1%}",
-        ]
+        return {
+            "hook": f"[{self.colours[name]}]{name}[/]",
+            "kind": spec.kind,
+            "action": escape(describe_action(spec)),
+            "at": str(len(self.plan.of(name))),
+            "when": schedule if estimate.firings else f"[red]never[/]: {schedule}",
+            "rows/step": f"{estimate.rows_per_step:,}",
+            "rows": f"{estimate.rows:,}",
+            "bytes": human_bytes(estimate.bytes),
+            "time": "" if spec.phase not in STEP_PHASES else f"+{self.forecast.share(name, self.steps):.1%}",
+        }
 
-    def _total(self, *, narrow: bool) -> list[str]:
+    def _total(self) -> dict[str, str]:
         cost = self.forecast.cost.values()
-        return [
-            "[bold]total[/]",
-            *([""] if narrow else ["", ""]),
-            str(len(self.plan.sites)),
-            "",
-            *([] if narrow else [f"{sum(estimate.rows_per_step for estimate in cost):,}"]),
-            f"[bold]{sum(estimate.rows for estimate in cost):,}[/]",
-            f"[bold]{human_bytes(sum(estimate.bytes for estimate in cost))}[/]",
-            f"[bold]{self.forecast.slowdown:+.1%}[/]",
-        ]
+        return {
+            "hook": "[bold]total[/]",
+            "at": str(len(self.plan.sites)),
+            "rows/step": f"{sum(estimate.rows_per_step for estimate in cost):,}",
+            "rows": f"[bold]{sum(estimate.rows for estimate in cost):,}[/]",
+            "bytes": f"[bold]{human_bytes(sum(estimate.bytes for estimate in cost))}[/]",
+            "time": f"[bold]{self.forecast.slowdown:+.1%}[/]",
+        }
 
 
 def _condition(spec: HookSpec) -> str:

@@ -8,14 +8,14 @@ from operator import index
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset, DistributedSampler
 
 from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.field_types import Target
 from ..targets import build, build_callable
-from .dataset_splits import load_split
+from .dataset_splits import is_iterable, load_split
 from .datasets import DatasetMissingError
 from .loader import (
     DEFAULT_OPTIONS,
@@ -127,19 +127,13 @@ def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None
     )
 
 
-def _is_iterable(dataset: Dataset[Any]) -> bool:
-    """Return whether a dataset gives its samples one after the other, without a length and an index."""
-    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or not has_items
-
-
 def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
     """Return a slice of a dataset.
 
     Raises:
         ConfigError: The slice is empty, or requires a length that an iterable dataset does not have.
     """
-    if not _is_iterable(dataset):
+    if not is_iterable(dataset):
         return Slice(dataset, slice_indices(dataset, which, where))
     if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
         message = f"the dataset is iterable and has no length, so {', '.join(sorted(fields))} cannot be applied"

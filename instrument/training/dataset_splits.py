@@ -92,18 +92,21 @@ def _build(target: Target, **split: Any) -> Dataset[Any]:
         if (missing := _missing(error)) is not None:
             raise missing from None
         raise
-    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_items):
-        if not hasattr(dataset, "__next__"):
-            return dataset  # type: ignore[no-any-return]
-        message = f"{target.target} returned {type(dataset).__name__}, an iterator, which can be read only once"
-        allowed = "an object whose __iter__ starts from the beginning, such as a torch.utils.data.IterableDataset"
-        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
-    if not has_items:
+    if is_iterable(dataset) and not hasattr(dataset, "__iter__"):
         message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
         allowed = "an object with __len__ and __getitem__, or without a length an object with __iter__"
         raise ConfigError(Problem("data.dataset", message, allowed=allowed))
+    if is_iterable(dataset) and hasattr(dataset, "__next__"):
+        message = f"{target.target} returned {type(dataset).__name__}, an iterator, which can be read only once"
+        allowed = "an object whose __iter__ starts from the beginning, such as a torch.utils.data.IterableDataset"
+        raise ConfigError(Problem("data.dataset", message, allowed=allowed))
     return dataset  # type: ignore[no-any-return]
+
+
+def is_iterable(dataset: Any) -> bool:
+    """Return whether a dataset gives its samples one after the other, without a length and an index."""
+    has_items = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or not has_items
 
 
 def _missing(error: BaseException | None) -> DatasetMissingError | None:

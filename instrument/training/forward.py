@@ -71,7 +71,7 @@ def forward_step(
 
     Args:
         experiment: The experiment. Its model is in eval mode.
-        observer: The observer, such as a `Probe`.
+        observer: The probe, or `NoHooks`.
         batches: The only batch of the step.
 
     Returns:

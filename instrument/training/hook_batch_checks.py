@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -107,32 +108,25 @@ def check_batch_shapes(
     samples = {phase: batches.samples for phase, batches in batches_by_phase.items()}
     problems = misfits_in_smaller_batches(plan, inferred_by_phase, samples, smallest_batch)
     for name, spec in plan.specs.items():
-        if isinstance(spec, RecordedSpec) and spec.run is not None and spec.definition.frequency != "occasion":
-            archive.open(spec.run, spec.hook, f"hooks.{name}")
-            tensors = {
-                TensorLocation(site.layer.name, info.path, call): (site, info.shape)
-                for site in plan.of(name)
-                for call, info in tensors_at(site, batches_by_phase[spec.phase].inferred)
-                if info.dtype.is_floating_point
-            }
-            shapes = {location: shape for location, (_, shape) in tensors.items()}
-            sites = {location: site for location, (site, _) in tensors.items()}
-            if spec.match == "id":
-                found = _sample_problems(spec, archive, tensors, batches_by_phase[spec.phase], length)
-                problems += [problem for problem in [next(found, None)] if problem]
-                continue
+        if not isinstance(spec, RecordedSpec) or spec.run is None or spec.definition.frequency == "occasion":
+            continue
+        archive.open(spec.run, spec.hook, f"hooks.{name}")
+        batches, due = batches_by_phase[spec.phase], firings_of(spec, length).steps
+        tensors = {
+            TensorLocation(site.layer.name, info.path, call): (site, info.shape)
+            for site in plan.of(name)
+            for call, info in tensors_at(site, batches.inferred)
+            if info.dtype.is_floating_point
+        }
+        if spec.match == "id":
+            found = _sample_problems(spec, archive, tensors, batches, due)
+        else:
             rows = _recorded_rows(spec, archive)
             usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
-            check = _RecordingCheck(
-                spec,
-                shapes,
-                sites,
-                batches_by_phase[spec.phase],
-                _recorded_tensors(spec, usable),
-                _recording_hooks(rows),
-                archive.accumulate_of(spec.run),
-            )
-            problems += [problem for problem in [next(check.problems(firings_of(spec, length).steps), None)] if problem]
+            recorded, hooks = _recorded_tensors(spec, usable), _recording_hooks(rows)
+            accumulate = archive.accumulate_of(spec.run)
+            found = _RecordingCheck(spec, tensors, batches, recorded, hooks, accumulate).problems(due)
+        problems += islice(found, 1)
     if problems:
         raise ConfigError(*problems)
 
@@ -142,7 +136,7 @@ def _sample_problems(
     archive: RunArchive,
     tensors: Mapping[TensorLocation, tuple[Site, Shape]],
     batches: PhaseBatches,
-    length: Length,
+    due: Collection[int],
 ) -> Iterator[Problem]:
     """Yield the problems of a spec with `match: id`: unknown or missing samples, and values of another shape.
 
@@ -151,11 +145,11 @@ def _sample_problems(
         archive: Reads the recorded tensors of other runs.
         tensors: The tensors that the spec changes: their sites, and their shapes in shape inference.
         batches: The batches of the phase of the spec.
-        length: The length of the run.
+        due: The steps at which the spec is scheduled.
     """
     assert spec.run is not None, "required by match"
     where = f"hooks.{spec.name}"
-    needed = batches.ids(firings_of(spec, length).steps)
+    needed = batches.ids(due)
     rows = _recorded_rows(spec, archive)
     phases = rows["phase"][rows["layer"].isin({location.layer for location in tensors})].unique()
     splits = {archive.split_of(spec.run, phase) for phase in phases}
@@ -249,8 +243,7 @@ class _RecordingCheck:
 
     Attributes:
         spec: The spec.
-        shapes: The tensors that the spec changes, with their shapes in shape inference.
-        sites: The sites of these tensors.
+        tensors: The tensors that the spec changes: their sites, and their shapes in shape inference.
         batches: The batches of the phase of the spec.
         recorded: The recorded tensors that the spec may refer to: those of its hook, or of its phase.
         hooks: The hooks that recorded each location in any phase, with their phases.
@@ -259,13 +252,17 @@ class _RecordingCheck:
     """
 
     spec: RecordedSpec
-    shapes: Mapping[TensorLocation, Shape]
-    sites: Mapping[TensorLocation, Site]
+    tensors: Mapping[TensorLocation, tuple[Site, Shape]]
     batches: PhaseBatches
     recorded: Mapping[TensorLocation, Mapping[tuple[int, int], list[RecordedTensor]]]
     hooks: Mapping[TensorLocation, Sequence[str]]
     accumulate: int
     fitting: set[tuple[TensorLocation, int, Shape]] = field(default_factory=set)
+
+    @property
+    def where(self) -> str:
+        """The key of the spec."""
+        return f"hooks.{self.spec.name}"
 
     def problems(self, due: Collection[int]) -> Iterator[Problem]:
         """Yield the tensors that are missing, ambiguous or of the wrong shape.
@@ -273,11 +270,11 @@ class _RecordingCheck:
         Args:
             due: The steps at which the spec is scheduled.
         """
-        if not due or not self.shapes:
+        if not due or not self.tensors:
             return
-        missing = [location for location in self.shapes if location not in self.recorded]
+        missing = [location for location in self.tensors if location not in self.recorded]
         # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
-        if missing and (not self.spec.definition.gradient or len(missing) == len(self.shapes)):
+        if missing and (not self.spec.definition.gradient or len(missing) == len(self.tensors)):
             if elsewhere := [location for location in missing if location in self.hooks]:
                 yield self._phase_problem(elsewhere)
                 return
@@ -288,14 +285,14 @@ class _RecordingCheck:
             }
             allowed = shorten([f"{name} {list(shapes[name] or ())}" for name in names]) or "none"
             similar = similar_names(str(missing[0]), names)
-            yield self._problem("layers", message, list(self.spec.globs), allowed, similar)
+            yield Problem(f"{self.where}.layers", message, list(self.spec.globs), allowed, similar)
             return
         steps = {step for tensors in self.recorded.values() for step, _ in tensors}
         if missing_steps := sorted({self._source_step(step) for step in due} - steps):
             message = f"the other run recorded no tensors at step {shorten([*map(str, missing_steps)], 6)}"
             allowed = f"one of {shorten([*map(str, sorted(steps))])}"
             fix = "set 'step', or a schedule of these steps only (steps, every, start, stop)"
-            yield self._problem("step", message, self.spec.step, allowed, fix=fix)
+            yield Problem(f"{self.where}.step", message, self.spec.step, allowed, fix=fix)
             return
         per_batch = self.spec.definition.frequency == "micro_step"
         checked: set[tuple[int, tuple[int, ...]]] = set()  # Steps of the other run, and batch sizes of this run.
@@ -303,7 +300,7 @@ class _RecordingCheck:
             sizes = tuple(self.batches.sizes(step)) if per_batch else (0,)
             if (self._source_step(step), sizes) not in checked:
                 checked.add((self._source_step(step), sizes))
-                for location in self.shapes:
+                for location in self.tensors:
                     if location in self.recorded:
                         yield from self._tensor_problems(location, step, sizes)
 
@@ -313,7 +310,7 @@ class _RecordingCheck:
         message = f"the other run recorded no tensors in phase {phase} at {shorten([*map(str, locations)])}"
         hooks = sorted({hook for location in locations for hook in self.hooks[location]})
         fix = f"record them in phase {phase}, or set 'hook' to use those of another phase"
-        return self._problem("hook", message, self.spec.hook, hooks, fix=fix)
+        return Problem(f"{self.where}.hook", message, self.spec.hook, hooks, fix=fix)
 
     def _source_step(self, step: int) -> int:
         """Return the step of the other run whose tensor is used at a step of this run."""
@@ -330,7 +327,7 @@ class _RecordingCheck:
                 yield self._batch_problem(location, step)
             elif len(tensors) > 1:
                 message = f"several hooks of the other run recorded {location} at step {self._source_step(step)}"
-                yield self._problem("hook", message, self.spec.hook, [tensor.hook for tensor in tensors])
+                yield Problem(f"{self.where}.hook", message, self.spec.hook, [tensor.hook for tensor in tensors])
             elif (shape := tensors[0].shape) is not None and (location, size, shape) not in self.fitting:
                 if problems := [*self._shape_problems(location, step, tensors[0], size)]:
                     yield from problems
@@ -354,15 +351,15 @@ class _RecordingCheck:
 
         Tensors at parameters do not depend on the batch size.
         """
-        shape = self.shapes[location]
+        site, shape = self.tensors[location]
         samples, size = (self.batches.samples, size) if self.spec.definition.family == "module" else (1, 1)
         here = _scaled(shape, samples, size)
         assert tensor.shape is not None, "shards are not checked"
         try:
-            part = selected_shape_at(self.sites[location], here)
+            part = selected_shape_at(site, here)
         except SelectionError as error:
             message = f"{error} {location}, a tensor of shape {list(here)}"
-            yield self._problem(error.field, message, attrgetter(error.field)(self.spec), error.allowed)
+            yield Problem(f"{self.where}.{error.field}", message, attrgetter(error.field)(self.spec), error.allowed)
             return
         if tensor.shape == part or _fits(tensor.shape, shape, samples, size):
             return
@@ -370,7 +367,7 @@ class _RecordingCheck:
             yield self._batch_problem(location, step)
         else:
             message = f"{location} was recorded with shape {list(tensor.shape)}, but has shape {list(here)} in this run"
-            yield self._problem("run", message, self.spec.run)
+            yield Problem(f"{self.where}.run", message, self.spec.run)
 
     def _batch_problem(self, location: TensorLocation, step: int) -> Problem:
         """Return the problem that the batches of a step differ between the runs.
@@ -379,7 +376,7 @@ class _RecordingCheck:
         """
         phase = self.spec.phase
         evaluates = phase not in STEP_PHASES
-        scales = self.spec.definition.family == "module" and self.shapes[location][:1] == (self.batches.samples,)
+        scales = self.spec.definition.family == "module" and self.tensors[location][1][:1] == (self.batches.samples,)
         by_step: dict[int, list[int | None]] = {}
         for (source, _), tensors in sorted(self.recorded[location].items()):
             shape = tensors[0].source
@@ -411,20 +408,7 @@ class _RecordingCheck:
         else:
             fix = f"set a schedule (steps, every, start, stop) of steps with {_batches(recorded_sizes)}"
             fix += "; or another 'step'" if self.spec.step is not None else ""
-        return self._problem("run", message, self.spec.run, fix=fix)
-
-    def _problem(
-        self,
-        key: str,
-        message: str,
-        written: object,
-        allowed: Sequence[str] | str = (),
-        similar: Sequence[str] = (),
-        *,
-        fix: str = "",
-    ) -> Problem:
-        """Return the problem of a key of the spec."""
-        return Problem(f"hooks.{self.spec.name}.{key}", message, written, allowed, similar, fix=fix)
+        return Problem(f"{self.where}.run", message, self.spec.run, fix=fix)
 
 
 def _scaled(shape: Shape, samples: int, size: int) -> Shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,34 +96,28 @@ def train(
     return last
 
 
-class StepObserver(Protocol):
-    """An observer of a step, such as a `Probe`."""
+class NoHooks:
+    """Takes the place of a `Probe` in steps without hooks."""
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to call backward on, given the loss of a micro-batch (a scalar)."""
+        """Return the loss."""
+        return loss
 
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
-        """Record the samples of a micro-batch: the dataset indices of those of this process, and the batch itself."""
+        """Do nothing."""
 
-    def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
-        """Record what a model generated; see `Probe.write_generated`."""
+    def write_generated(self, generated: Any) -> None:
+        """Do nothing."""
 
     def end_micro_step(self) -> None:
-        """Record the end of the backward pass of a micro-batch."""
+        """Do nothing."""
 
-    def end_step(
-        self, *, loss: Tensor | None, samples: int, **metrics: Tensor | float | None
-    ) -> Mapping[str, float | None]:
-        """Record the end of an optimizer step.
+    def end_step(self, *, loss: Tensor | None, **metrics: Any) -> Mapping[str, float | None]:  # noqa: ARG002
+        """Return the loss as a number."""
+        return {"loss": None if loss is None else loss.item()}
 
-        Args:
-            loss: The mean loss of the step, a scalar.
-            samples: The number of samples in the step, over all processes.
-            metrics: Further scalars by name.
 
-        Returns:
-            The metrics of the step.
-        """
+StepObserver = Probe | NoHooks
 
 
 def train_step(
@@ -136,7 +130,7 @@ def train_step(
 
     Args:
         experiment: The experiment.
-        observer: The observer, such as a `Probe`.
+        observer: The probe, or `NoHooks`.
         micro_batches: The micro-batches of the step.
 
     Returns:
