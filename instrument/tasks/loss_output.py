@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ..nested import iter_tensors
+from ..plan.layer_selection import shorten
 from ..spec.config import output_unit_text
 from .output_unit import OutputUnit
 
@@ -74,16 +75,12 @@ class LossOutput:
             return None
         edges = _edges(loss)
         unused = [path for path, tensor in tensors.items() if tensor.requires_grad and _edge(tensor) not in edges]
+        all_paths, without_gradient = (shorten([*map(repr, paths)], MOST_PATHS) for paths in (tensors, unused))
         message = f"the loss uses output {used!r} of the {len(tensors)} tensors that the model returns"
         if loss.requires_grad and unused:
-            message += f"; {_joined(unused)} {'gets' if len(unused) == 1 else 'get'} no gradient from it"
-        message += f"; set task.output to {used!r} to confirm this, or to another one of {_joined([*tensors])}"
+            message += f"; {without_gradient} {'gets' if len(unused) == 1 else 'get'} no gradient from it"
+        message += f"; set task.output to {used!r} to confirm this, or to another one of {all_paths}"
         return OutputNotice(message, "warning" if loss.requires_grad and unused else "info")
-
-
-def _joined(paths: list[str]) -> str:
-    shown = ", ".join(map(repr, paths[:MOST_PATHS]))
-    return f"{shown} and {len(paths) - MOST_PATHS} more" if len(paths) > MOST_PATHS else shown
 
 
 def _edge(tensor: Tensor) -> tuple[Node, int]:
