@@ -20,6 +20,7 @@ from .conversion.msprobe import convert_msprobe
 from .conversion.nvdlfw import convert_nvdlfw
 from .conversion.source import read_source
 from .errors import ConfigError, Problem
+from .spec.parse import parse_hooks
 
 CONVERTERS: Mapping[str, Callable[[Any], Experiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             message = "already exists, and existing files are not overwritten"
             raise ConfigError(Problem("--out", message, given=str(args.out)))
         experiment = CONVERTERS[args.tool](read_source(args.file))
-        experiment.check()
+        parse_hooks(experiment.hooks)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

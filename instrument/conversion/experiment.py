@@ -9,10 +9,6 @@ from typing import Any
 
 import yaml
 
-from ..spec.parse import parse_hooks
-
-MOST_LETTERS = 120  # of a line of the file
-
 
 @dataclass
 class Experiment:
@@ -58,14 +54,6 @@ class Experiment:
             unique, number = f"{name}_{number}", number + 1
         self.hooks[unique] = dict(spec)
 
-    def check(self) -> None:
-        """Check the hooks.
-
-        Raises:
-            ConfigError: A value of the source is not allowed in a hook.
-        """
-        parse_hooks(self.hooks)
-
     def to_yaml(self, name: str, source: str) -> str:
         """Return the text of the experiment file.
 
@@ -81,28 +69,13 @@ class Experiment:
         ]
         if self.notes:
             lines += ["#", "# Not converted, or different:", *(f"#   {note}" for note in self.notes)]
-        lines += [f"{key}: {_flow(value)}" for key, value in {"name": name, **self.settings}.items()]
-        lines += ["hooks:" if self.hooks else "hooks: {}", *(_entry(*item) for item in self.hooks.items())]
-        return "\n".join(lines) + "\n"
+        content = {"name": name, **self.settings, "hooks": self.hooks}
+        style: dict[str, Any] = {"default_flow_style": None, "sort_keys": False, "width": 120, "allow_unicode": True}
+        return "\n".join(lines) + "\n" + yaml.dump(content, Dumper=_Dumper, **style)
 
 
-def _entry(name: str, spec: Mapping[str, Any]) -> str:
-    """Return a hook in flow style: in the line of its name, or in the lines below it."""
-    fields = [f"{key}: {_flow(value)}" for key, value in spec.items()]
-    line = f"  {name}: {{{', '.join(fields)}}}"
-    if len(line) <= MOST_LETTERS:
-        return line
-    lines = [f"    {{{fields[0]}"]
-    for each in fields[1:]:
-        if len(lines[-1]) + len(each) + 3 > MOST_LETTERS:
-            lines[-1] += ","
-            lines.append(f"     {each}")
-        else:
-            lines[-1] += f", {each}"
-    return "\n".join([f"  {name}:", *lines]) + "}"
+class _Dumper(yaml.SafeDumper):
+    """Writes a value that several hooks share to each of them."""
 
-
-def _flow(value: Any) -> str:
-    """Return a value as it is written inside of `{}`."""
-    text: str = yaml.safe_dump([value], default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
-    return text.strip()[1:-1]
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
