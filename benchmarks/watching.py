@@ -30,9 +30,8 @@ from torch import nn
 
 import instrument
 from instrument.live.live_run import LiveRun
-from instrument.live.page_data import LivePage
+from instrument.live.pages import LivePage
 from instrument.live.terminal import frame
-from instrument.report.make_report import render
 from instrument.sinks.parts import Part, in_order, new_part
 from instrument.watch import OPENING_SECONDS
 
@@ -76,8 +75,7 @@ def opening(folder: Path) -> tuple[float, float]:
     live = LiveRun(folder)
     page = LivePage(live)
     live.refresh(OPENING_SECONDS)
-    numbers = page.numbers()
-    render("run.html", page.words(numbers), numbers, folder, live=True)
+    page.html()
     return process, time.perf_counter() - began
 
 

@@ -17,7 +17,7 @@ import pandas as pd
 from ..rules.step_rows import is_gradient, location_name
 from ..spec.kinds import KINDS
 from ..spec.statistics import ALL, statistic_of
-from ..spec.tables import IDENTITY, TABLES
+from ..spec.tables import TABLES
 from .finite import finite_only
 from .run_tables import RunTables
 
@@ -107,18 +107,6 @@ def series_in(frame: pd.DataFrame) -> list[RecordedSeries]:
     """Return the series of a table in order of first appearance."""
     rows = frame.loc[:, list(KEYS)].drop_duplicates()
     return [RecordedSeries(*row) for row in rows.itertuples(index=False)]
-
-
-def joined_statistics(run: RunTables) -> pd.DataFrame:
-    """Return the rows of `stats`, with the numbers of further tables as columns. A hook without statistics adds its own rows."""
-    keys, joined = [column.name for column in IDENTITY], run.stats
-    for table in TABLES.values():
-        if table.fields and table.joins_statistics:
-            rows = getattr(run, table.name)[[*keys, *table.numbers]]
-            alone = rows[~rows["hook"].isin(joined["hook"].unique())]
-            joined = joined.merge(rows, on=keys, how="left") if len(alone) < len(rows) else joined
-            joined = pd.concat([joined, alone], ignore_index=True) if len(alone) else joined
-    return joined
 
 
 def statistics_in(frame: pd.DataFrame) -> list[str]:

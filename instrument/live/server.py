@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ..errors import InstrumentError
@@ -24,8 +24,7 @@ from ..pip_extras import pip_command
 from ..report import check_packages
 from ..report.numbers import as_json
 from .live_run import LiveRun
-from .page_data import LivePage
-from .sweep_page_data import LiveSweepPage
+from .pages import LivePage, LiveSweepPage
 
 if TYPE_CHECKING:
     import uvicorn
@@ -46,31 +45,6 @@ KEEP_ALIVE_SECONDS = 15.0
 CHECK_SECONDS = 0.25  # between two checks whether the server is stopping
 CHANGE_SECONDS = 60.0  # until a change that the run has not made is withdrawn
 STOP_SECONDS = 2  # for browsers that do not close their connection
-
-
-class Page(Protocol):
-    """The page of a run or a sweep."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it is in progress."""
-
-    @property
-    def version(self) -> int:
-        """The current version, a number that increases with each change."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all rows have been read."""
-
-    def refresh(self, seconds: float = ...) -> bool:
-        """Read new rows, and earlier ones for some seconds."""
-
-    def html(self) -> str:
-        """Return the complete page."""
-
-    def changes(self, since: int) -> dict[str, Any]:
-        """Return what changed after a version, and the current version as `version`."""
 
 
 class LiveServer:
@@ -105,7 +79,7 @@ class LiveServer:
     ) -> None:
         check_web_packages()
         self.token = secrets.token_urlsafe(16)
-        self.page: Page
+        self.page: LivePage | LiveSweepPage
         if sweep is None:
             self.page = LivePage(LiveRun(folder), takes_changes=takes_changes)
         else:
@@ -118,7 +92,7 @@ class LiveServer:
         self._lock = threading.Lock()  # pages are read and shown in different threads
         self._server: uvicorn.Server | None = None
         self._failure: Exception | None = None
-        self.page.refresh(opening_seconds)
+        self.page.source.refresh(opening_seconds)
 
     def _address(self, job: str = "") -> str:
         """Return the address of the page of a job, or of the sweep, relative to the server."""
@@ -188,17 +162,17 @@ class LiveServer:
                 self._failure = error
                 self.stop()
                 return
-            if self.page.is_running or is_complete:
+            if self.page.source.is_running or is_complete:
                 await asyncio.sleep(self._pause(seconds))
 
     def _refresh(self) -> tuple[bool, float]:
         """Refresh the pages. Return whether all rows have been read, and the processor time in seconds."""
         began = time.thread_time()
-        pages = [self.page, *list(self._jobs.values())]
-        for page in pages:
+        sources = [page.source for page in (self.page, *self._jobs.values())]
+        for source in sources:
             with self._lock:
-                page.refresh(self._reading_seconds)
-        return all(page.is_complete for page in pages), time.thread_time() - began
+                source.refresh(self._reading_seconds)
+        return all(source.is_complete for source in sources), time.thread_time() - began
 
     async def _show_page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
@@ -213,7 +187,7 @@ class LiveServer:
             page = self._page_of(job)
             return None if page is None else page.html()
 
-    def _page_of(self, job: str) -> Page | None:
+    def _page_of(self, job: str) -> LivePage | LiveSweepPage | None:
         """Return the page of a job, or of the run or the sweep if the name is empty; None if there is no such job."""
         if not job or not isinstance(self.page, LiveSweepPage):
             return self.page
@@ -264,7 +238,7 @@ class LiveServer:
         """Return the changes of a page after a version; None if there are none."""
         with self._lock:
             page = self._page_of(job)
-            return None if page is None or page.version == since else page.changes(since)
+            return None if page is None or page.source.version == since else page.changes(since)
 
     async def _control(self, request: Request) -> Response:
         """Change a run. The body is a JSON string with the changes, separated by spaces."""
@@ -291,7 +265,7 @@ class LiveServer:
         if not isinstance(page, LivePage):
             return _no_such_run()
         try:
-            answer = await asyncio.to_thread(request_changes, str(page.folder), changes, seconds=CHANGE_SECONDS)
+            answer = await asyncio.to_thread(request_changes, str(page.source.folder), changes, seconds=CHANGE_SECONDS)
         except InstrumentError as error:
             return PlainTextResponse(str(error), 409, headers=HEADERS)
         if answer.problem is not None:
@@ -299,7 +273,7 @@ class LiveServer:
         made = "\n".join(f"after {answer.step} steps  {change}" for change in answer.changes)
         return PlainTextResponse(made, headers=HEADERS)
 
-    def _locked_page(self, job: str) -> Page | None:
+    def _locked_page(self, job: str) -> LivePage | LiveSweepPage | None:
         with self._lock:
             return self._page_of(job)
 

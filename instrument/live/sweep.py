@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..report.charts import metric_curves
+from ..report.numbers import format_number
+from ..report.sweep_charts import CURVE_ROOM
 from ..sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status
 from ..sweeps.lookup import jobs_in
 from .live_run import LiveRun
-from .terminal import STATUS_COLOURS, format_value, sparkline
+from .terminal import STATUS_COLOURS, sparkline
 
 OTHER_LINES = 5
 SHOWN = ("loss", "accuracy")
@@ -31,16 +33,16 @@ class JobView:
         step: The number of completed steps.
         steps: The number of steps of the job; None if it is unknown.
         losses: The training loss over the groups of steps; NaN for missing values.
-        last: The last metrics, those of an evaluation if there was one, by name.
+        last: The last metrics, those of an evaluation if there was one, by name; None without a value.
         info: The content of run.json.
-        curves: The metrics of each phase over steps; empty if they were not requested.
+        curves: The metrics of each phase over steps; see `metric_curves`.
         version: The version of the sweep at the last change.
     """
 
     step: int
     steps: int | None
     losses: np.ndarray
-    last: dict[str, float]
+    last: dict[str, float | None]
     info: dict[str, Any]
     curves: dict[str, Any]
     version: int
@@ -56,11 +58,9 @@ class LiveSweep:
 
     Args:
         folder: The folder of the sweep, as a path or an address.
-        curves_of: Returns the data of the training curves of a job, for `JobView.curves`. Default: no data.
 
     Attributes:
         folder: The folder.
-        curves_of: See above.
         source: The jobs and the keys in which they differ.
         jobs: The jobs in the order of their numbers, as of the last refresh.
         views: The progress of the jobs that have started, by folder.
@@ -68,9 +68,8 @@ class LiveSweep:
         is_complete: Whether all rows have been read.
     """
 
-    def __init__(self, folder: str, curves_of: Callable[[LiveRun], dict[str, Any]] = lambda live: {}) -> None:
+    def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.curves_of = curves_of
         self.source = jobs_in(folder)
         self.jobs: list[SweepJob] = []
         self.views: dict[Path, JobView] = {}
@@ -113,7 +112,7 @@ class LiveSweep:
                 self.is_complete = False
                 break
             if job.folder not in self._runs:
-                self._runs[job.folder] = LiveRun(job.folder, tables=("metrics",))
+                self._runs[job.folder] = LiveRun(job.folder, ("metrics",), CURVE_ROOM)
             live = self._runs[job.folder]
             if live.refresh() or job.folder not in self.views:
                 self.views[job.folder] = self._view(live)
@@ -131,11 +130,11 @@ class LiveSweep:
         training = live.metrics.get("train")
         if training is not None and "loss" in training.statistics:
             losses = training.values("loss", training.groups())[0]
-        last: dict[str, float] = {}
+        last: dict[str, float | None] = {}
         for name in SHOWN:
             found = [live.last_metric(phase, name) for phase in ("eval", "train", "forward")]
-            last |= {name: next((value for value in found if value is not None), float("nan"))}
-        return JobView(live.step, live.steps, losses, last, live.info, self.curves_of(live), self.version)
+            last[name] = next((value for value in found if value is not None), None)
+        return JobView(live.step, live.steps, losses, last, live.info, metric_curves(live), self.version)
 
     def frame(self, height: int | None = None) -> RenderableType:
         """Return the table of the jobs, running jobs first.
@@ -152,13 +151,10 @@ class LiveSweep:
         shown = jobs if height is None else jobs[: max(1, height - OTHER_LINES)]
         for job in shown:
             view = self.views.get(job.folder)
-            step, line, last = "", "", dict.fromkeys(SHOWN, "")
+            cells = [""] * (2 + len(SHOWN))
             if view is not None:
-                step = view.progress
-                line = sparkline(view.losses)
-                last = {name: format_value(view.last.get(name, float("nan"))) for name in SHOWN}
+                cells = [view.progress, sparkline(view.losses), *(format_number(view.last[name]) for name in SHOWN)]
             status = Text(job.status, style=STATUS_COLOURS.get(job.status, "yellow"))
-            cells = (step, line, *last.values())
             label = Text(self.source.label(job), no_wrap=True, overflow="ellipsis")
             table.add_row(Text(job.name), status, label, *(Text(cell) for cell in cells))
         more = f"\n{len(self.jobs) - len(shown)} more jobs" if len(shown) < len(self.jobs) else ""

@@ -14,9 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.plot_data import RecordedSeries
+from ..report.numbers import format_number
+from ..report.run_history import METRICS
+from ..report.step_history import StepHistory
 from ..spec.schedule import STEP_PHASES
-from .live_run import METRICS, LiveRun
-from .step_history import StepHistory
+from .live_run import LiveRun
 
 COLOURS = {"info": "", "warning": "yellow", "error": "bold red"}
 STATUS_COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red"}
@@ -119,7 +121,7 @@ def _metrics(live: LiveRun) -> Table:
                 continue
             label = name if phase in STEP_PHASES else f"{phase} {name}"
             values = history.values(name, history.groups())[0]
-            table.add_row(label, Text(sparkline(values)), format_value(float(history.last(name)[0])))
+            table.add_row(label, Text(sparkline(values)), format_number(float(history.last(name)[0])))
     for (phase, name), steps in live.not_finite.items():
         table.add_row(
             Text(name if phase in STEP_PHASES else f"{phase} {name}"),
@@ -145,8 +147,8 @@ def _layers(live: LiveRun, room: int | None) -> Table:
     for view in shown:
         hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
         ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
-        line = sparkline(view.values, view.not_finite)
-        numbers = (view.statistic, line, format_value(view.last), ratio)
+        line, last = sparkline(view.values, view.not_finite), "" if np.isnan(view.last) else format_number(view.last)
+        numbers = (view.statistic, line, last, ratio)
         style = COLOURS["error"] if view.not_finite.any() else ""
         table.add_row(_Name(hook), _Name(view.location), *(Text(cell) for cell in numbers), style=style)
     return table
@@ -215,11 +217,6 @@ class _Name:
         cut = Text(self.text[::-1])
         cut.truncate(options.max_width, overflow="ellipsis")
         yield Text(cut.plain[::-1], no_wrap=True)
-
-
-def format_value(value: float) -> str:
-    """Format a number with four digits; an empty string for NaN."""
-    return "" if np.isnan(value) else f"{value:.4g}"
 
 
 def _table(title: str, *columns: tuple[str, str]) -> Table:

@@ -5,15 +5,28 @@ instrument.report.make(run).save("report.html")
 
 from __future__ import annotations
 
+import shlex
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import FILE, command_for
+from ..sinks.remote_folder import is_address
 
 if TYPE_CHECKING:
     from .make_report import Report, check_packages, make
 
 __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]
+
+FILE = "report.html"  # relative to the folder of a run or a sweep
+
+
+def command_for(folder: Path) -> str:
+    """Return the command that writes the report of a run or a sweep.
+
+    The report of a remote run is written to the current directory.
+    """
+    out = f" --out {FILE}" if is_address(folder) else ""
+    return f"python -m instrument.report {shlex.quote(str(folder))}{out}"
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,17 +17,8 @@ PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MOST_HEADS = 32
 
 
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The attention probabilities of a location at the last recorded step.
-
-    Attributes:
-        tensor: The tensor that holds them.
-        maps: Those of the first recorded sample.
-    """
-
-    tensor: AttentionTensor
-    maps: Maps
+AttentionLayer = tuple[AttentionTensor, Maps]
+"""The attention probabilities of a location at the last recorded step, and those of the first recorded sample."""
 
 
 def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
@@ -43,9 +33,9 @@ def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
     for tensor in last.values():
         values = tensor.read(run)
         if tensor.are_probabilities(values):
-            found.append(AttentionLayer(tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
+            found.append((tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
     ranks = {layer: rank for rank, layer in enumerate(order)}
-    return sorted(found, key=lambda each: ranks.get(each.tensor.layer, len(ranks)))
+    return sorted(found, key=lambda each: ranks.get(each[0].layer, len(ranks)))
 
 
 def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]]:
@@ -53,13 +43,12 @@ def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]
 
     The number of values on the page is limited: maps are averaged over squares if they have too many.
     """
-    heads = sum(min(MOST_HEADS, len(each.maps.values)) for each in layers)
+    heads = sum(min(MOST_HEADS, len(maps.values)) for _, maps in layers)
     pixels = int(np.clip((ROOM / max(1, heads)) ** 0.5, FEWEST_PIXELS, PIXELS))
-    return [_picture(run, each, pixels) for each in layers[: ROOM // FEWEST_PIXELS**2 // MOST_HEADS]]
+    return [_picture(run, *each, pixels) for each in layers[: ROOM // FEWEST_PIXELS**2 // MOST_HEADS]]
 
 
-def _picture(run: Run, layer: AttentionLayer, pixels: int) -> dict[str, Any]:
-    tensor, maps = layer.tensor, layer.maps
+def _picture(run: Run, tensor: AttentionTensor, maps: Maps, pixels: int) -> dict[str, Any]:
     position = tensor.indices[0][0]
     small = smaller(maps.values[:MOST_HEADS], pixels)
     known = {places: name for name, all_places in sample_ids(run, [tensor.batch]).items() for places in all_places}

@@ -18,40 +18,20 @@ TENSOR_COLUMNS = ("tensors", "elements", "l2", "cosine", "max_abs", "max_rel")
 
 def content(difference: Diff) -> dict[str, Any]:
     """Return the values of the template."""
-    layers = difference.layers
-    columns = ("difference", "step", "first_step", *difference.statistics)
-    rows = records(layers)
     return {
         "title": " and ".join(path.name for path in difference.paths) + ": differences",
         "path": " and ".join(map(str, difference.paths)),
         "summary": "\n".join(summary(difference)),
         "statistics": difference.statistics,
-        "rows": [
-            {
-                "cells": place_cells(row),
-                "numbers": [number_text(row[name]) for name in columns],
-                "above": row["difference"] > difference.tolerance,
-            }
-            for row in rows
-        ],
+        "tolerance": difference.tolerance,
+        "rows": records(difference.layers),
         "tensor_columns": TENSOR_COLUMNS,
-        "tensors": [
-            {
-                "cells": place_cells(rows[row["location"]]),
-                "numbers": [number_text(row[name]) for name in TENSOR_COLUMNS],
-                "ulp": ulp_text(row["ulp"]),
-            }
-            for row in records(difference.tensors.reset_index())
-        ],
-        "unmatched": [
-            {
-                "run": row["run"].upper(),
-                "cells": place_cells(row | {"layer_b": row["layer"]}),
-                "type": row["module_type"],
-            }
-            for row in records(difference.unmatched)
-        ],
+        "tensors": records(difference.tensors.reset_index()),
+        "unmatched": [row | {"layer_b": row["layer"]} for row in records(difference.unmatched)],
         "picture": _picture(difference),
+        "place_cells": place_cells,
+        "number_text": number_text,
+        "ulp_text": ulp_text,
     }
 
 

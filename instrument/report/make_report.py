@@ -78,9 +78,7 @@ def make(run: Run | Diff | str | Path) -> Report:
         InstrumentError: Plotly or Jinja2 is not installed, or for a comparison matplotlib.
     """
     if isinstance(run, Diff):
-        style = _markup((TEMPLATES / "style.css").read_text())
-        page = _templates().get_template("diff.html")
-        return Report(page.render(**diff_page.content(run), style=style, version=version("instrument"), live=False))
+        return Report(_page("diff.html", **diff_page.content(run), live=False))
     opened = run if isinstance(run, Run) else load(run)
     several = opened.folders != [opened.path]
     words, numbers = (sweep_page if several else run_page).content(opened)
@@ -109,22 +107,22 @@ def render(
         sweep: The address of the page of the sweep to which the run belongs. Default: no link.
     """
     scripts = (*SCRIPTS, "live", "main") if live else (*SCRIPTS, "main")
-    return str(
-        _templates()
-        .get_template(template)
-        .render(
-            **words,
-            live=live,
-            takes_changes=takes_changes,
-            sweep=sweep,
-            version=version("instrument"),
-            path=str(path),
-            style=_markup((TEMPLATES / "style.css").read_text()),
-            script=_markup("\n".join((TEMPLATES / f"{name}.js").read_text() for name in scripts)),
-            plotly=_plotly(),
-            data=packed(as_json(with_vocabulary(numbers))),
-        )
+    return _page(
+        template,
+        **words,
+        live=live,
+        takes_changes=takes_changes,
+        sweep=sweep,
+        path=str(path),
+        script="\n".join((TEMPLATES / f"{name}.js").read_text() for name in scripts),
+        plotly=_plotly(),
+        data=packed(as_json(with_vocabulary(numbers))),
     )
+
+
+def _page(template: str, **values: Any) -> str:
+    style = (TEMPLATES / "style.css").read_text()
+    return str(_templates().get_template(template).render(**values, style=style, version=version("instrument")))
 
 
 def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
@@ -197,12 +195,6 @@ def _templates() -> Any:
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
-
-
-def _markup(text: str) -> Any:
-    from markupsafe import Markup
-
-    return Markup(text)
 
 
 @cache

@@ -21,11 +21,16 @@ def panels(run: Run) -> Iterator[dict[str, str]]:
         try:
             shown = panel(run)
             if hasattr(shown, "savefig"):
-                file = StringIO()
-                shown.savefig(file, format="svg")
-                shown = file.getvalue()
+                shown = as_svg(shown)
         except Exception as error:
             message = f"{PANELS.places[name]} failed: {type(error).__name__}: {error}{user_code_location(error)}"
             shown = f'<p class="error-text">{escape(message)}</p>'
         if shown is not None:
             yield {"id": f"panel-{name}", "title": name.replace("_", " ").capitalize(), "html": str(shown)}
+
+
+def as_svg(figure: Any) -> str:
+    """Return a matplotlib figure as SVG."""
+    file = StringIO()
+    figure.savefig(file, format="svg")
+    return file.getvalue()

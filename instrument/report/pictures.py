@@ -43,17 +43,20 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     locations = _locations(all_maps, order)
     turns = _rounds(locations)
     pixels = _pixels_for(turns[0] if turns else [])
-    images = _Images(run, all_maps)
+    images: dict[Maps, int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.step) for rank, found in enumerate(locations) for one in found}
     room = ROOM
     for one in (one for turn in turns for one in turn):
         if _size(one, pixels) > room:
             continue
-        picture = shown[ranks[id(one)]] = _picture(run, one, pixels, images)
+        image = image_of(one, all_maps)
+        number = None if image is None else images.setdefault(image, len(images))
+        picture = shown[ranks[id(one)]] = _picture(run, one, pixels, number)
         room -= sum(len(row) for row in picture["mosaic"]["z"])
     of = {"locations": len(locations), "pictures": sum(len(found) for found in locations)}
-    return {"shown": [shown[rank] for rank in sorted(shown)], "images": images.drawn, **of}
+    drawn = [_image(image.values(run)) for image in images]
+    return {"shown": [shown[rank] for rank in sorted(shown)], "images": drawn, **of}
 
 
 def _locations(all_maps: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
@@ -92,26 +95,7 @@ def _size(one: Maps, pixels: int) -> int:
     return min(CHANNELS, one.shape[-3]) * min(pixels, max(one.shape[-2:])) ** 2
 
 
-class _Images:
-    """The input images of the maps; each image is added once."""
-
-    def __init__(self, run: Run, all_maps: list[Maps]) -> None:
-        self.run, self.all_maps = run, all_maps
-        self.drawn: list[dict[str, Any]] = []
-        self._numbers: dict[Maps, int] = {}
-
-    def number_of(self, one: Maps) -> int | None:
-        """Return the index of the input image of a map; None if it was not recorded."""
-        image = image_of(one, self.all_maps)
-        if image is None:
-            return None
-        if image not in self._numbers:
-            self._numbers[image] = len(self.drawn)
-            self.drawn.append(_image(image.values(self.run)))
-        return self._numbers[image]
-
-
-def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any]:
+def _picture(run: Run, one: Maps, pixels: int, image: int | None) -> dict[str, Any]:
     return {
         "what": one.what,
         "label": one.series.label,
@@ -120,7 +104,7 @@ def _picture(run: Run, one: Maps, pixels: int, images: _Images) -> dict[str, Any
         "shape": list(one.shape),
         "samples": one.shape[0] if len(one.shape) == 4 and not one.series.is_of_parameters else 1,
         "mosaic": _mosaic(one.values(run), pixels),
-        "image": images.number_of(one),
+        "image": image,
     }
 
 

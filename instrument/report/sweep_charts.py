@@ -1,11 +1,9 @@
-"""Data of the charts of several runs: each run in a few numbers, and pairs of runs with and without an intervention."""
+"""Data of the charts of finished runs: each run in a few numbers, and pairs of runs with and without an intervention."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,20 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.config_comparison import differing_keys
-from ..analysis.config_fields import to_yaml
-from ..analysis.intervention_grid import intervention_grid, metric_of
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
 from ..analysis.runs_with_and_without import pairs
-from ..errors import InstrumentError
 from ..spec.statistics import ALL
-from .charts import curves
+from .charts import metric_curves
 from .numbers import rounded
+from .run_history import history_of
 
-CURVE_POINTS = 200
+CURVE_ROOM = 1_200  # maximum number of values of the curves of a run
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
 PREFERRED_STATISTICS = (
     *("l2", "std", "rms", "abs_max", "mean"),
     *("zero_fraction", "dead_fraction", "update_ratio", "nan_count"),
 )
-LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
-PATCHING_METRICS = ("loss", "accuracy")
 SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
 
 
@@ -57,7 +51,8 @@ class RunData:
         stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
         summaries = {series: _summaries(series.of(stats), order) for series in series_in(stats)}
         warnings = int((run.events["severity"] == "warning").sum())
-        return cls(curves(run, CURVE_POINTS), summaries, run.problems, warnings)
+        curves = metric_curves(history_of(run, ("metrics",), CURVE_ROOM))
+        return cls(curves, summaries, run.problems, warnings)
 
 
 def read_runs(run: Run) -> list[RunData]:
@@ -67,41 +62,11 @@ def read_runs(run: Run) -> list[RunData]:
 
 
 def charts(run: Run, run_data: Sequence[RunData]) -> dict[str, Any]:
-    """Return the data of all charts of a sweep's page."""
+    """Return the data of the charts that only finished sweeps have."""
     return {
-        "runs": _runs(run),
-        "overrides": overrides_of(run),
-        "curves": [part.curves for part in run_data],
         "series": layers_of_all([part.summaries for part in run_data]),
         "pairs": [asdict(pair) for pair in pairs(run)],
-        "patching": patching(run),
         "ends": SUMMARIES,
-    }
-
-
-def patching(run: Run) -> dict[str, Any] | None:
-    """Return the metrics of a sweep over the location of an intervention, as rows and columns.
-
-    Returns:
-        None if the runs do not differ in the layers, positions, heads or units of one intervention, and in nothing else.
-    """
-    try:
-        grid = intervention_grid(run)
-    except InstrumentError:
-        return None
-    if not grid.column_key or not {grid.row_key, grid.column_key} <= {
-        f"hooks.{grid.hook}.{name}" for name in LOCATIONS
-    }:
-        return None
-    values = {name: grid.values(partial(metric_of, run, metric=name)) for name in PATCHING_METRICS}
-    return {
-        "hook": grid.hook,
-        "keys": [grid.row_key, grid.column_key],
-        "rows": grid.rows,
-        "columns": grid.columns,
-        "metrics": {name: rounded(table) for name, table in values.items() if np.isfinite(table).any()},
-        "difference": grid.has_baseline,
-        "left": len(grid.left_out),
     }
 
 
@@ -115,32 +80,6 @@ def overrides_of(run: Run) -> list[str]:
     differing = differing_keys(run.overrides)
     seeds = {info["seed"] for info in run.infos}
     return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
-
-
-def _runs(run: Run) -> list[dict[str, Any]]:
-    asked = overrides_of(run)
-    return [
-        {
-            "name": name_of(run, folder),
-            "status": info["status"],
-            "seed": info["seed"],
-            "overrides": {key: _cell({"seed": info["seed"], **overrides}.get(key)) for key in asked},
-            "metrics": {
-                key: _metric(value) for key, value in info["metrics"].items() if isinstance(value, int | float)
-            },
-        }
-        for folder, info, overrides in zip(run.folders, run.infos, run.overrides, strict=True)
-    ]
-
-
-def _cell(value: Any) -> float | str:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else to_yaml(value)
-
-
-def _metric(value: float) -> float | str:
-    """Return a finite metric as a number, and a non-finite one as text."""
-    return rounded(value) if math.isfinite(value) else str(value)
 
 
 def _summaries(rows: pd.DataFrame, order: Sequence[str]) -> dict[str, pd.DataFrame]:

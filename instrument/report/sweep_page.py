@@ -1,20 +1,29 @@
-"""Texts and tables of the page of several runs; `instrument.report.sweep_charts` prepares the charts."""
+"""The page of several runs: its texts and tables; `instrument.report.sweep_charts` prepares charts of finished runs."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..analysis.config_fields import to_yaml
+from ..analysis.intervention_grid import intervention_grid
 from ..analysis.load import Run
-from .command import FILE
-from .numbers import format_number
+from ..errors import InstrumentError
+from ..plot.patching import patching
+from . import FILE
+from .numbers import format_number, rounded
+from .panels import as_svg
 from .sweep_charts import RunData, charts, name_of, overrides_of, read_runs
 from .sweep_effects import Comparisons
 
 METRICS = ("loss", "accuracy")
+LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 MOST_ALERTS = 8
 NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
@@ -27,32 +36,128 @@ PARTS = {
 }
 
 
+@dataclass(frozen=True)
+class PageRow:
+    """One run of the page.
+
+    Attributes:
+        name: The folder, relative to that of the sweep.
+        status: The status of the run.
+        overrides: The overrides by key, and the seed if the run was started.
+        metrics: The metrics of the last evaluation, by name.
+        shown: The metrics in the table, by name.
+        curves: The metrics over steps; see `metric_curves`.
+        note: An error, or the number of warnings.
+        page: The address of the page of the run; None if it has none.
+        step: The number of steps of a run in progress, as text.
+    """
+
+    name: str
+    status: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    shown: Mapping[str, float | None] = field(default_factory=dict)
+    curves: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    page: str | None = None
+    step: str = ""
+
+
+def table(
+    rows: Sequence[PageRow], keys: Sequence[str], folder: Path | str, names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of the template and the data of the charts that finished and running sweeps have.
+
+    Args:
+        rows: The runs.
+        keys: The overrides in which the runs differ.
+        folder: The folder of the sweep.
+        names: The names of the experiments.
+    """
+    overrides = [key for key in keys if key != "seed"]  # the table has a separate column for the seed
+    metrics = [name for name in METRICS if any(row.shown.get(name) is not None for row in rows)]
+    states = Counter(row.status for row in rows)
+    words = {
+        "title": f"{', '.join(dict.fromkeys(names)) or 'sweep'}: {len(rows)} runs",
+        "facts": [
+            ("runs", ", ".join(f"{count} {status}" for status, count in states.items())),
+            ("overrides that differ", ", ".join(keys) or "none"),
+            ("folder", str(folder)),
+        ],
+        "overrides": overrides,
+        "metrics": metrics,
+        "rows": [
+            {
+                **{name: getattr(row, name) for name in ("name", "status", "note", "page", "step")},
+                "seed": row.overrides.get("seed", ""),
+                "overrides": [_override_text(row.overrides, key) for key in overrides],
+                "metrics": [format_number(row.shown.get(name)) for name in metrics],
+            }
+            for row in rows
+        ],
+    }
+    numbers = {
+        "runs": [
+            {
+                "name": row.name,
+                "status": row.status,
+                "seed": row.overrides.get("seed"),
+                "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
+                "metrics": {
+                    key: rounded(value) if math.isfinite(value) else str(value)
+                    for key, value in row.metrics.items()
+                    if isinstance(value, int | float)
+                },
+            }
+            for row in rows
+        ],
+        "overrides": keys,
+        "curves": [row.curves for row in rows],
+    }
+    return words, numbers
+
+
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     run_data = read_runs(run)
     comparisons = Comparisons(run)
-    overrides = overrides_of(run)
-    metrics = [name for name in METRICS if any(info["metrics"].get(name) is not None for info in run.infos)]
-    states = Counter(str(info["status"]) for info in run.infos)
-    names = dict.fromkeys(str(info.get("name")) for info in run.infos)
-    shown = [key for key in overrides if key != "seed"]  # the table has a separate column for the seed
-    words = {
-        "title": f"{', '.join(names)}: {len(run.folders)} runs",
-        "facts": [
-            ("runs", ", ".join(f"{count} {status}" for status, count in states.items())),
-            ("overrides that differ", ", ".join(overrides) or "none"),
-            ("folder", str(run.path)),
-        ],
+    runs = zip(run.folders, run.infos, run.overrides, run_data, strict=True)
+    rows = [_row(name_of(run, folder), folder, info, overrides, data) for folder, info, overrides, data in runs]
+    words, numbers = table(rows, overrides_of(run), run.path, [str(info.get("name")) for info in run.infos])
+    effects, figures = comparisons.rows(words["metrics"]), _location_figures(run)
+    more = {
         "alerts": _alerts(run, run_data),
-        "overrides": shown,
-        "metrics": metrics,
-        "rows": _rows(run, run_data, shown, metrics),
-        "pairs": (effects := comparisons.rows(metrics)),
+        "pairs": effects,
         "unpaired": comparisons.unpaired,
         "intervals": sum(bool(row["interval"]) for row in effects),
-        "parts": list(PARTS.items()),
+        "figures": figures,
+        "parts": [part for part in PARTS.items() if figures or part[0] != "patching"],
     }
-    return words, charts(run, run_data)
+    return words | more, numbers | charts(run, run_data)
+
+
+def _location_figures(run: Run) -> list[str]:
+    """Return the effect of an intervention on each metric by location, as SVG, if the runs differ in nothing else."""
+    figures = []
+    for name in METRICS:
+        with suppress(InstrumentError):  # another sweep, or no finite value
+            grid = intervention_grid(run)
+            if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
+                figures.append(as_svg(patching(run, name)))
+    return figures
+
+
+def _row(name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[str, Any], data: RunData) -> PageRow:
+    return PageRow(
+        name,
+        str(info["status"]),
+        {"seed": info["seed"], **overrides},
+        metrics=info["metrics"],
+        shown=info["metrics"],
+        curves=data.curves,
+        note=info.get("error") or (str(data.warnings) if data.warnings else ""),
+        page=quote(f"{name}/{FILE}") if (folder / FILE).exists() else None,
+    )
 
 
 def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
@@ -77,22 +182,9 @@ def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
     return bad + damaged
 
 
-def _rows(run: Run, run_data: Sequence[RunData], shown: list[str], metrics: list[str]) -> list[dict[str, Any]]:
-    rows = []
-    for folder, info, overrides, data in zip(run.folders, run.infos, run.overrides, run_data, strict=True):
-        asked = {"seed": info["seed"], **overrides}
-        rows.append(
-            {
-                "name": name_of(run, folder),
-                "page": quote(f"{name_of(run, folder)}/{FILE}") if (folder / FILE).exists() else None,
-                "status": info["status"],
-                "seed": info["seed"],
-                "overrides": [_override_text(asked, key) for key in shown],
-                "metrics": [format_number(info["metrics"].get(name)) for name in metrics],
-                "note": info.get("error") or (str(data.warnings) if data.warnings else ""),
-            }
-        )
-    return rows
+def _cell(value: Any) -> float | str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_number else to_yaml(value)
 
 
 def _override_text(overrides: Mapping[str, Any], key: str) -> str:

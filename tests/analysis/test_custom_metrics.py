@@ -20,9 +20,9 @@ from instrument.analysis.rule_events import rule_events
 from instrument.analysis.run_files import RunFiles
 from instrument.comparison.compare import _metrics
 from instrument.live.live_run import LiveRun
-from instrument.live.page_data import metric_curves
 from instrument.plot import compare
-from instrument.report.charts import curves
+from instrument.report.charts import metric_curves
+from instrument.report.run_history import history_of
 from instrument.spec.parse import parse_rules
 
 HOOKS = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
@@ -121,12 +121,13 @@ def test_every_reader_has_one_column_for_each_metric(folder: Path) -> None:
 def test_report_and_live_page_show_custom_metrics(folder: Path) -> None:
     live = LiveRun(folder)
     live.refresh()
-    for found in (curves(instrument.load(folder)), metric_curves(live)):
-        assert found["train"]["episode_return"] == [20.0, 21.0, None, 23.0]
+    for found in map(metric_curves, (history_of(instrument.load(folder)), live)):
+        train, evaluation = (found[phase]["statistics"] for phase in ("train", "eval"))
+        assert train["episode_return"] == [[20.0, 21.0, None, 23.0]]
         assert found["train"]["bad"] == {"episode_return": [2]}
-        assert found["train"]["late"] == [None, None, 0.5, None]
-        assert found["eval"]["val_return"] == [7.0]
-        assert "val_return" not in found["train"]
+        assert train["late"] == [[None, None, 0.5, None]]
+        assert evaluation["val_return"] == [[7.0]]
+        assert "val_return" not in train
 
 
 def test_exported_csv_has_custom_metrics(folder: Path, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from instrument.analysis.findings import findings
 from instrument.analysis.finite import finite_only, is_not_finite
 from instrument.analysis.means_over_steps import means_of
 from instrument.analysis.plot_data import matrices
-from instrument.report.charts import heat_maps
+from instrument.report.charts import charts
+from instrument.report.run_history import history_of
 from instrument.spec.tables import TABLES
 
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}
@@ -102,7 +103,7 @@ def test_broken_gradient_is_marked_in_every_plot(broken: instrument.Run) -> None
     frame = broken.stats.assign(run="one", seed=0)
     (line,) = (line for line in compare(frame, "l2", layer="weight").axes[0].lines if len(line.get_xdata()) == 4)
     np.testing.assert_allclose(line.get_ydata(), [NORM, NORM, math.nan, math.nan])
-    (shown,) = heat_maps(broken.stats, [""])
+    (shown,) = charts(history_of(broken))["series"]
     assert shown["statistics"]["l2"] == [[pytest.approx(NORM, rel=1e-5)] * 2 + [None] * 2]
     assert shown["statistics"]["zero_fraction"][0][2:] == [None, None]
     assert shown["statistics"]["nan_count"] == [[0, 0, 98, 98]]

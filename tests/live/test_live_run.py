@@ -18,7 +18,8 @@ from torch import nn
 import instrument
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
 from instrument.compact import main as compact
-from instrument.live.live_run import MOST_EVENTS, LiveRun
+from instrument.live.live_run import LiveRun
+from instrument.report.run_history import MOST_EVENTS
 from instrument.sinks import parquet
 from instrument.sinks.remote_folder import folder_at
 
@@ -139,9 +140,9 @@ def test_resumed_or_new_run_restarts_the_state(watched: tuple[Path, LiveRun, lis
     (copy / "run.json").write_text(json.dumps({**record, "resumed": [{"at": "now"}]}))
     version = live.version
     assert live.refresh()
-    assert live.order_version > version  # the page is drawn again
+    assert live.rebuilt > version  # the page is drawn again
     assert live.step == STEPS
-    assert live.event_count == len(instrument.load(copy).events)
+    assert live.event_counts.total() == len(instrument.load(copy).events)
 
 
 def test_deleted_run_keeps_what_was_read(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_errors_are_shown_after_many_other_events(tmp_path: Path) -> None:
     live.refresh()
     assert len(live.events) == MOST_EVENTS + 1
     assert live.events[-1]["message"] == "failed"
-    assert live.event_count == MOST_EVENTS + 6
+    assert live.event_counts.total() == MOST_EVENTS + 6
 
 
 def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:

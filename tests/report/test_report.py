@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import scipy
 import torch
@@ -30,8 +29,9 @@ from instrument.analysis.tensor_images import maps_in
 from instrument.pip_extras import pip_command
 from instrument.report import Report, make
 from instrument.report.__main__ import main
-from instrument.report.charts import STATISTICS_ROOM
+from instrument.report.charts import charts
 from instrument.report.numbers import rounded
+from instrument.report.run_history import history_of
 from instrument.report.sweep_page import content
 from instrument.rules.step_rows import location_name
 
@@ -92,12 +92,13 @@ def test_histograms_and_quantiles_equal_the_table(reported_run: instrument.Run, 
     assert len(data["distributions"]) == 5
     for shown in data["distributions"]:
         layer = "" if shown["location"] == "." else shown["location"]
-        for i, step in enumerate(shown["steps"]):
+        cells = {name: values for name, (values,) in shown["statistics"].items()}
+        for i, step in enumerate(shown["first"]):
             row = rows.loc[(layer, step)]
-            assert shown["counts"][i] == row["counts"].tolist()
-            assert (shown["low"][i], shown["high"][i]) == pytest.approx((row["low"], row["high"]), rel=TOLERANCE)
-            assert shown["quantiles"][i] == pytest.approx(row["quantiles"].tolist(), rel=TOLERANCE)
-            assert shown["levels"][i] == row["levels"].tolist()
+            assert cells["counts"][i] == row["counts"].tolist()
+            assert (cells["low"][i], cells["high"][i]) == pytest.approx((row["low"], row["high"]), rel=TOLERANCE)
+            assert cells["quantiles"][i] == pytest.approx(row["quantiles"].tolist(), rel=TOLERANCE)
+            assert cells["levels"][i] == row["levels"].tolist()
 
 
 def test_histograms_without_statistics_are_shown(tmp_path: Path) -> None:
@@ -115,8 +116,8 @@ def test_histograms_without_statistics_are_shown(tmp_path: Path) -> None:
 def test_training_curves_equal_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     shown = data["metrics"]["train"]
     assert shown["first"] == reported_run.metrics["step"].tolist()
-    assert shown["loss"] == pytest.approx(reported_run.metrics["loss"].tolist(), rel=TOLERANCE)
-    assert "accuracy" not in shown  # not recorded
+    assert shown["statistics"]["loss"][0] == pytest.approx(reported_run.metrics["loss"].tolist(), rel=TOLERANCE)
+    assert "accuracy" not in shown["statistics"]  # not recorded
 
 
 def test_effects_of_interventions_equal_the_table(reported_run: instrument.Run, data: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ def test_effects_of_interventions_equal_the_table(reported_run: instrument.Run, 
     for row in reported_run.effects.to_dict("records"):
         at = shown["locations"].index(f"{row['layer']}.{row['path']}"), shown["first"].index(row["step"])
         for name in ("norm_before", "norm_after", "changed_fraction"):
-            assert shown[name][at[0]][at[1]] == pytest.approx(row[name], rel=TOLERANCE)
+            assert shown["statistics"][name][at[0]][at[1]] == pytest.approx(row[name], rel=TOLERANCE)
     assert data["acted"] == [{"hook": "tame", "steps": [[0, 5]], "count": 6}]
 
 
@@ -159,23 +160,18 @@ def test_numbers_have_six_digits_and_non_finite_values_are_null() -> None:
 # --------------------------------------------------------------------------------------------------- sizes and states
 
 
-def test_large_heat_maps_group_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = STATISTICS_ROOM // 100
-    monkeypatch.setattr("instrument.report.charts.STATISTICS_ROOM", room)
-    locations, steps, statistics = 13, 100, ("mean", "std", "min", "max", "l2", "rms")
-    layers = [f"l{i}" for i in range(locations)]
-    frame = pd.DataFrame({"layer": layers * steps, "step": np.arange(steps).repeat(locations)})
-    frame = frame.assign(path="", hook="h", kind="forward", role="output", phase="train")
-    frame = frame.assign(
-        recompute=False, module_type="Linear", **{name: frame["step"].astype(float) for name in statistics}
-    )
-    from instrument.report.charts import heat_maps
-
-    (shown,) = heat_maps(frame, [])
-    groups = len(shown["first"])
-    assert groups * locations * len(statistics) <= room < (groups + 1) * locations * len(statistics)
-    assert shown["first"][0] == 0
-    assert shown["last"][-1] == steps - 1
+def test_large_heat_maps_group_steps(tmp_path: Path) -> None:
+    layers, steps, statistics = [f"l{i}" for i in range(13)], 100, ("mean", "std", "min", "max", "l2", "rms")
+    rows = [
+        {"step": step, "layer": layer, **dict.fromkeys(statistics, float(step))}
+        for step in range(steps)
+        for layer in layers
+    ]
+    room = 26 * len(layers) * len(statistics)
+    run = instrument.load(write_run(tmp_path / "run", rows={"stats": rows}))
+    (shown,) = charts(history_of(run, ("stats",), room))["series"]
+    assert len(shown["first"]) == 25  # four steps each
+    assert (shown["first"][0], shown["last"][-1]) == (0, steps - 1)
     assert shown["statistics"]["max"][0] == [float(last) for last in shown["last"]]
     assert shown["statistics"]["min"][0] == [float(first) for first in shown["first"]]
     means = [(first + last) / 2 for first, last in zip(shown["first"], shown["last"], strict=True)]
@@ -204,7 +200,7 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
     page = make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8), at_step=set_nan))
     data = data_of(page.html)
     assert data["metrics"]["train"]["bad"] == {"loss": [4, 5]}
-    assert data["metrics"]["train"]["loss"][4:] == [None, None]
+    assert data["metrics"]["train"]["statistics"]["loss"][0][4:] == [None, None]
     acts = series_of(data, "acts")
     assert acts["statistics"]["nan_count"][0][3:] == [0, 8 * 36, 8 * 5 * 36]
     head = page.html[: page.html.index("<details")]
@@ -217,7 +213,7 @@ def test_run_of_one_step_is_shown(tmp_path: Path) -> None:
     hooks = {"acts": EVERYTHING["acts"]}
     data = data_of(make(train(tmp_path / "r", convolutional(), hooks, steps=1, shape=(3, 8, 8))).html)
     assert series_of(data, "acts")["first"] == series_of(data, "acts")["last"] == [0]
-    assert len(data["metrics"]["train"]["loss"]) == 1
+    assert len(data["metrics"]["train"]["statistics"]["loss"][0]) == 1
 
 
 def test_run_without_steps_is_shown(tmp_path: Path) -> None:

@@ -94,13 +94,10 @@ def test_long_sequences_are_averaged(tmp_path: Path) -> None:
 
 
 def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> None:
-    grid = data_of(make(sweep).html)["patching"]
-    losses = sweep.metrics.set_index("run")["loss"]
-    rows = [[losses.get(f"{layer}_{unit}", np.nan) - losses["base"] for unit in range(3)] for layer in "01"]
-    np.testing.assert_allclose(np.array(grid["metrics"]["loss"], float), rows, rtol=1e-5, atol=1e-8)
-    assert (grid["rows"], grid["columns"]) == (["0", "1"], ["0", "1", "2"])
-    assert grid["keys"] == ["hooks.ablate.layers", "hooks.ablate.units"]
-    assert grid["difference"]
+    page = make(sweep).html
+    assert '<a href="#patching">' in page
+    section = page[page.index('<section id="patching">') : page.index('<section id="training">')]
+    assert section.count("</svg>") == 1  # no accuracy was recorded
 
 
 @pytest.mark.slow
@@ -116,7 +113,6 @@ def test_charts_are_drawn(browser: Browser, run: instrument.Run, sweep: instrume
     assert "sample 9" in page.locator("#attention-note").inner_text()
     page.goto(make(sweep).save(tmp_path / "sweep.html").as_uri())
     page.wait_for_selector("html[data-drawn=yes]")
-    assert page.evaluate("document.getElementById('patching-chart').data[0].z.length") == 2
-    assert "Empty cells" in page.locator("#patching-note").inner_text()
+    assert page.locator("#patching svg").is_visible()
     page.close()
     assert errors == []

@@ -15,7 +15,8 @@ from torch import nn
 
 import instrument
 from instrument.report import make
-from instrument.report.charts import curves
+from instrument.report.charts import metric_curves
+from instrument.report.run_history import history_of
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.tables import TABLES
 
@@ -65,16 +66,16 @@ def test_missing_metric_is_not_marked_as_non_finite(tmp_path: Path) -> None:
     rows = [{"step": step, "phase": "train", "loss": None if step % 2 else 1.0} for step in range(6)]
     rows += [{"step": step, "phase": "eval", "loss": math.nan} for step in (3, 6)]
     rows[4]["grad_norm"] = math.inf
-    result = curves(run_with_metrics(tmp_path / "r", rows))
+    result = metric_curves(history_of(run_with_metrics(tmp_path / "r", rows)))
     assert result["train"]["bad"] == {"grad_norm": [4]}
     assert result["eval"]["bad"] == {"loss": [3, 6]}
-    assert result["eval"]["loss"] == [None, None]
+    assert result["eval"]["statistics"] == {}
 
 
 def test_mean_of_grouped_steps_uses_finite_values(tmp_path: Path) -> None:
-    rows = [{"step": step, "phase": "train", "loss": math.nan if step == 1 else 2.0} for step in range(4)]
-    result = curves(run_with_metrics(tmp_path / "r", rows), most=2)
-    assert result["train"]["loss"] == [2.0, 2.0]
+    rows = [{"step": step, "phase": "train", "loss": math.nan if step == 1 else 2.0} for step in range(32)]
+    result = metric_curves(history_of(run_with_metrics(tmp_path / "r", rows), room=16))
+    assert result["train"]["statistics"]["loss"] == [[2.0] * 16]
     assert result["train"]["bad"] == {"loss": [1]}
 
 

@@ -231,8 +231,8 @@ import instrument
 from instrument.__main__ import main
 from instrument.export import main as export
 from instrument.live.live_run import LiveRun
-from instrument.live.page_data import LivePage
 from instrument.report.charts import charts
+from instrument.report.run_history import history_of
 from instrument.sinks.tags import SCALAR_TABLES
 from instrument.sweeps.objective import read_objective
 
@@ -248,7 +248,7 @@ assert run.sql("select max(gap) as gap from largest").gap[0] == rows.gap.max()
 assert read_objective("max(largest.gap)").value_of("out", {})[0] == rows.gap.max()
 live = LiveRun(run.path)
 live.refresh()
-for (series,) in (LivePage(live).numbers()["series"], charts(run)["series"]):
+for (series,) in (charts(live)["series"], charts(history_of(run))["series"]):
     assert [name for name in series["statistics"] if name == "gap"] == ["gap"]
 assert "largest" in SCALAR_TABLES
 assert not export(["out", "--to", "csv", "--out", "csv"])

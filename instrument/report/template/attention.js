@@ -1,10 +1,9 @@
 // Attention probabilities: one map for each head of a layer.
 
 RUN.push((report) => {
-  if (!report.attention.length) return hide("attention");
+  if (!report.attention?.length) return hide("attention");
   fillSelect("attention-layer", report.attention.map((layer, i) => [i, `${layer.location} — ${layer.label}`]));
-  onChange(["attention-layer"], () => drawAttention(report));
-  drawAndRedraw(() => drawAttention(report));
+  drawOn(["attention-layer"], () => drawAttention(report));
 });
 
 function drawAttention(report) {

@@ -3,10 +3,12 @@
 const CONFIG = { responsive: true, displaylogo: false, displayModeBar: innerWidth < 700 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const LIGHTER = { "#0072B2": "#4aa8e0", "#56B4E9": "#9ad4f5", "#D55E00": "#f08a3c" }; // the same hues on a dark page
+const BAR = 30; // height of the tool bar above a chart and its color bar
 const redraws = [];
 
-/** Draw a chart now, and again when the page switches between light and dark. */
-function drawAndRedraw(draw) {
+/** Draw a chart now, when one of these drop-down lists changes, and when the page switches between light and dark. */
+function drawOn(ids, draw) {
+  for (const id of ids) document.getElementById(id).addEventListener("change", draw);
   redraws.push(draw);
   draw();
 }
@@ -40,9 +42,9 @@ function layout(more = {}) {
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("text"), family: "system-ui, sans-serif", size: 12 },
     hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
-    modebar: { orientation: "v", bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("accent") },
+    modebar: { orientation: "h", bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("accent") },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
-    margin: { l: 10, r: 10, t: 12, b: 10 },
+    margin: { l: 10, r: 10, t: BAR, b: 10 },
     dragmode: isNarrow() ? false : "zoom",
     uirevision: typeof follow === "function" ? [...document.querySelectorAll("select")].map((select) => select.value).join() : undefined,
     ...rest,
@@ -61,9 +63,14 @@ function stepLabels(axis) {
   return axis.first.map((first, i) => (first === axis.last[i] ? `${first}` : `${first}–${axis.last[i]}`));
 }
 
-function stepTitle(axis) {
+function stepTitle(axis, merged = "in groups") {
   const widest = Math.max(1, ...axis.first.map((first, i) => axis.last[i] - first + 1));
-  return widest > 1 ? `step (in groups of up to ${widest.toLocaleString()})` : "step";
+  return widest > 1 ? `step (${merged} of up to ${widest.toLocaleString()})` : "step";
+}
+
+/** The statistics of one location by name, each with one value for each group of steps. */
+function rowOf(part, row = 0) {
+  return Object.fromEntries(Object.entries(part.statistics).map(([name, rows]) => [name, rows[row]]));
 }
 
 /** The name of a location on an axis. */
@@ -168,10 +175,15 @@ function omittedValuesNote(values, type) {
   return lost ? `${lost} values that are zero or negative are not shown on the logarithmic axis. ` : "";
 }
 
-function colourBar(scale, title) {
+/** The cells of a heat map in the colors of a scale, with a color bar. */
+function colouredCells(values, scale, title, more) {
   const bar = { title: { text: title.replace(" [", "<br>["), side: isNarrow() ? "top" : "right" }, thickness: 12, len: 1, outlinewidth: 0 };
   const lying = isNarrow() ? { orientation: "h", y: 1.02, yanchor: "bottom", x: 0.5 } : {};
-  return scale.ticks ? { ...bar, ...lying, tickvals: scale.ticks.values, ticktext: scale.ticks.words } : { ...bar, ...lying };
+  const ticks = scale.ticks ? { tickvals: scale.ticks.values, ticktext: scale.ticks.words } : {};
+  return {
+    type: "heatmap", customdata: values, z: values.map((row) => row.map((value) => (value === null ? null : scale.to(value)))),
+    zmin: scale.low, zmax: scale.high, colorscale: scale.colours, hoverongaps: false, colorbar: { ...bar, ...lying, ...ticks }, ...more,
+  };
 }
 
 /** Fill a drop-down list and return the selected value. Entries are texts, or pairs of a value and a text. */
@@ -184,10 +196,6 @@ function fillSelect(id, entries, chosen) {
   if (pairs.some(([value]) => String(value) === String(before))) select.value = before;
   select.closest("label").hidden = pairs.length < 2;
   return select.value;
-}
-
-function onChange(ids, draw) {
-  for (const id of ids) document.getElementById(id).addEventListener("change", draw);
 }
 
 function setText(id, text) {

@@ -3,19 +3,13 @@
 RUN.push((report) => {
   if (!report.effects.length) return hide("interventions");
   fillSelect("effects-hook", report.effects.map((one, i) => [i, `${one.label}${one.settings ? ` — ${one.settings}` : ""}`]));
-  const drawPlaces = () => {
-    fillSelect("effects-location", report.effects[Number(document.getElementById("effects-hook").value)].locations);
-    drawEffects(report);
-  };
-  onChange(["effects-hook"], drawPlaces);
-  onChange(["effects-location"], () => drawEffects(report));
-  drawAndRedraw(drawPlaces);
+  drawOn(["effects-hook", "effects-location"], () => drawEffects(report));
 });
 
 function drawEffects(report) {
   const one = report.effects[Number(document.getElementById("effects-hook").value)];
-  const row = one.locations.indexOf(document.getElementById("effects-location").value);
-  const [before, after, changed] = [one.norm_before, one.norm_after, one.changed_fraction].map((rows) => rows[row]);
+  const row = one.locations.indexOf(fillSelect("effects-location", one.locations));
+  const { norm_before: before = [], norm_after: after = [], changed_fraction: changed = [] } = rowOf(one, row);
   const type = axisType([...before, ...after]);
   const line = (y, name, more) => ({ x: one.first, y, name, mode: "lines+markers", marker: { size: 5 }, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`, ...more });
   plot("effects-chart", [

@@ -8,15 +8,13 @@ RUN.push((report) => {
     const usual = gradients.findIndex((series) => series.kind === "parameter_grad");
     fillSelect("flow-series", gradients.map((series, i) => [i, series.label]), Math.max(0, usual));
     const draw = () => dumbbells("flow-chart", report, gradients[Number(document.getElementById("flow-series").value)], "l2", "gradient norm (l2)");
-    onChange(["flow-series"], draw);
-    drawAndRedraw(draw);
+    drawOn(["flow-series"], draw);
   } else document.getElementById("flow-gradients").hidden = true;
   if (updates.length) {
     fillSelect("updates-series", updates.map((series, i) => [i, series.label]));
     const chosen = () => updates[Number(document.getElementById("updates-series").value)];
     const draw = () => dumbbells("updates-chart", report, chosen(), "update_ratio", isNarrow() ? "update ratio" : "update ratio: norm of the update / norm of the parameter", report.usualUpdates);
-    onChange(["updates-series"], draw);
-    drawAndRedraw(draw);
+    drawOn(["updates-series"], draw);
   } else setText("updates-note", "Not recorded. Add a hook such as {layers: \"**\", kind: step_post, role: update, action: record, stats: [default, update_ratio]}, or pass hooks=parameters.");
 });
 

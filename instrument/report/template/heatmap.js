@@ -4,10 +4,9 @@ RUN.push((report) => {
   if (!report.series.length) return hide("layers");
   const preferred = report.series.findIndex((series) => series.kind === "forward" && series.role === "output");
   fillSelect("heatmap-series", report.series.map((series, i) => [i, series.label]), Math.max(0, preferred));
-  const draw = () => drawHeatmap(report);
-  onChange(["heatmap-series", "heatmap-statistic", "heatmap-scale"], draw);
-  onChange(["layer-location"], () => openLayer(report, document.getElementById("layer-location").value));
-  drawAndRedraw(draw);
+  drawOn(["heatmap-series", "heatmap-statistic", "heatmap-scale"], () => drawHeatmap(report));
+  const list = document.getElementById("layer-location");
+  list.addEventListener("change", () => openLayer(report, list.value));
   const chart = document.getElementById("heatmap-chart");
   const open = (location) => {
     openLayer(report, location);
@@ -58,14 +57,11 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   const scale = scaleOf(values, choice, choice === "log" ? null : report.statistics[statistic].bounds);
   const height = heightOf(series.locations);
   const labels = stepLabels(series);
-  const trace = {
-    type: "heatmap", x: labels, y: series.locations.map(plain), customdata: values, colorscale: scale.colours,
-    z: values.map((row) => row.map((value) => (value === null ? null : scale.to(value)))),
-    zmin: scale.low, zmax: scale.high, xgap: labels.length > 80 ? 0 : 1, ygap: 1, hoverongaps: false,
+  const cells = colouredCells(values, scale, report.statistics[statistic].axis + (scale.log ? " [logarithmic]" : ""), {
+    x: labels, y: series.locations.map(plain), xgap: labels.length > 80 ? 0 : 1, ygap: 1,
     hovertemplate: `%{y}<br>step %{x}<br>${statistic} %{customdata:.5g}<extra></extra>`,
-    colorbar: colourBar(scale, report.statistics[statistic].axis + (scale.log ? " [logarithmic]" : "")),
-  };
-  plot(id, [trace, ...notFinite(series, labels)], {
+  });
+  plot(id, [cells, ...notFinite(series, labels)], {
     height,
     xaxis: { type: "category", title: { text: stepTitle(series) }, nticks: isNarrow() ? 6 : 16, tickangle: 0, showgrid: false },
     yaxis: locationsAxis(series.locations, height),

@@ -9,8 +9,9 @@ function openLayer(report, location) {
   drawCurves(report, series, row);
   const same = report.distributions.filter((one) => one.location === location && ["kind", "role", "phase"].every((key) => one[key] === series[key]));
   const found = same.find((one) => one.hook === series.hook) ?? same[0];
-  drawRange(report, series, row, found);
-  drawHistograms(found);
+  const spread = found && { ...rowOf(found), steps: found.first, of: found.of, several: found.several };
+  drawRange(report, series, row, spread);
+  drawHistograms(spread);
 }
 
 function drawCurves(report, series, row) {
@@ -55,7 +56,7 @@ function quantileBands(found, report) {
 }
 
 function momentBands(series, row, report) {
-  const { mean, std, min, max } = Object.fromEntries(Object.entries(series.statistics).map(([name, rows]) => [name, rows[row]]));
+  const { mean, std, min, max } = rowOf(series, row);
   const traces = [];
   if (min && max) traces.push(...band(series.first, min, max, "minimum to maximum", report.colours[0], 0.15));
   if (mean && std) {

@@ -30,38 +30,27 @@ function update(report, changes) {
     for (const [run, curves] of Object.entries(changes.curves)) report.curves[run] = curves;
     redraws.forEach((draw) => draw());
   } else {
-    changes.series.forEach((one, i) => mergeGroups(report.series[i], one, Object.keys(one.statistics).map((name) => [report.series[i].statistics[name], one.statistics[name]])));
-    changes.effects.forEach((one, i) => mergeGroups(report.effects[i], one, ["norm_before", "norm_after", "changed_fraction"].filter((name) => one[name]).map((name) => [report.effects[i][name], one[name]])));
-    for (const [phase, one] of Object.entries(changes.metrics)) {
-      const known = report.metrics[phase];
-      mergeGroups(known, one, metricsOf(report, [one]).map((name) => [[known[name]], [one[name]]]));
-      known.bad = changes.bad[phase];
+    for (const [key, parts] of Object.entries(changes.parts)) {
+      for (const [at, changed] of Object.entries(parts)) mergeGroups(report[key][at], changed);
     }
-    changes.distributions.forEach((one, i) => {
-      const known = report.distributions[i];
-      mergeGroups(known, one, ["steps", "levels", "quantiles", "low", "high", "counts"].map((name) => [[known[name]], [one[name]]]));
-      Object.assign(known, { of: one.of, several: one.several });
-    });
     Object.assign(report, changes.lanes);
     redraws.forEach((draw) => draw());
   }
   document.documentElement.dataset.version = report.version;
 }
 
-/** Insert or replace groups of steps. Each table is a pair: the known rows, and the rows of the changed groups. */
-function mergeGroups(known, changed, tables) {
-  changed.groups.forEach((group, column) => {
+/** Insert or replace groups of steps of a part of the data. */
+function mergeGroups(known, { groups, first, last, statistics, ...labels }) {
+  Object.assign(known, labels);
+  const rows = Object.entries(statistics).flatMap(([name, cells]) => cells.map((row, i) => [known.statistics[name][i], row]));
+  const lists = [[known.groups, groups], [known.first, first], [known.last, last], ...rows];
+  groups.forEach((group, column) => {
     let at = known.groups.lastIndexOf(group);
     if (at < 0) {
       at = known.groups.filter((other) => other < group).length;
-      known.groups.splice(at, 0, group);
-      known.first.splice(at, 0, null);
-      known.last.splice(at, 0, null);
-      for (const [rows] of tables) rows.forEach((row) => row.splice(at, 0, null));
+      for (const [list] of lists) list.splice(at, 0, null);
     }
-    known.first[at] = changed.first[column];
-    known.last[at] = changed.last[column];
-    for (const [rows, cells] of tables) rows.forEach((row, i) => { row[at] = cells[i][column]; });
+    for (const [list, cells] of lists) list[at] = cells[column];
   });
 }
 

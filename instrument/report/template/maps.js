@@ -1,22 +1,18 @@
 // Feature maps, gradient maps and filters: the channels of one location side by side, with the input image.
 
 RUN.push((report) => {
-  if (!report.maps.shown.length) return hide("maps");
-  const drawPlaces = () => {
-    const what = document.getElementById("maps-what").value;
-    fillSelect("maps-location", [...new Set(report.maps.shown.filter((map) => map.what === what).map((map) => `${map.location} — ${map.label}`))]);
-    drawMaps(report);
-  };
+  if (!report.maps?.shown.length) return hide("maps");
   const kinds = [...new Set(report.maps.shown.map((map) => map.what))];
   fillSelect("maps-what", kinds, kinds.includes("feature maps") ? "feature maps" : kinds[0]);
-  onChange(["maps-what"], drawPlaces);
-  onChange(["maps-location", "maps-scale"], () => drawMaps(report));
-  drawAndRedraw(drawPlaces);
+  drawOn(["maps-what", "maps-location", "maps-scale"], () => drawMaps(report));
 });
 
 function drawMaps(report) {
-  const [what, location, scale] = ["maps-what", "maps-location", "maps-scale"].map((id) => document.getElementById(id).value);
-  const shown = report.maps.shown.filter((map) => map.what === what && `${map.location} — ${map.label}` === location);
+  const [what, scale] = ["maps-what", "maps-scale"].map((id) => document.getElementById(id).value);
+  const nameOf = (map) => `${map.location} — ${map.label}`;
+  const all = report.maps.shown.filter((map) => map.what === what);
+  const location = fillSelect("maps-location", [...new Set(all.map(nameOf))]);
+  const shown = all.filter((map) => nameOf(map) === location);
   const high = Math.max(...shown.map((map) => map.mosaic.high));
   const shared = { low: shown.some((map) => map.mosaic.low < 0) ? -high : 0, high };
   const root = document.getElementById("maps-charts");
@@ -74,7 +70,7 @@ function mosaic(row, { z, pixels }, bounds, name) {
     colorbar: { thickness: 12, title: { text: bounds ? name : `${name} / largest of the channel`, side: "right" } },
     hovertemplate: "map %{text}<br>%{customdata:.5g}<extra></extra>",
   };
-  plot(at, [trace], pictureLayout(at, z, 75, 4));
+  plot(at, [trace], pictureLayout(at, z, 75, BAR));
 }
 
 function chart(row) {

@@ -8,16 +8,7 @@ SWEEP.push((report) => {
   fillSelect("against-x", report.overrides, first);
   document.getElementById("against-colour").append(new Option(report.overrides.find((key) => ![first, "seed"].includes(key)) ?? ""));
   fillSelect("against-end", Object.entries(report.ends));
-  const draw = () => drawAgainst(report);
-  onChange(["against-y", "against-location", "against-end", "against-x", "against-colour", "against-view"], draw);
-  drawAndRedraw(draw);
-});
-
-SWEEP.push((report) => {
-  if (!report.patching || !Object.keys(report.patching.metrics).length) return hide("patching");
-  fillSelect("patching-metric", Object.keys(report.patching.metrics));
-  onChange(["patching-metric"], () => drawPatching(report));
-  drawAndRedraw(() => drawPatching(report));
+  drawOn(["against-y", "against-location", "against-end", "against-x", "against-colour", "against-view"], () => drawAgainst(report));
 });
 
 SWEEP.push((report) => {
@@ -27,9 +18,7 @@ SWEEP.push((report) => {
   fillSelect("training-metric", names);
   fillSelect("training-phase", phases);
   colourBy(report, "training-colour");
-  const draw = () => drawRuns(report);
-  onChange(["training-metric", "training-phase", "training-scale", "training-colour"], draw);
-  drawAndRedraw(draw);
+  drawOn(["training-metric", "training-phase", "training-scale", "training-colour"], () => drawRuns(report));
 });
 
 SWEEP.push((report) => {
@@ -37,9 +26,7 @@ SWEEP.push((report) => {
   fillSelect("layers-series", report.series.map((series, i) => [i, series.label]));
   fillSelect("layers-end", Object.entries(report.ends));
   colourBy(report, "layers-colour");
-  const draw = () => drawLayers(report);
-  onChange(["layers-series", "layers-statistic", "layers-end", "layers-colour"], draw);
-  drawAndRedraw(draw);
+  drawOn(["layers-series", "layers-statistic", "layers-end", "layers-colour"], () => drawLayers(report));
 });
 
 SWEEP.push((report) => {
@@ -47,9 +34,7 @@ SWEEP.push((report) => {
   if (!report.pairs.length || !comparable.length) return void hide("effects-controls");
   fillSelect("effects-hook", [...new Set(report.pairs.map((pair) => `${pair.hook}: ${pair.settings}`))]);
   fillSelect("effects-series", comparable);
-  const draw = () => drawPairs(report);
-  onChange(["effects-hook", "effects-series", "effects-statistic"], draw);
-  drawAndRedraw(draw);
+  drawOn(["effects-hook", "effects-series", "effects-statistic"], () => drawPairs(report));
 });
 
 const MANY = 12; // maximum number of levels in a legend or on an axis
@@ -60,7 +45,7 @@ function colourBy(report, id) {
 }
 
 function metricChoices(report) {
-  return metricsOf(report, report.runs.map((run) => run.metrics)).map((name) => [`metric|${name}`, `${name} of the last evaluation`]);
+  return metricsOf(report, report.runs.map((run) => ({ statistics: run.metrics }))).map((name) => [`metric|${name}`, `${name} of the last evaluation`]);
 }
 
 function statisticChoices(report) {
@@ -135,42 +120,14 @@ function drawGrid(seen, x, by, title) {
   const [columns, rows] = [x, by].map((key) => ordered(seen.map((one) => one.run.overrides[key])));
   const cells = rows.map((row) => columns.map((column) => seen.filter((one) => one.run.overrides[x] === column && one.run.overrides[by] === row)));
   const values = cells.map((line) => line.map((cell) => mean(cell.map((one) => one.value))));
-  const scale = scaleOf(values);
-  const trace = {
-    type: "heatmap", x: columns.map((level) => plain(level)), y: rows.map((level) => plain(level)), customdata: values, colorscale: scale.colours,
-    z: values.map((line) => line.map((value) => (value === null ? null : scale.to(value)))), zmin: scale.low, zmax: scale.high, xgap: 2, ygap: 2, hoverongaps: false,
-    text: values.map((line) => line.map(formatNumber)), texttemplate: "%{text}", colorbar: colourBar(scale, ""),
+  const colours = colouredCells(values, scaleOf(values), "", {
+    x: columns.map(plain), y: rows.map(plain), xgap: 2, ygap: 2, text: values.map((line) => line.map(formatNumber)), texttemplate: "%{text}",
     hovertemplate: `${plain(x)} = %{x}<br>${plain(by)} = %{y}<br>%{customdata:.5g}<extra></extra>`,
-  };
-  plot("against-chart", [trace], {
+  });
+  plot("against-chart", [colours], {
     height: Math.max(260, 60 * rows.length + 120), title: { text: `${title}: mean over runs`, font: { size: 13 } }, margin: { l: 10, r: 10, t: 40, b: 10 },
     xaxis: { type: "category", title: { text: plain(x) }, showgrid: false, nticks: MANY }, yaxis: { type: "category", title: { text: plain(by) }, showgrid: false },
   });
-}
-
-/** Draw the effect of an intervention on a metric: layers from top to bottom, positions or heads from left to right. */
-function drawPatching(report) {
-  const { hook, keys, rows, columns, metrics, difference, left } = report.patching;
-  const metric = document.getElementById("patching-metric").value;
-  const values = metrics[metric];
-  const all = values.flat().filter((value) => value !== null);
-  const largest = Math.max(...all.map(Math.abs)) || 1;
-  const [low, high] = difference ? [-largest, largest] : [Math.min(...all), Math.max(...all)];
-  const trace = {
-    type: "heatmap", z: values, zmin: low, zmax: high, colorscale: difference ? SIGNED : VIRIDIS, xgap: 2, ygap: 2, hoverongaps: false,
-    text: values.map((line) => line.map((value) => (value === null ? "" : String(Number(value.toPrecision(2)))))),
-    texttemplate: rows.length * columns.length <= 300 && !isNarrow() ? "%{text}" : "",
-    colorbar: { thickness: 12, outlinewidth: 0, title: { text: difference ? `${metric} minus baseline` : metric, side: "right" } },
-    customdata: values.map((_, y) => columns.map((column) => plain(`${rows[y]}, ${column}`))), hovertemplate: "%{customdata}<br>%{z:.5g}<extra></extra>",
-  };
-  const ticks = (names) => ({ tickvals: names.map((_, i) => i), ticktext: names.map((name) => plain(short(name))), showgrid: false, zeroline: false });
-  plot("patching-chart", [trace], {
-    height: Math.max(240, 34 * rows.length + 120),
-    xaxis: { ...ticks(columns), title: { text: plain(keys[1]) } }, yaxis: { ...ticks(rows), title: { text: plain(keys[0]), standoff: 16 }, automargin: true, autorange: "reversed" },
-  });
-  setText("patching-note",
-    (difference ? `Each cell is the ${metric} with ${hook} minus that of the run without it that has the same seed and configuration.` : `Each cell is the ${metric} with ${hook}. A run without it in the same folder would be the baseline.`) +
-    " Runs that differ only in their seed are averaged." + (all.length < rows.length * columns.length ? " Empty cells have no finished run with a finite value." : "") + (left ? ` ${left} runs are not shown, because they are not finished or cannot be compared.` : ""));
 }
 
 function plainLevel(level) {
@@ -214,8 +171,8 @@ function drawRuns(report) {
   const [metric, phase, scale, by] = ["training-metric", "training-phase", "training-scale", "training-colour"].map((id) => document.getElementById(id).value);
   const traces = runStyles(report, by).flatMap((look, i) => {
     const axis = report.curves[i][phase];
-    if (!axis?.[metric]) return [];
-    return [{ x: axis.first, y: axis[metric], mode: phase === "eval" ? "lines+markers" : "lines", ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` }];
+    if (!axis?.statistics[metric]) return [];
+    return [{ x: axis.first, y: axis.statistics[metric][0], mode: phase === "eval" ? "lines+markers" : "lines", ...look, hovertemplate: `${look.text}<br>step %{x}<br>${metric} %{y:.5g}<extra></extra>` }];
   });
   const type = axisType(traces.map((trace) => trace.y), scale);
   const bad = [...new Set(report.curves.flatMap((axes) => axes[phase]?.bad[metric] ?? []))].sort((a, b) => a - b);

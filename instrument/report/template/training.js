@@ -5,14 +5,12 @@ RUN.push((report) => {
   const names = metricsOf(report, phases);
   if (!names.length) return hide("training");
   fillSelect("training-metric", names);
-  onChange(["training-metric", "training-scale"], () => drawTraining(report));
-  drawAndRedraw(() => drawTraining(report));
+  drawOn(["training-metric", "training-scale"], () => drawTraining(report));
 });
 
 /** The names of the metrics in some of these curves. Those of every run come first. */
 function metricsOf(report, curves) {
-  const found = new Set(curves.flatMap((one) => Object.keys(one)));
-  for (const key of ["groups", "first", "last", "bad"]) found.delete(key);
+  const found = new Set(curves.flatMap((one) => Object.keys({ ...one.statistics, ...one.bad })));
   return [...report.metricNames.filter((name) => found.delete(name)), ...found];
 }
 
@@ -20,8 +18,8 @@ function drawTraining(report) {
   const metric = document.getElementById("training-metric").value;
   const { train, eval: evaluation } = report.metrics;
   const traces = [];
-  if (train?.[metric]) traces.push({ ...curve(train, metric, "training"), mode: "lines", line: { color: report.colours[0], width: 1.8 } });
-  if (evaluation?.[metric]) {
+  if (train?.statistics[metric]) traces.push({ ...curve(train, metric, "training"), mode: "lines", line: { color: report.colours[0], width: 1.8 } });
+  if (evaluation?.statistics[metric]) {
     const marker = { color: report.colours[1], size: 8, symbol: "diamond" };
     traces.push({ ...curve(evaluation, metric, "evaluation"), mode: "lines+markers", marker, line: { dash: "dot" } });
   }
@@ -32,11 +30,10 @@ function drawTraining(report) {
   report.acted.forEach((one, i) => traces.push(lane(one, report.colours[(i + 2) % report.colours.length])));
   for (const name of alertLanes) traces.push(alertLane(name, report.alerts.filter((alert) => alert.lane === name)));
   const share = lanes.length ? Math.min(0.45, 0.09 * lanes.length + 0.05) : 0;
-  const type = axisType([train?.[metric] ?? [], evaluation?.[metric] ?? []], document.getElementById("training-scale").value);
-  const widest = train ? Math.max(1, ...train.first.map((first, i) => train.last[i] - first + 1)) : 1;
+  const type = axisType([train, evaluation].flatMap((axis) => axis?.statistics[metric] ?? []), document.getElementById("training-scale").value);
   plot("training-chart", traces, {
     height: 320 + 24 * lanes.length,
-    xaxis: { title: { text: widest > 1 ? `step (means of up to ${widest.toLocaleString()})` : "step" }, anchor: lanes.length ? "y3" : "y" },
+    xaxis: { title: { text: train ? stepTitle(train, "means") : "step" }, anchor: lanes.length ? "y3" : "y" },
     yaxis: { title: { text: report.metricUnits[metric] ?? metric }, domain: [share, 1], type },
     yaxis2: { overlaying: "y", range: [0, 1.05], visible: false, fixedrange: true },
     yaxis3: {
@@ -48,7 +45,7 @@ function drawTraining(report) {
 }
 
 function curve(axis, metric, name) {
-  return { x: axis.first, y: axis[metric], name, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` };
+  return { x: axis.first, y: axis.statistics[metric][0], name, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` };
 }
 
 /** Steps at which a metric is no finite number, along the upper edge. */

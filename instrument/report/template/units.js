@@ -12,15 +12,13 @@ RUN.push((report) => {
   }
   if (!choices.length) return hide("units");
   fillSelect("units-choice", choices);
-  const draw = () => {
+  drawOn(["units-choice"], () => {
     const [statistic, i] = document.getElementById("units-choice").value.split("|");
     const series = withValues(report.series[Number(i)], statistic);
     heatmap("units-chart", report, series, statistic);
     const known = report.series.some((one) => one.statistics.dead_fraction);
     setText("units-note", `${statistic} = ${report.statistics[statistic].formula}.` + (known ? "" : " To show dead units, record dead_fraction, for example with hooks=dead_relu."));
-  };
-  onChange(["units-choice"], draw);
-  drawAndRedraw(draw);
+  });
 });
 
 /** The series, restricted to the locations that have a statistic. */

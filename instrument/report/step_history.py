@@ -10,7 +10,11 @@ import numpy as np
 from ..spec.statistics import statistic_of
 
 ROOM = 200_000  # the maximum number of values of all statistics and locations
-FEWEST, MOST = 16, 512  # limits of the number of groups of steps
+FEWEST, MOST = 16, 1_024  # limits of the number of groups of steps
+NO_STEPS = np.array(
+    [[np.iinfo(np.int64).max], [-1], [0], [0]]
+)  # first and last step, number of steps, version of the change
+MERGED = (np.minimum, np.maximum, np.add, np.maximum)
 
 
 @dataclass
@@ -85,6 +89,7 @@ class StepHistory:
         locations: The names of the locations, by row of the values.
         width: The number of steps of a group.
         rebuilt: The version of the last change to groups, locations or statistics that concerns all values.
+        has_several: Whether a location has several rows in a step.
     """
 
     def __init__(self, room: int = ROOM) -> None:
@@ -92,14 +97,12 @@ class StepHistory:
         self.locations: list[str] = []
         self.width = 1
         self.rebuilt = 0
+        self.has_several = False
         self._row_of: dict[str, int] = {}
         self._values: dict[str, _Values] = {}
         self._column_of: dict[int, int] = {}  # by step // width
         self._shape = (1, FEWEST)  # allocated
-        self._first = np.full(FEWEST, np.iinfo(np.int64).max)
-        self._last = np.full(FEWEST, -1)
-        self._steps = np.zeros(FEWEST, np.int64)  # number of different steps in each group
-        self._versions = np.zeros(FEWEST, np.int64)  # of the last change in each group
+        self._groups = np.repeat(NO_STEPS, FEWEST, axis=1)
 
     @property
     def statistics(self) -> list[str]:
@@ -137,12 +140,14 @@ class StepHistory:
                 self.rebuilt = version
         columns = self._columns_of(steps, version)
         rows = np.array([self._row_of[name] for name in locations])[index]
+        self.has_several |= len(np.unique(steps * len(self.locations) + rows)) < len(rows)
         for name, column in new.items():
             self._values[name].add(rows, columns, steps, column)
-        np.minimum.at(self._first, columns, steps)
-        np.maximum.at(self._last, columns, steps)
-        np.add.at(self._steps, columns[np.unique(steps, return_index=True)[1]], 1)
-        self._versions[columns] = version
+        first, last, counts, versions = self._groups
+        np.minimum.at(first, columns, steps)
+        np.maximum.at(last, columns, steps)
+        np.add.at(counts, columns[np.unique(steps, return_index=True)[1]], 1)
+        versions[columns] = version
 
     def _columns_of(self, steps: np.ndarray, version: int) -> np.ndarray:
         """Return the column of the group of each step. Groups become wider if there are too many."""
@@ -167,15 +172,9 @@ class StepHistory:
         halves, starts = np.unique(keys // 2, return_index=True)
         for values in self._values.values():
             values.merge(order, starts)
-        for how, cells, empty in (
-            (np.minimum, self._first, np.iinfo(np.int64).max),
-            (np.maximum, self._last, -1),
-            (np.add, self._steps, 0),
-            (np.maximum, self._versions, 0),
-        ):
-            merged = how.reduceat(cells[order], starts)
-            cells[:] = empty
-            cells[: len(merged)] = merged
+        merged = [how.reduceat(row[order], starts) for how, row in zip(MERGED, self._groups, strict=True)]
+        self._groups[:] = NO_STEPS
+        self._groups[:, : len(starts)] = merged
         self._column_of = {key: column for column, key in enumerate(halves.tolist())}
 
     def _allocate(self) -> None:
@@ -185,12 +184,7 @@ class StepHistory:
             rows *= 2
         while columns < len(self._column_of):
             columns *= 2
-        if columns > self._shape[1]:
-            more = columns - self._shape[1]
-            self._first = np.pad(self._first, (0, more), constant_values=np.iinfo(np.int64).max)
-            self._last = np.pad(self._last, (0, more), constant_values=-1)
-            self._steps = np.pad(self._steps, (0, more))
-            self._versions = np.pad(self._versions, (0, more))
+        self._groups = np.hstack([self._groups, np.repeat(NO_STEPS, columns - self._shape[1], axis=1)])
         if (rows, columns) != self._shape:
             self._shape = (rows, columns)
             self._values = {name: values.grown(self._shape) for name, values in self._values.items()}
@@ -199,11 +193,12 @@ class StepHistory:
         """Return the columns of the groups that changed after a version, in the order of the steps; int64."""
         order = [self._column_of[key] for key in sorted(self._column_of)]
         columns = np.array(order, np.int64)
-        return columns[self._versions[columns] > since]
+        return columns[self._groups[3, columns] > since]
 
     def steps(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the first step, the last step and the number of different steps of some groups."""
-        return self._first[columns], self._last[columns], self._steps[columns]
+        first, last, counts = self._groups[:3, columns]
+        return first, last, counts
 
     def values(self, statistic: str, columns: np.ndarray) -> np.ndarray:
         """Return a statistic in some groups; float64, shape [locations, groups]; NaN for missing values."""
@@ -216,4 +211,4 @@ class StepHistory:
     @property
     def last_step(self) -> int:
         """The largest step; -1 if there are no rows."""
-        return int(self._last.max())
+        return int(self._groups[1].max())

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from instrument.analysis.plot_data import RecordedSeries
-from instrument.live import distribution_history
-from instrument.live.distribution_history import COLUMNS, DistributionHistory
+from instrument.report import distribution_history
+from instrument.report.distribution_history import COLUMNS, DistributionHistory
 
 AT = RecordedSeries("spread", "forward", "output", "train"), "0"
 

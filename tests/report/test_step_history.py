@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from instrument.live.step_history import StepHistory
+from instrument.report.step_history import MOST, StepHistory
 
 NAMES = ("mean", "min", "max", "custom")
 
@@ -77,6 +77,6 @@ def test_memory_is_bounded() -> None:
     zeros = np.zeros(1_000, np.int64)
     for start in range(0, 10**6, 1_000):
         history.add(["a"], zeros, np.arange(start, start + 1_000), {"mean": np.ones(1_000)}, start)
-    assert len(history.groups()) <= 512
-    assert history.values("mean", history.groups()).shape[1] <= 512
+    assert len(history.groups()) <= MOST
+    assert history.values("mean", history.groups()).shape[1] <= MOST
     assert history.steps(history.groups())[2].sum() == 10**6

@@ -1,0 +1,185 @@
+"""The pages of a run or a sweep in progress: complete, and what changed since a version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..report.charts import changed_charts, charts, lanes
+from ..report.make_report import render, render_blocks, with_vocabulary
+from ..report.run_page import values
+from ..report.sweep_page import PARTS, PageRow, table
+from ..spec.spec_file import YAML_ERRORS
+from ..sweeps.jobs import SweepJob
+from .live_run import LiveRun
+from .sweep import LiveSweep
+
+RUN_BLOCKS = ("summary", "findings", "lanes", "coverage", "events", "model")
+SWEEP_BLOCKS = ("summary", "runs")
+SWEEP_PARTS = ("runs", "against", "training")
+FINISHED: dict[str, Any] = {"series": [], "pairs": [], "ends": {}}  # data that finished sweeps have
+
+
+class ChangedBlocks:
+    """The parts of a page that changed after a version.
+
+    Args:
+        template: The file of the template.
+        names: The names of the parts.
+    """
+
+    def __init__(self, template: str, names: Sequence[str]) -> None:
+        self.template = template
+        self.names = names
+        self._blocks: dict[str, tuple[str, int]] = {}  # by name: the HTML, and the version of its last change
+
+    def since(self, since: int, version: int, words: Mapping[str, Any]) -> dict[str, str]:
+        """Return the HTML of the changed parts by name.
+
+        Args:
+            since: The version that the browser has.
+            version: The current version.
+            words: The current values of the template.
+        """
+        for name, html in render_blocks(self.template, words, self.names).items():
+            if name not in self._blocks or self._blocks[name][0] != html:
+                self._blocks[name] = html, version
+        return {name: html for name, (html, changed) in self._blocks.items() if changed > since or since > version}
+
+
+class LivePage:
+    """The page of a run in progress. Call its methods from one thread at a time.
+
+    Args:
+        live: The run.
+        sweep: The address of the page of the sweep to which the run belongs. Default: None.
+        takes_changes: Whether the page has a form that changes the run. Default: False.
+    """
+
+    def __init__(self, live: LiveRun, *, sweep: str | None = None, takes_changes: bool = False) -> None:
+        self.source = live
+        self._sweep = sweep
+        self._takes_changes = takes_changes
+        self._blocks = ChangedBlocks("run.html", RUN_BLOCKS)
+
+    def html(self) -> str:
+        """Return the complete page."""
+        numbers, live = charts(self.source), self.source
+        changes = self._takes_changes
+        return render(
+            "run.html", self._words(numbers), numbers, live.folder, live=True, takes_changes=changes, sweep=self._sweep
+        )
+
+    def _words(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        return values(self.source, numbers, self.source.findings(), self.source.problems)
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """Return what changed after a version.
+
+        Args:
+            since: The version that the browser has.
+
+        Returns:
+            A dictionary with `version`; `html`, the changed parts of the page by name; and either `whole`, the data of
+            all charts, or `parts`, the changed groups of steps, and `lanes`.
+        """
+        live, shown = self.source, lanes(self.source)
+        blocks = self._blocks.since(since, live.version, self._words(shown))
+        changes: dict[str, Any] = {"version": live.version, "html": blocks}
+        if since > live.version or since < live.rebuilt:
+            return {**changes, "whole": with_vocabulary(charts(live))}
+        return {**changes, "parts": changed_charts(live, since), "lanes": shown}
+
+
+class LiveSweepPage:
+    """The page of a sweep in progress. Call its methods from one thread at a time.
+
+    Args:
+        folder: The folder of the sweep, as a path or an address.
+        link: Returns the address of the page of a job, given its name.
+
+    Raises:
+        ConfigError: See `instrument.sweeps.lookup.jobs_in`.
+    """
+
+    def __init__(self, folder: str, link: Callable[[str], str]) -> None:
+        self.source = LiveSweep(folder)
+        self._link = link
+        self._blocks = ChangedBlocks("sweep.html", SWEEP_BLOCKS)
+        self._structure: tuple[object, int] = (
+            None,
+            0,
+        )  # the contents of the charts, and the version of their last change
+
+    def folder_of(self, name: str) -> Path | None:
+        """Return the folder of a job that has started; None if there is no such job."""
+        return next(
+            (job.folder for job in self.source.jobs if job.name == name and job.folder in self.source.views), None
+        )
+
+    def html(self) -> str:
+        """Return the complete page."""
+        return render("sweep.html", *self._content(), self.source.folder, live=True)
+
+    def changes(self, since: int) -> dict[str, Any]:
+        """Return what changed after a version.
+
+        Args:
+            since: The version that the browser has.
+
+        Returns:
+            A dictionary with `version`; `html`, the changed parts of the page by name; and either `whole`, the data of all
+            charts, or `runs` and `curves`, the training curves of the jobs that changed, by index.
+        """
+        sweep = self.source
+        words, numbers = self._content()
+        metrics = {name for run in numbers["runs"] for name in run["metrics"]}
+        curves = {
+            (phase, name) for run in numbers["curves"] for phase, one in run.items() for name in one["statistics"]
+        }
+        structure = [job.name for job in sweep.jobs], numbers["overrides"], metrics, curves
+        if structure != self._structure[0]:
+            self._structure = structure, sweep.version
+        changes = {"version": sweep.version, "html": self._blocks.since(since, sweep.version, words)}
+        if since > sweep.version or since < self._structure[1]:
+            return {**changes, "whole": with_vocabulary(numbers)}
+        views = [sweep.views.get(job.folder) for job in sweep.jobs]
+        new = {index: view.curves for index, view in enumerate(views) if view is not None and view.version > since}
+        return {**changes, "runs": numbers["runs"], "curves": new}
+
+    def _content(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the values of the template, and the data of the charts with the version."""
+        sweep = self.source
+        keys = list(dict.fromkeys(key for job in sweep.jobs for key in sweep.source.differing(job)))
+        names = [str(view.info.get("name")) for view in sweep.views.values()]
+        words, numbers = table([self._row(job) for job in sweep.jobs], keys, sweep.folder, names)
+        parts = [(part, PARTS[part]) for part in SWEEP_PARTS]
+        return {**words, "alerts": [], "figures": [], "parts": parts}, {"version": sweep.version, **FINISHED, **numbers}
+
+    def _row(self, job: SweepJob) -> PageRow:
+        overrides = {key: _value(text) for key, text in self.source.source.differing(job).items()}
+        view = self.source.views.get(job.folder)
+        if view is None:
+            return PageRow(job.name, job.status, overrides, note=job.error or "")
+        return PageRow(
+            job.name,
+            job.status,
+            {"seed": view.info["seed"], **overrides},
+            metrics=view.info["metrics"],
+            shown=view.last,
+            curves=view.curves,
+            note=job.error or "",
+            page=self._link(job.name),
+            step=view.progress,
+        )
+
+
+def _value(text: str) -> Any:
+    """Return the value of an override; the text itself if it cannot be read."""
+    try:
+        return yaml.safe_load(text)
+    except (*YAML_ERRORS, OverflowError):
+        return text

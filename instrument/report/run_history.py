@@ -1,0 +1,308 @@
+"""What a page shows of a run, in bounded memory: of a finished run, or of one in progress whose rows are added over time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..analysis.custom_columns import custom_metrics_in, custom_statistics_of, with_custom_columns
+from ..analysis.finite import FINITE_STATISTICS, not_finite_in
+from ..analysis.load import Run
+from ..analysis.plot_data import RecordedSeries, in_forward_order
+from ..rules.step_rows import location_name
+from ..spec.schedule import STEP_PHASES
+from ..spec.statistics import STATISTICS
+from ..spec.tables import CUSTOM, TABLES
+from .distribution_history import COLUMNS, DistributionHistory
+from .step_history import StepHistory
+
+ROOM, EFFECTS_ROOM = 500_000, 60_000  # maximum number of values of all series, and of all effects
+EFFECTS = ("norm_before", "norm_after", "changed_fraction")
+METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds")
+MOST_EVENTS = 1_000  # of each severity, in addition to the first of each rule and layer
+MOST_STEPS = 1_000  # steps at which a metric was not finite
+WHERE = ("hook", "kind", "role", "phase", "layer", "path")
+MIDDLE = 0.5
+
+
+class RunHistory:
+    """The tables of one run: statistics, effects, distributions and metrics over groups of steps, and all other rows.
+
+    Args:
+        folder: The folder of the run.
+        info: The content of run.json.
+        room: The maximum number of values of all series, and of the metrics of a phase.
+        version: The current version, a number that increases with each change.
+
+    Attributes:
+        folder: The folder.
+        info: The content of run.json.
+        version: The current version.
+        order_version: The version of the last change of `order`.
+        layers: The rows of the table `layers`, as dictionaries.
+        coverage: The rows of the table `coverage`, as dictionaries.
+        events: The first events of each severity, and the first one of each rule and layer, as dictionaries.
+        event_counts: The number of events by rule, severity and layer.
+        effects: The effects of interventions by series.
+        acted: The steps at which each intervention fired and its condition held, without values.
+        distributions: The quantiles and histograms.
+        metrics: The metrics by phase. The only location is empty.
+        places: The layer and the module type of each location.
+        not_finite: By phase and metric, steps at which the metric was recorded but is not finite.
+    """
+
+    def __init__(self, folder: Path, info: dict[str, Any], room: int = ROOM, version: int = 0) -> None:
+        self.folder = folder
+        self.info = info
+        self.room = room
+        self.version = self.order_version = version
+        self.custom = custom_statistics_of([info])
+        self.layers: list[dict[str, Any]] = []
+        self.coverage: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.event_counts: Counter[tuple[str, str, str | None]] = Counter()
+        self.effects: dict[RecordedSeries, StepHistory] = {}
+        self.acted: dict[str, StepHistory] = {}
+        self.distributions = DistributionHistory()
+        self.metrics: dict[str, StepHistory] = {}
+        self.not_finite: dict[tuple[str, str], list[int]] = {}
+        self.places: dict[str, tuple[str, str]] = {}
+        self._measured: dict[RecordedSeries, StepHistory] = {}
+        self._spread: dict[RecordedSeries, StepHistory] = {}  # minimum, maximum and median of distributions
+        self._severities: Counter[str] = Counter()
+        self._called: list[str] = []  # layers in the order of the step at which most of them returned an output
+        self._most_called = 0
+        self._order: list[str] | None = None
+
+    def columns(self, table: str) -> list[str]:
+        """Return the columns of a table that `add` requires."""
+        identity = ["step", "recompute", "module_type", *WHERE]
+        if TABLES[table].joins_statistics:
+            more = ["position", *([CUSTOM.name] if self.custom else [])] if table == "stats" else []
+            return [*identity, *TABLES[table].numbers, *more]
+        if table in ("effects", "distributions"):
+            return [*identity, *((*EFFECTS, "held") if table == "effects" else COLUMNS)]
+        return ["step", "phase", *METRICS, CUSTOM.name] if table == "metrics" else list(TABLES[table].schema.names)
+
+    def add(self, table: str, rows: pa.Table) -> None:
+        """Add rows of a table; those of recomputed forward passes are left out."""
+        if "recompute" in rows.schema.names:
+            rows = rows.filter(pc.invert(rows["recompute"]))
+        add = _adder_of(table)
+        if add is not None and rows.num_rows:
+            add(self, rows.combine_chunks())
+
+    @property
+    def series(self) -> dict[RecordedSeries, StepHistory]:
+        """The recorded statistics by series. Distributions without statistics have `min`, `max` and `median`."""
+        tensors = {(series.kind, series.role, series.phase) for series in self._measured}
+        alone = {
+            series: history
+            for series, history in self._spread.items()
+            if (series.kind, series.role, series.phase) not in tensors
+        }
+        return self._measured | alone
+
+    @property
+    def rebuilt(self) -> int:
+        """The version of the last change that concerns more than some groups of steps."""
+        histories = (*self._measured.values(), *self._spread.values(), *self.effects.values(), *self.metrics.values())
+        return max([self.order_version, self.distributions.rebuilt, *(history.rebuilt for history in histories)])
+
+    @property
+    def order(self) -> list[str]:
+        """The names of the modules in the order in which they return their outputs."""
+        if self._order is None:
+            self._order = in_forward_order(list(dict.fromkeys(row["layer"] for row in self.layers)), self._called)
+        return self._order
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps, as far as the metrics have been read."""
+        return 1 + max(
+            (history.last_step for phase, history in self.metrics.items() if phase in STEP_PHASES), default=-1
+        )
+
+    def last_metric(self, phase: str, name: str) -> float | None:
+        """Return the last finite value of a metric; None without a value."""
+        history = self.metrics.get(phase)
+        if history is None or name not in history.statistics:
+            return None
+        return float(history.last(name)[0])
+
+    # ---------------------------------------------------------------------------------------------- rows of each table
+
+    def _add_stats(self, rows: pa.Table) -> None:
+        rows = with_custom_columns(rows, self.custom)
+        names = [*STATISTICS, *self.custom]
+        values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
+        lost = not_finite_in(rows.to_batches()[0])
+        if lost.any():
+            values |= {
+                name: np.where(lost, np.nan, values[name])
+                for name in (*FINITE_STATISTICS, *self.custom)
+                if name in values
+            }
+        self._add_to(self._measured, rows, values, self.room)
+        self._add_calls(rows.filter(pc.and_(pc.equal(rows["kind"], "forward"), pc.equal(rows["role"], "output"))))
+
+    def _add_calls(self, outputs: pa.Table) -> None:
+        """Find the step at which outputs of the most layers were recorded; its order is that of the layers."""
+        if not outputs.num_rows:
+            return
+        (layers,), (phases,) = (outputs[name].chunks for name in ("layer", "phase"))
+        count = len(layers.dictionary)
+        moments = outputs["step"].to_numpy() * len(phases.dictionary) + phases.indices.to_numpy()
+        called, sizes = np.unique(np.unique(moments * count + layers.indices.to_numpy()) // count, return_counts=True)
+        fullest = np.flatnonzero(moments == called[sizes.argmax()])
+        fullest = fullest[np.argsort(outputs["position"].to_numpy()[fullest], kind="stable")]
+        found = dict.fromkeys(layers.take(pa.array(fullest)).to_pylist())
+        more = dict.fromkeys(layers.dictionary.take(pc.unique(layers.indices)).to_pylist())
+        is_fuller = len(found) > self._most_called
+        ordered = (
+            list(found | dict.fromkeys(self._called) | more) if is_fuller else [*dict.fromkeys([*self._called, *more])]
+        )
+        self._most_called = max(self._most_called, len(found))
+        if ordered != self._called:
+            self._called, self._order, self.order_version = ordered, None, self.version
+
+    def _add_numbers(self, rows: pa.Table) -> None:
+        """Add the numbers of a table to the statistics of the same tensors."""
+        names = [name for name in rows.schema.names if name not in ("step", "recompute", "module_type", *WHERE)]
+        self._add_to(self._measured, rows, {name: _floats(rows[name]) for name in names}, self.room)
+
+    def _add_effects(self, rows: pa.Table) -> None:
+        self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS}, EFFECTS_ROOM)
+        held = rows.filter(pc.fill_null(rows["held"], True))
+        hooks, steps = held["hook"].to_numpy(zero_copy_only=False), held["step"].to_numpy()
+        for hook in dict.fromkeys(hooks.tolist()):
+            fired = steps[hooks == hook]
+            self.acted.setdefault(hook, StepHistory()).add(
+                [""], np.zeros(len(fired), np.int64), fired, {}, self.version
+            )
+
+    def _add_distributions(self, rows: pa.Table) -> None:
+        for series, location, index in self._locations(rows):
+            self.distributions.add((series, location), rows.take(index), self.version)
+        medians = map(_median, rows["levels"].to_pylist(), rows["quantiles"].to_pylist())
+        values = {"min": _floats(rows["low"]), "max": _floats(rows["high"]), "median": np.array([*medians], np.float64)}
+        self._add_to(self._spread, rows, values, self.room)
+
+    def _add_metrics(self, rows: pa.Table) -> None:
+        rows = with_custom_columns(rows, custom_metrics_in(rows[CUSTOM.name].chunks))
+        names = [name for name in rows.schema.names if name not in ("step", "phase")]
+        phases = rows["phase"].to_numpy(zero_copy_only=False)
+        steps = rows["step"].to_numpy()
+        for phase in dict.fromkeys(phases.tolist()):
+            here = phases == phase
+            values = {}
+            for name in names:
+                column, there = _floats(rows[name])[here], rows[name].is_valid().to_numpy(zero_copy_only=False)[here]
+                bad = there & ~np.isfinite(column)
+                if bad.any():
+                    found = self.not_finite.setdefault((phase, name), [])
+                    found += steps[here][bad][: max(0, MOST_STEPS - len(found))].tolist()
+                values[name] = np.where(bad, np.nan, column)
+            history = self.metrics.setdefault(phase, StepHistory(self.room))
+            history.add([""], np.zeros(here.sum(), np.int64), steps[here], values, self.version)
+
+    def _add_events(self, rows: pa.Table) -> None:
+        for event in rows.to_pylist():
+            key = (event["rule"], event["severity"], event["layer"])
+            if key not in self.event_counts or self._severities[event["severity"]] < MOST_EVENTS:
+                self.events.append(event)
+            self._severities[event["severity"]] += 1
+            self.event_counts[key] += 1
+
+    def _add_layers(self, rows: pa.Table) -> None:
+        self.layers += rows.to_pylist()
+        self._order, self.order_version = None, self.version
+
+    def _add_coverage(self, rows: pa.Table) -> None:
+        self.coverage += rows.to_pylist()
+
+    def _locations(self, rows: pa.Table) -> Iterator[tuple[RecordedSeries, str, np.ndarray]]:
+        """Yield each series and location with the indices of its rows."""
+        for combination, index in _combinations(rows):
+            series = RecordedSeries(*(combination[name] for name in WHERE[:4]))
+            location = location_name(combination["layer"], combination["path"], series.kind)
+            if location not in self.places:
+                self.places[location] = combination["layer"], str(rows["module_type"][int(index[0])])
+            yield series, location, index
+
+    def _add_to(
+        self, target: dict[RecordedSeries, StepHistory], rows: pa.Table, values: Mapping[str, np.ndarray], room: int
+    ) -> None:
+        steps = rows["step"].to_numpy()
+        by_series: dict[RecordedSeries, list[tuple[str, np.ndarray]]] = {}
+        for series, location, index in self._locations(rows):
+            by_series.setdefault(series, []).append((location, index))
+        for series in by_series:
+            target.setdefault(series, StepHistory())
+        for history in target.values():
+            history.room = room // len(target)
+        for series, parts in by_series.items():
+            index = np.concatenate([part for _, part in parts])
+            numbers = np.repeat(np.arange(len(parts)), [len(part) for _, part in parts])
+            own = {name: column[index] for name, column in values.items()}
+            target[series].add([location for location, _ in parts], numbers, steps[index], own, self.version)
+
+
+def history_of(run: Run, tables: tuple[str, ...] = (), room: int = ROOM) -> RunHistory:
+    """Read the history of one run.
+
+    Args:
+        run: The run.
+        tables: The tables to read. Default: all with something that is shown.
+        room: See `RunHistory`.
+    """
+    history = RunHistory(run.path, run.info, room)
+    for name in tables or shown_tables():
+        for batch in run.scan(name, history.columns(name)):
+            history.add(name, pa.Table.from_batches([batch]))
+    return history
+
+
+def _adder_of(table: str) -> Callable[[RunHistory, pa.Table], None] | None:
+    """Return what adds rows of a table; None if no page shows anything of it."""
+    return getattr(RunHistory, f"_add_{table}", RunHistory._add_numbers if TABLES[table].joins_statistics else None)
+
+
+def shown_tables() -> tuple[str, ...]:
+    """Return the tables of which something is shown, those with one row per tensor last: they are the largest."""
+    return tuple(sorted(filter(_adder_of, TABLES), key=lambda name: TABLES[name].has_identity))
+
+
+def _median(levels: list[float] | None, quantiles: list[float] | None) -> float:
+    return quantiles[levels.index(MIDDLE)] if levels and quantiles and MIDDLE in levels else np.nan
+
+
+def _floats(column: pa.ChunkedArray) -> np.ndarray:
+    """Return a column as float64; missing values are NaN."""
+    numbers: np.ndarray = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return numbers
+
+
+def _combinations(rows: pa.Table) -> Iterator[tuple[dict[str, str], np.ndarray]]:
+    """Yield each combination of hook, kind, role, phase, layer and path with the indices of its rows, by first row."""
+    codes = np.zeros(rows.num_rows, np.int64)
+    labels = []
+    for name in WHERE:
+        (cells,) = rows[name].chunks
+        codes = codes * max(1, len(cells.dictionary)) + cells.indices.to_numpy()
+        labels.append(cells.dictionary.to_pylist())
+    order = np.argsort(codes, kind="stable")
+    found, starts = np.unique(codes[order], return_index=True)
+    groups = zip(found.tolist(), np.split(order, starts[1:]), strict=True)
+    for code, index in sorted(groups, key=lambda group: int(group[1][0])):
+        names = []
+        for values in reversed(labels):
+            code, at = divmod(code, max(1, len(values)))  # noqa: PLW2901
+            names.append(values[at])
+        yield dict(zip(WHERE, reversed(names), strict=True)), index
