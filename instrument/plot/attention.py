@@ -17,7 +17,7 @@ from ..analysis.series_selection import check_choice, select_series
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
 from .axes_and_scales import BLANK, NORMAL, SMALL, colours, new_figure, plain, token_label
-from .source import check_columns, check_single_run
+from .source import at_layers, check_source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,16 +117,13 @@ def _tensors(
     run: Run | pd.DataFrame, layers: Sequence[str] | None, hook: str | None, phase: str | None, step: int | None
 ) -> list[AttentionTensor]:
     """Return the tensors of one series that hold attention maps."""
-    if isinstance(run, Run):
-        check_single_run([folder.name for folder in run.folders])
-    else:
-        check_columns(run, "tensors")
-        check_single_run(list(dict.fromkeys(run["run"])) if "run" in run else [])
+    check_source(run, "tensors")
     known = attention_tensors(run)
     if not known:
         fix = _HOW_TO_RECORD + ("" if isinstance(run, Run) else "; pass the run if the hook selects heads or positions")
         raise InstrumentError(Problem("layer", "no attention probabilities were recorded", fix=fix))
-    selected = _at_layers(known, layers)
+    message = "no tensor with attention maps was recorded at this layer"
+    selected = at_layers(known, layers, message, _HOW_TO_RECORD)
     if step is not None:
         check_choice(
             str(step), [str(one.batch.step) for one in selected], "step", "no attention was recorded at this step"
@@ -149,17 +146,6 @@ def _tensors(
 _HOW_TO_RECORD = (
     "record them, with {kind: function, functions: softmax, action: record, tensors: true} at the attention modules"
 )
-
-
-def _at_layers(known: Sequence[AttentionTensor], layers: Sequence[str] | None) -> list[AttentionTensor]:
-    """Return the tensors of some layers or locations; with None, all tensors."""
-    names = {id(one): (one.location, one.layer or ".") for one in known}
-    for layer in layers or ():
-        options = [name for both in names.values() for name in both]
-        check_choice(
-            layer, options, "layer", "no tensor with attention maps was recorded at this layer", _HOW_TO_RECORD
-        )
-    return [one for one in known if layers is None or not set(layers).isdisjoint(names[id(one)])]
 
 
 def _probabilities(run: Run | pd.DataFrame, tensors: Sequence[AttentionTensor]) -> list[AttentionTensor]:

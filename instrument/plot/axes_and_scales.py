@@ -14,9 +14,10 @@ from ..analysis.tensor_images import limits
 from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..spec.statistics import statistic_of
-from .style import MAGNITUDE, SIGNED, WIDE
+from .style import MAGNITUDE, SIGNED, WIDE, ZERO
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.cm import ScalarMappable
@@ -36,6 +37,7 @@ INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 BLANK = "#d9d9d9"  # color of missing values
 PAD = 0.08  # padding around a chart, in inches
 FEW = 2.0  # minimum height of a chart, in inches
+POINTS = 60  # maximum number of points of a line with markers
 
 
 def new_figure(width: float, height: float) -> Picture:
@@ -104,6 +106,41 @@ def label_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float
     shown = range(0, len(first), -(-max(1, len(first)) // room))
     axes.set_xticks([i + middle for i in shown], [f"{first[i]:,}" for i in shown], fontsize=SMALL)
     axes.set_xlim(0, len(first))
+
+
+def label_columns(axes: Axes, labels: Sequence[str], width: float) -> None:
+    """Label the columns of a heat map, as many as fit; long labels are vertical.
+
+    Args:
+        axes: The axes to label.
+        labels: The label of each column.
+        width: Width of the axis in inches.
+    """
+    cell = width / len(labels)
+    is_wide = max(map(len, labels)) * LETTER > cell - 0.05
+    every = max(1, ceil((0.14 if is_wide else LETTER) / cell))
+    shown = range(0, len(labels), every) if any(labels) else ()
+    axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown], fontsize=SMALL)
+    axes.tick_params(axis="x", rotation=90 if is_wide else 0)
+
+
+def draw_line(axes: Axes, line: pd.Series, label: str, colour: str, dashes: str) -> None:
+    """Draw values over steps, with a cross at the last one before the first value that is not finite."""
+    values = line.to_numpy(np.float64)
+    marker = "." if len(line) <= POINTS else None
+    axes.plot(line.index, values, color=colour, linestyle=dashes, marker=marker, linewidth=1.2, label=label)
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size and bad[0]:
+        last = bad[0] - 1
+        lost = "not finite from this step on"
+        axes.plot(line.index[last], values[last], "x", color=colour, markersize=8, label=lost)
+
+
+def draw_zeros(axes: Axes, values: np.ndarray) -> None:
+    """Draw the cells that are zero and therefore have no color on a logarithmic scale."""
+    from matplotlib.colors import ListedColormap
+
+    axes.pcolormesh(np.ma.masked_where(values != 0.0, values), cmap=ListedColormap([ZERO]))
 
 
 def merge_note(table: Matrix, recorded: int, merged: str, several: bool) -> str:

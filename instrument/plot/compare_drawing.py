@@ -15,6 +15,7 @@ from .axes_and_scales import (
     LETTER,
     SMALL,
     add_legend,
+    draw_line,
     height_of,
     label_locations,
     needs_log_scale,
@@ -37,7 +38,6 @@ LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
 DASHES = ("-", "--", ":", "-.")
 FEW_VALUES = 8  # maximum number of values that all get a tick
-POINTS = 60  # maximum number of points of a line with markers
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,11 @@ def draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     for run, (colour, dashes) in _styles(overrides).items():
         if run in curves.values:
-            line = curves.values[run]
-            mark = "." if len(line) <= POINTS else None
-            label = plain(labels[run], LONG)
-            axes.plot(
-                line.index, line.to_numpy(), color=colour, linestyle=dashes, marker=mark, linewidth=1.2, label=label
-            )
-            _mark_loss(axes, line, colour)
+            draw_line(axes, curves.values[run], plain(labels[run], LONG), colour, dashes)
     _scale(axes, "y", curves)
     _set_titles(axes, curves.title, "step", curves.axis)
     add_legend(figure, beside=True)
     return figure
-
-
-def _mark_loss(axes: Axes, line: pd.Series, colour: str) -> None:
-    """Draw a cross at the last value before the first non-finite one."""
-    bad = np.flatnonzero(~np.isfinite(line.to_numpy(np.float64)))
-    if bad.size and bad[0]:
-        at = line.index[bad[0] - 1]
-        axes.plot([at], [line.loc[at]], "x", color=colour, markersize=8, label="not finite from this step on")
 
 
 def draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:

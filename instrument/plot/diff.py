@@ -13,6 +13,7 @@ from .axes_and_scales import (
     add_hatch,
     add_legend,
     colour_bar,
+    draw_zeros,
     height_of,
     label_locations,
     label_steps,
@@ -88,7 +89,7 @@ def _draw_profile(axes: Axes, difference: Diff, names: list[str], values: np.nda
 
 def _draw_map(axes: Axes, difference: Diff, values: np.ndarray, height: float) -> None:
     """Draw the difference of each layer at each step."""
-    from matplotlib.colors import ListedColormap, LogNorm
+    from matplotlib.colors import LogNorm
 
     positive = values[np.isfinite(values) & (values > 0)]
     if positive.size:
@@ -96,7 +97,7 @@ def _draw_map(axes: Axes, difference: Diff, values: np.ndarray, height: float) -
         cells = axes.pcolormesh(np.ma.masked_where(~(values > 0), values), cmap=MAGNITUDE, norm=norm)
         colour_bar(axes, cells, "relative difference", height)
     if (values == 0.0).any():
-        axes.pcolormesh(np.ma.masked_where(values != 0.0, values), cmap=ListedColormap([ZERO]))
+        draw_zeros(axes, values)
     if np.isnan(values).any():
         add_hatch(axes, 0, values.shape[1], "not recorded by both runs")
     first = difference.first

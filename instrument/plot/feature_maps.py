@@ -15,7 +15,7 @@ from ..analysis.tensor_images import Maps, image_of, limits, maps_in
 from ..errors import InstrumentError
 from .axes_and_scales import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps
-from .source import check_columns, check_single_run
+from .source import at_layers, check_source
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def feature_maps(
     """
     check_choice(scale, list(get_args(Scale)), "scale", "unknown color scale")
     all_maps = _known(run)
-    selected = _at_layers(all_maps, [layer] if isinstance(layer, str) else layer)
+    selected = at_layers(all_maps, layer, "no maps of this layer were recorded")
     if hook is None and role is None:
         selected = (
             [one for one in selected if one.what == "feature maps"]
@@ -91,29 +91,13 @@ def feature_maps(
 
 def _known(run: Run | pd.DataFrame) -> list[Maps]:
     """Return all maps of one run."""
-    if isinstance(run, Run):
-        check_single_run([folder.name for folder in run.folders])
-    else:
-        check_columns(run, "tensors")
-        check_single_run(list(dict.fromkeys(run["run"])) if "run" in run else [])
+    check_source(run, "tensors")
     maps = maps_in(run)
     if not maps:
         raise InstrumentError(
             "no images, feature maps or filters were recorded: set 'tensors: true' and 'samples: 1' in a record hook"
         )
     return maps
-
-
-def _at_layers(all_maps: list[Maps], layers: Sequence[str] | None) -> list[Maps]:
-    """Return the maps of some layers or locations; with None, all maps."""
-    if layers is None:
-        return all_maps
-    names = {one: (one.location, one.layer or ".") for one in all_maps}
-    for layer in layers:
-        check_choice(
-            layer, [name for both in names.values() for name in both], "layer", "no maps of this layer were recorded"
-        )
-    return [one for one in all_maps if not set(layers).isdisjoint(names[one])]
 
 
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:

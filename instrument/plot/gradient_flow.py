@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import RecordedSeries, forward_order, matrices, statistics_in
+from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, statistics_in
 from ..analysis.series_selection import select_series
 from ..errors import InstrumentError
 from ..spec.statistics import USUAL_UPDATE_RATIOS
@@ -33,16 +33,12 @@ class FirstAndLast:
     Attributes:
         statistic: Name of the statistic.
         series: The series that recorded it.
-        locations: Names of the locations in forward order; shape [locations].
-        steps: One or two step numbers.
-        values: Shape [locations, steps]; NaN for missing values.
+        table: Its values at one or two steps.
     """
 
     statistic: str
     series: RecordedSeries
-    locations: list[str]
-    steps: list[int]
-    values: np.ndarray
+    table: Matrix
 
 
 def gradient_flow(
@@ -89,20 +85,19 @@ def gradient_flow(
 def _first_and_last(stats: pd.DataFrame, series: RecordedSeries, statistic: str, order: list[str]) -> FirstAndLast:
     rows = series.of(stats)
     rows = rows[rows["step"].isin([rows["step"].min(), rows["step"].max()])]
-    table = matrices(rows, [statistic], order, 2)[statistic]
-    return FirstAndLast(statistic, series, table.locations, table.first.tolist(), table.values)
+    return FirstAndLast(statistic, series, matrices(rows, [statistic], order, 2)[statistic])
 
 
 def _draw_figure(charts: list[FirstAndLast]) -> Figure:
     """Draw one chart, two charts with shared rows, or two charts below each other."""
-    locations = charts[0].locations
-    wide = width_of([name for chart in charts for name in chart.locations])
-    if all(set(chart.locations) <= set(locations) for chart in charts):
+    locations = charts[0].table.locations
+    wide = width_of([name for chart in charts for name in chart.table.locations])
+    if all(set(chart.table.locations) <= set(locations) for chart in charts):
         figure = new_figure(wide + WIDTH * len(charts) + 0.5, height_of(len(locations)) + 1.4)
         panels = figure.subplots(1, len(charts), sharey=True, squeeze=False)[0]
         rows = [locations] * len(charts)
     else:
-        rows = [chart.locations for chart in charts]
+        rows = [chart.table.locations for chart in charts]
         heights = [height_of(len(names)) for names in rows]
         figure = new_figure(wide + WIDTH + 1.5, sum(heights) + 2.4)
         panels = figure.subplots(len(charts), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -116,11 +111,11 @@ def _draw_figure(charts: list[FirstAndLast]) -> Figure:
 
 def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
     """Draw one mark per location and step, and connect the marks of each location."""
-    at = np.array([rows.index(location) for location in chart.locations])
-    shown = np.where(chart.values > 0, chart.values, np.nan)
+    at = np.array([rows.index(location) for location in chart.table.locations])
+    shown = np.where(chart.table.values > 0, chart.table.values, np.nan)
     low, high = (function.reduce(shown, axis=1) for function in (np.fmin, np.fmax))
     axes.hlines(at, low, high, color="#bbbbbb", linewidth=1.0, zorder=1)
-    for column, (end, colour, mark) in enumerate(ENDS[: len(chart.steps)]):
+    for column, (end, colour, mark) in enumerate(ENDS[: len(chart.table.first)]):
         axes.plot(shown[:, column], at, mark, color=colour, markersize=4.5, label=f"{end} recorded step")
     band = USUAL_UPDATE_RATIOS if chart.statistic == "update_ratio" else ()
     if band:
@@ -129,15 +124,15 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
     label_locations(axes, rows)
     axes.grid(axis="x", alpha=0.3)
     axes.set_title(plain(f"{chart.statistic} of {chart.series.label}", 70), fontsize=10)
-    steps = " and ".join(f"{step:,}" for step in chart.steps)
+    steps = " and ".join(f"{step:,}" for step in chart.table.first.tolist())
     axes.set_xlabel("\n".join([f"{axis_name(chart.statistic)}, at step {steps}", *_notes(chart)]))
 
 
 def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
     notes = []
-    for column, step in enumerate(chart.steps):
-        values = chart.values[:, column]
+    for column, step in enumerate(chart.table.first.tolist()):
+        values = chart.table.values[:, column]
         zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
         counts = [f"{zero} zero"] * bool(zero) + [f"{none} not finite"] * bool(none)
         if counts:

@@ -16,6 +16,7 @@ from .axes_and_scales import (
     add_legend,
     colour_bar,
     colours,
+    draw_zeros,
     height_of,
     label_locations,
     label_steps,
@@ -103,13 +104,10 @@ def _draw(axes: Axes, table: Matrix, statistic: str, height: float) -> None:
 
 def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
     """Mark cells that have no color: missing values, zeros on a logarithmic scale, and non-finite tensors."""
-    from matplotlib.colors import ListedColormap
-
     if np.isnan(table.values).any():
         add_hatch(axes, 0, table.values.shape[1], "no value: not recorded or not finite")
-    zeros = table.values == 0.0
-    if zeros.any() and needs_log_colours(table.values):
-        axes.pcolormesh(np.ma.masked_where(~zeros, table.values), cmap=ListedColormap([ZERO]))
+    if (table.values == 0.0).any() and needs_log_colours(table.values):
+        draw_zeros(axes, table.values)
         axes.plot([], [], "s", color=ZERO, label="zero (not on the logarithmic scale)")
     if bad.any():
         rows, columns = np.nonzero(bad)

@@ -10,11 +10,11 @@ import pandas as pd
 from ..analysis.layer_abbreviations import short_names
 from .axes_and_scales import (
     LONGEST,
-    SMALL,
     add_hatch,
     add_legend,
     colour_bar,
     height_of,
+    label_columns,
     label_locations,
     new_figure,
     plain,
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELL, WIDEST = 0.38, 9.0  # width of a cell, and maximum width of the chart without labels, in inches
-MOST_LABELS = 60  # maximum number of column labels
 
 
 def layer_similarity(table: pd.DataFrame) -> Figure:
@@ -50,10 +49,8 @@ def layer_similarity(table: pd.DataFrame) -> Figure:
     axes = figure.subplots()
     cells = axes.pcolormesh(np.ma.masked_invalid(values), cmap=MAGNITUDE, vmin=0.0, vmax=1.0)
     label_locations(axes, rows, middle=0.5)
-    every = -(-len(columns) // MOST_LABELS)
     short = short_names(columns, LONGEST)
-    shown = range(0, len(columns), every)
-    axes.set_xticks([i + 0.5 for i in shown], [plain(short[columns[i]]) for i in shown], fontsize=SMALL, rotation=90)
+    label_columns(axes, [plain(short[name]) for name in columns], width)
     if np.isnan(values).any():
         add_hatch(axes, 0, len(columns), "constant or not finite")
     write_numbers(axes, values, cells, width)

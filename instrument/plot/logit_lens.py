@@ -10,7 +10,17 @@ import pandas as pd
 
 from ..analysis.series_selection import check_choice
 from ..errors import InstrumentError
-from .axes_and_scales import SMALL, colour_bar, label_locations, new_figure, plain, shade_on, token_label, width_of
+from .axes_and_scales import (
+    SMALL,
+    colour_bar,
+    label_columns,
+    label_locations,
+    new_figure,
+    plain,
+    shade_on,
+    token_label,
+    width_of,
+)
 from .source import check_columns
 from .style import CATEGORIES, MAGNITUDE
 
@@ -73,19 +83,12 @@ def logit_lens(
             labels[row["position"]] = f"{row['position']}: {text(int(row['target']))}"
     cells = axes.pcolormesh(np.ma.masked_invalid(probabilities), cmap=MAGNITUDE, vmin=0.0, vmax=1.0)
     for y, x, token, is_target in texts:
-        axes.text(
-            x + 0.5,
-            y + 0.5,
-            token,
-            ha="center",
-            va="center",
-            fontsize=SMALL - 1,
-            color=shade_on(cells, probabilities[y, x]),
-        )
+        shade = shade_on(cells, probabilities[y, x])
+        axes.text(x + 0.5, y + 0.5, token, ha="center", va="center", fontsize=SMALL - 1, color=shade)
         if is_target:
             axes.add_patch(_frame(x, y))
     label_locations(axes, layers, middle=0.5)
-    axes.set_xticks([i + 0.5 for i in range(len(shown))], list(labels.values()), fontsize=SMALL, rotation=90)
+    label_columns(axes, list(labels.values()), CELL * len(shown))
     has_targets = rows["target"].notna().any()
     axes.set_xlabel("position: target" if has_targets else "position")
     colour_bar(axes, cells, "probability", ROW * len(layers))

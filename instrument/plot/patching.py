@@ -14,12 +14,11 @@ from ..analysis.series_selection import check_choice
 from ..errors import InstrumentError, Problem
 from ..spec.statistics import STATISTICS
 from .axes_and_scales import (
-    LETTER,
     NORMAL,
-    SMALL,
     add_hatch,
     add_legend,
     colour_bar,
+    label_columns,
     label_locations,
     new_figure,
     plain,
@@ -32,7 +31,6 @@ from .run_labels import combine_runs
 from .style import MAGNITUDE, SIGNED, axis_name
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LONGEST_LABEL = 24  # maximum number of characters of the label of a column
@@ -128,7 +126,7 @@ def _draw_figure(
     axes = figure.subplots()
     cells = axes.pcolormesh(np.ma.masked_invalid(values), **_colours(values, is_difference=is_difference))
     label_locations(axes, grid.rows, middle=0.5)
-    _label_columns(axes, labels, width)
+    label_columns(axes, labels, width)
     if not np.isfinite(values).all():
         add_hatch(axes, 0, columns, "no finished run" + (" with a baseline" if grid.has_baseline else ""))
     write_numbers(axes, values, cells, width)
@@ -171,16 +169,6 @@ def _colours(values: np.ndarray, *, is_difference: bool) -> dict[str, Any]:
         largest = float(np.abs(finite).max()) or 1.0
         return {"cmap": SIGNED, "vmin": -largest, "vmax": largest}
     return {"cmap": MAGNITUDE, "vmin": float(finite.min()), "vmax": float(finite.max())}
-
-
-def _label_columns(axes: Axes, labels: Sequence[str], width: float) -> None:
-    """Label the columns, as many as fit; long labels are vertical."""
-    cell = width / len(labels)
-    is_wide = max(map(len, labels)) * LETTER > cell - 0.05
-    every = max(1, int(np.ceil((0.14 if is_wide else LETTER) / cell)))
-    shown = range(0, len(labels), every) if any(labels) else ()
-    axes.set_xticks([i + 0.5 for i in shown], [labels[i] for i in shown], fontsize=SMALL)
-    axes.tick_params(axis="x", rotation=90 if is_wide else 0)
 
 
 def _notes(grid: InterventionGrid, *, has_reference: bool) -> list[str]:

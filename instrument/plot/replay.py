@@ -12,18 +12,16 @@ from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
 from ..errors import InstrumentError
 from ..spec.schedule import STEP_PHASES
-from .axes_and_scales import SMALL, add_legend, needs_log_scale, new_figure, plain, scale
+from .axes_and_scales import SMALL, add_legend, draw_line, needs_log_scale, new_figure, plain, scale
 from .source import check_single_run
 from .style import CATEGORIES
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 4.6, 3.2  # size of a chart, in inches
 METRICS = {"loss": "loss", "grad_norm": "gradient norm"}
 LEAST_MARGIN = 10  # steps of the run that are drawn before and after those of the replay
-FEW = 60  # maximum number of points of a line with markers
 
 
 def replay(run: Run, *, source: str | Path | None = None) -> Figure:
@@ -58,19 +56,14 @@ def replay(run: Run, *, source: str | Path | None = None) -> Figure:
     figure = new_figure(WIDTH * max(1, len(shown)) + 0.6, HEIGHT + 0.7)
     label = "counterfactual" if entry["counterfactual"] else "replay"
     for axes, name in zip(figure.subplots(1, max(1, len(shown)), squeeze=False)[0], shown, strict=False):
-        _draw(axes, recorded[name], "run", CATEGORIES[0], "-")
-        _draw(axes, replayed[name], label, CATEGORIES[5], "--")
+        draw_line(axes, recorded[name], "run", CATEGORIES[0], "-")
+        draw_line(axes, replayed[name], label, CATEGORIES[5], "--")
         values = np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)])
         scale(axes, "y", values, is_log=needs_log_scale(values))
         if entry["counterfactual"]:
             names = ", ".join(entry["counterfactual"])
-            axes.axvline(
-                entry["first_step"],
-                color="#555555",
-                linewidth=0.8,
-                linestyle=":",
-                label=plain(f"from here on: {names}"),
-            )
+            where = plain(f"from here on: {names}")
+            axes.axvline(entry["first_step"], color="#555555", linewidth=0.8, linestyle=":", label=where)
         axes.set_title(METRICS[name], fontsize=10)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
@@ -83,20 +76,3 @@ def _steps(run: Run) -> pd.DataFrame:
     """Return the metrics of the steps of rank 0, indexed by step."""
     rows = run.read("metrics", ["step", "phase", "rank", *METRICS])
     return rows[rows["phase"].isin(STEP_PHASES) & (rows["rank"] == 0)].set_index("step")
-
-
-def _draw(axes: Axes, line: pd.Series, label: str, colour: str, dashes: str) -> None:
-    """Draw one line, with a cross at the last value before the first non-finite one."""
-    values = line.to_numpy(np.float64)
-    mark = "." if len(values) <= FEW else None
-    axes.plot(line.index, values, color=colour, linestyle=dashes, marker=mark, linewidth=1.3, label=label)
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size and bad[0]:
-        axes.plot(
-            line.index[bad[0] - 1],
-            values[bad[0] - 1],
-            "x",
-            color=colour,
-            markersize=8,
-            label="not finite after this step",
-        )

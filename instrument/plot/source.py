@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import pandas as pd
 
+from ..analysis.attention_maps import AttentionTensor
 from ..analysis.load import Run
 from ..analysis.plot_data import KEYS, RecordedSeries, statistics_in
 from ..analysis.series_selection import check_choice, series_where
+from ..analysis.tensor_images import Maps
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
 from ..spec.tables import TABLES
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MOST_RUNS = 6  # maximum number of run names in an error message
+T = TypeVar("T", AttentionTensor, Maps)
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
@@ -23,12 +27,25 @@ def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
     Raises:
         InstrumentError: The table has no rows, contains several runs, or lacks a column.
     """
-    if isinstance(data, Run):
-        check_single_run([str(folder.name) for folder in data.folders])
-    frame: pd.DataFrame = getattr(data, table) if isinstance(data, Run) else data
+    check_source(data, table)
+    if not isinstance(data, Run):
+        return data
+    frame: pd.DataFrame = getattr(data, table)
     check_columns(frame, table)
-    check_single_run(list(dict.fromkeys(frame["run"])) if "run" in frame else [])
     return frame
+
+
+def check_source(data: Run | pd.DataFrame, table: str) -> None:
+    """Check that the data are a single run, or rows of a table of a single run.
+
+    Raises:
+        InstrumentError: The rows are empty, or lack a column; or there are several runs.
+    """
+    if isinstance(data, Run):
+        check_single_run([folder.name for folder in data.folders])
+    else:
+        check_columns(data, table)
+        check_single_run(list(dict.fromkeys(data["run"])) if "run" in data else [])
 
 
 def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUIRED_COLUMNS) -> None:
@@ -61,6 +78,21 @@ def check_single_run(runs: list[str]) -> None:
             f"this plot requires a single run, but {len(runs)} were given ({names}): "
             "load one of them, or use instrument.plot.compare"
         )
+
+
+def at_layers(found: Sequence[T], layers: str | Sequence[str] | None, message: str, fix: str = "") -> list[T]:
+    """Return the tensors of some layers or locations; with None, all of them.
+
+    Raises:
+        InstrumentError: A layer has no tensor; `message` and `fix` describe it.
+    """
+    wanted = [layers] if isinstance(layers, str) else layers
+    if wanted is None:
+        return list(found)
+    names = [(one.location, one.layer or ".") for one in found]
+    for layer in wanted:
+        check_choice(layer, [name for both in names for name in both], "layer", message, fix)
+    return [one for one, both in zip(found, names, strict=True) if not set(wanted).isdisjoint(both)]
 
 
 def series_with(stats: pd.DataFrame, statistic: str | None) -> list[RecordedSeries]:
