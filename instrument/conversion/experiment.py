@@ -71,10 +71,11 @@ class Experiment:
             lines += ["#", "# Not converted, or different:", *(f"#   {note}" for note in self.notes)]
         content = {"name": name, **self.settings, "hooks": self.hooks}
         style: dict[str, Any] = {"default_flow_style": None, "sort_keys": False, "width": 120, "allow_unicode": True}
-        return "\n".join(lines) + "\n" + yaml.dump(content, Dumper=_Dumper, **style)
+        text: str = yaml.dump(content, Dumper=_Dumper, **style)
+        return "\n".join([*lines, text])
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no types
     """Writes a value that several hooks share to each of them."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ..analysis.findings import Finding, advice_by_rule
+from ..analysis.findings import Finding, Severity, advice_by_rule
 from ..analysis.new_rows import NewRows, RowsRemovedError
 from ..analysis.run_files import RunFiles
 from ..errors import InstrumentError, InstrumentWarning
@@ -18,7 +18,7 @@ from ..sinks.remote_folder import is_address, moved_to
 
 RUNNING = "running"
 DELETED = "deleted"  # run.json does not exist any more; the rows that were read are kept
-SEVERITIES = ("error", "warning")
+SEVERITIES: tuple[Severity, ...] = ("error", "warning")
 
 
 class LiveRun(RunHistory):

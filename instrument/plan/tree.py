@@ -9,9 +9,9 @@ from itertools import groupby
 from rich.text import Text
 from rich.tree import Tree
 
+from ..formatting import shorten
 from .function_calls import selects
 from .hook_plan import HookPlan, Site
-from .layer_selection import shorten
 from .modules import Layer
 from .shape_inference import FunctionInfo, InferredCalls, function_calls_of, tensors_of
 

@@ -193,7 +193,8 @@ class StepHistory:
         """Return the columns of the groups that changed after a version, in the order of the steps; int64."""
         order = [self._column_of[key] for key in sorted(self._column_of)]
         columns = np.array(order, np.int64)
-        return columns[self._groups[3, columns] > since]
+        changed: np.ndarray = columns[self._groups[3, columns] > since]
+        return changed
 
     def steps(self, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the first step, the last step and the number of different steps of some groups."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ..formatting import shorten
 from ..nested import iter_tensors
-from ..plan.layer_selection import shorten
 from ..spec.config import output_unit_text
 from .output_unit import OutputUnit
 

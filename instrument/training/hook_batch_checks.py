@@ -16,10 +16,10 @@ import pandas as pd
 from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import Place, RunArchive
 from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfits_in_smaller_batches, selected_shape_at, tensors_at
 from ..plan.hook_plan import HookPlan, Site
-from ..plan.layer_selection import shorten
 from ..plan.shape_inference import InferredCalls
 from ..spec.hooks import HookSpec
 from ..spec.schedule import STEP_PHASES

@@ -19,7 +19,7 @@ from ..analysis.saved_weights import WEIGHTS
 from ..dtensor import join_shards
 from ..errors import ConfigError, Problem, similar_names
 from ..folders.run_record import CHECKPOINTS, read_record
-from ..plan.layer_selection import shorten
+from ..formatting import shorten
 
 WHERE = "init_from"
 CONTAINERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts save a state dict
