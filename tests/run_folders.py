@@ -35,6 +35,13 @@ def row(table: str, **cells: Any) -> tuple[Any, ...]:
     return tuple(values.get(name, "" if name in labels else None) for name in names)
 
 
+def stats_row(step: int, mean: float, **cells: Any) -> tuple[Any, ...]:
+    """Return a row of statistics of a tensor with 8 elements."""
+    zeros = dict.fromkeys(("std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction"), 0.0)
+    counts = {"numel": 8, "nan_count": 0, "inf_count": 0}
+    return row("stats", step=step, scope="global", mean=mean, shape=[8], **zeros, **counts, **cells)
+
+
 def write_run(
     folder: Path,
     *,

@@ -8,13 +8,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..dtensor import module_type
 from ..errors import ConfigError, Problem
-from ..stats.measure import Measured
+from ..stats.measure import Measured, on_host
 from ..stats.table_rows import Measure
 from .tensor_selection import TensorSelection
 
@@ -191,21 +192,27 @@ class Effect:
 
     Attributes:
         numel: The number of elements of the tensor.
-        measures: The number of changed elements, the L2 norm before and the L2 norm after; None or NaN for no value.
+        measures: The number of changed elements, the L2 norm before and the L2 norm after; None or NaN for no value. On a device: the
+            number, and what was measured before and after.
         factor: The factor, if the intervention multiplied the tensor by one number: a number, or a tensor with one
             element.
         held: Whether the condition of the hook held; None without a condition.
     """
 
     numel: int
-    measures: Sequence[float | None] | Sequence[Tensor]
+    measures: Sequence[float | Tensor | Measured | None]
     factor: float | Tensor | None = field(default=None)
     held: bool | Tensor | None = field(default=None)
 
     @property
     def numbers(self) -> list[Tensor]:
         """The numbers on a device: those of `measures`, then the factor, then `held`."""
-        return [number for number in (*self.measures, self.factor, self.held) if isinstance(number, Tensor)]
+        given = (each.on_device.row if isinstance(each, Measured) and each.on_device else each for each in self._given)
+        return [number for number in given if isinstance(number, Tensor)]
+
+    @property
+    def _given(self) -> tuple[float | Tensor | Measured | None, ...]:
+        return (*self.measures, self.factor, self.held)
 
     def row(self, fetched: Iterator[list[float]] | None = None) -> list[float]:
         """Return the numbers in the order of `EFFECT`.
@@ -215,14 +222,17 @@ class Effect:
         """
         if fetched is None and self.numbers:
             return [math.nan] * len(EFFECT)
-        given = (*self.measures, self.factor, self.held)
-        found = [
-            next(fetched)
-            if isinstance(number, Tensor) and fetched is not None
-            else [math.nan if number is None else float(number)]
-            for number in given
-        ]
-        return [self.numel, *(number for part in found for number in part)]
+        found: list[float] = [self.numel]
+        for number in self._given:
+            if isinstance(number, Measured):
+                assert fetched is not None, "the sums are on a device"
+                sums = on_host([number], np.array([next(fetched)]))
+                found.append(float(Measured(sums[0]).statistic("l2")))
+            elif isinstance(number, Tensor) and fetched is not None:
+                found += next(fetched)
+            else:
+                found.append(math.nan if number is None else float(number))
+        return found
 
 
 class Effects(Protocol):

@@ -11,10 +11,10 @@ from torch import Tensor
 from ..errors import HookError, HookResultError
 from ..sparse import coalesce, is_sparse, replace_values
 from ..spec.kinds import KINDS
-from ..stats.flatten import as_vector, is_on_host
+from ..stats.flatten import is_on_host
 from ..stats.kernel import effect_of_plain
-from ..stats.measure import measure_statistics
-from ..stats.portable import count_changed, portable_norm
+from ..stats.measure import measure, measure_statistics
+from ..stats.portable import count_changed
 from .base import Context, Effect, Effects
 
 
@@ -161,8 +161,7 @@ def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: in
     with torch.no_grad():
         before, after = old.detach(), new.detach()
         if not is_on_host(before):
-            norms = (portable_norm(as_vector(each)) for each in (before, after))
-            return Effect(numel, (count_changed(before, after), *norms), factor)
+            return Effect(numel, (count_changed(before, after), measure(before), measure(after)), factor)
         changed = ((before != after) & ~(before.isnan() & after.isnan())).sum().item()
         first, second = (measure_statistics(each, ("l2",))[0] for each in (before, after))
     return Effect(numel, [changed, first, second], factor)

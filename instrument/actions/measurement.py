@@ -17,9 +17,8 @@ from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.record import StatisticsSpec
 from ..spec.statistics import DEAD, MAGNITUDES, SATURATED, UNITS, WEIGHT, Sum, statistic_of
-from ..stats.flatten import is_on_host, stored_elements
-from ..stats.measure import Measured, measure, measure_statistics
-from ..stats.portable import portable_norm
+from ..stats.flatten import is_on_host
+from ..stats.measure import Measured, measure
 from ..stats.sums import needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
 from .base import Context
@@ -140,10 +139,8 @@ def measure_in_context(
 
 def _norm(parameter: Tensor) -> Number:
     """Return the L2 norm of a parameter; no number if it is 0."""
-    if is_on_host(parameter):
-        return measure_statistics(parameter, ("l2",))[0] or None
-    norm = portable_norm(stored_elements(parameter)[0])
-    return torch.where(norm > 0, norm, math.nan)
+    norm = measure(parameter).statistic("l2")
+    return torch.where(norm > 0, norm, math.nan) if isinstance(norm, Tensor) else norm or None
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:

@@ -183,10 +183,12 @@ def measured_piece(table: str, context: Context, measure: Measure, tensor: Tenso
 
 def effect_piece(context: Context, effect: Effect) -> Piece:
     """Return this process's part of a row of effects: numbers in the order of `EFFECT`, NaN for None."""
-    if isinstance(effect.measures[0], Tensor):
-        changed, before, after = (each for each in effect.measures if isinstance(each, Tensor))
-        part = before.new_full((len(EFFECT),), effect.numel)  # does not wait for the device, unlike a copy
-        part[1], part[2], part[3] = changed, before, after
+    changed, *both = effect.measures
+    if isinstance(changed, Tensor):
+        # Does not wait for the device, unlike a copy.
+        part = changed.new_full((len(EFFECT),), effect.numel, dtype=torch.float64)
+        part[1] = changed
+        part[2], part[3] = (each.statistic("l2") for each in both if isinstance(each, Measured))
         part[4], part[5] = (math.nan if number is None else number for number in (effect.factor, effect.held))
         return Piece("effects", identity_without_rank(context), (), part, _NOTHING)
     # A factor can be a tensor in the memory of the host.

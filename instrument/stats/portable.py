@@ -96,22 +96,6 @@ def further_sums(flat: Tensor, base: Tensor, sums: Sequence[Sum]) -> list[Tensor
     return found
 
 
-def portable_norm(flat: Tensor) -> Tensor:
-    """Return the L2 norm of the finite elements, a scalar in the widest dtype of the device; NaN without any.
-
-    Args:
-        flat: Any real dtype, shape [elements], without graph.
-    """
-    x = flat.to(widest(flat.device))
-    if not len(x):
-        return x.new_full((), math.nan)
-    is_finite = x.abs() < math.inf
-    finite = torch.where(is_finite, x, 0.0)
-    unit = _unit(finite.abs().amax())
-    norm: Tensor = torch.linalg.vector_norm(finite / unit) * unit
-    return torch.where(is_finite.any(), norm, math.nan)
-
-
 def _unit(largest: Tensor) -> Tensor:
     """Return the power of two of the largest magnitude. Powers of elements that are divided by it do not overflow."""
     integer, exponent, most = _FORMATS[largest.dtype]

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from run_folders import stats_row
 from tiers import tiered
 
 import instrument
@@ -38,7 +39,7 @@ def write_run(folder: Path, *, close: bool) -> Path:
     (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
     sink = ParquetSink(folder)
     for step in range(STEPS):
-        sink.write("stats", [(step, 0, 0, *KEY, 8, MEANS[step], *[0.0] * 8, 0, 0, None, None, None, [8], None)])
+        sink.write("stats", [stats_row(step, MEANS[step])])
         sink.keep((step, 0, 0, *KEY), [3, 2], torch.from_numpy(VALUES[step]))
         sink.end_step()
         if step == 2:

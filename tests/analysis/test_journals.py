@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_folders import stats_row
 
 import instrument
 from instrument.analysis.findings import findings
@@ -38,7 +39,7 @@ def write(folder: Path) -> Steps:
 
     def steps(start: int, stop: int) -> None:
         for step in range(start, stop):
-            sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None, [8], None)])
+            sink.write("stats", [stats_row(step, float(step))])
             sink.write("metrics", [(step, 0, *METRICS)])
             sink.end_step()
 

@@ -13,15 +13,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from run_folders import stats_row
 
 import instrument
 from instrument.analysis.tensor_images import maps_in
 from instrument.sinks.parquet import ParquetSink
-
-
-def stats_row(step: int, layer: str, mean: float) -> tuple[Any, ...]:
-    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False, "global")
-    return (*key, 8, mean, *[0.0] * 8, 0, 0, None, None, None, [8], None)
 
 
 def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:
@@ -36,7 +32,7 @@ def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: 
     (folder / "run.json").write_text(json.dumps(info))
     sink = ParquetSink(folder)
     for step in range(3):
-        sink.write("stats", [stats_row(step, layer, seed + step) for layer in ("a", "b")])
+        sink.write("stats", [stats_row(step, seed + step, layer=layer) for layer in ("a", "b")])
         for layer in ("a", "b"):
             keep_tensor(sink, step, layer, torch.full((2, 3), float(step)))
         sink.end_step()

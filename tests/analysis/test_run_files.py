@@ -16,6 +16,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
+from run_folders import stats_row
 from tiers import tiered
 
 import instrument
@@ -42,7 +43,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.json").write_text(json.dumps({"status": "running", "seed": 0}))
     sink = ParquetSink(folder)
     for step in range(STEPS):
-        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None, [8], None)])
+        sink.write("stats", [stats_row(step, float(step))])
         sink.write("metrics", [(step, *METRICS)])
         sink.keep((step, 0, 0, *KEY), [2], torch.full((2,), float(step)))
         sink.end_step()
@@ -326,7 +327,7 @@ def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypa
     folder.mkdir()
     sink, done = ParquetSink(folder), 0
     for step in range(4):
-        sink.write("stats", [(step, 0, 0, *KEY, 8, float(step), *[0.0] * 8, 0, 0, None, None, None, [8], None)])
+        sink.write("stats", [stats_row(step, float(step))])
         sink.write("metrics", [(step, *METRICS)])
         sink.end_step()
     assert moments == 16
