@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
-from .device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory, sums_of_rows
-from .portable import PORTABLE_COLUMNS, further_sums, portable_sums
-from .sums import INDEX, statistics_of
+from .device_sums import DeviceSums, device_memory
+from .portable import further_sums, portable_sums
+from .sums import INDEX, MEASURED_COLUMNS, statistics_of
 
 BY_KERNEL = "Triton kernel"
 """The fastest way to measure; see `measured_by`."""
@@ -27,7 +27,9 @@ BY_KERNEL = "Triton kernel"
 _Key = tuple[torch.device, torch.dtype]
 _Result = TypeVar("_Result")
 _TOLERANCE = 1e-6
-_COMPARED = tuple(name for name, each in STATISTICS.items() if set(each.needs) <= {MAGNITUDES})
+_COMPARED = tuple(
+    n for n, each in STATISTICS.items() if n not in ("numel", "inf_count") and set(each.needs) <= {MAGNITUDES}
+)
 _BINS = 7
 
 _reasons: dict[_Key, str | None] = {}
@@ -45,12 +47,11 @@ def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tenso
     """
     found = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]
-    if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, found.row[BY_KERNEL_COLUMNS])) is None:
-        found.row[PORTABLE_COLUMNS] = portable_sums(flat)
+    if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, found.row[MEASURED_COLUMNS])) is None:
+        found.row[MEASURED_COLUMNS] = portable_sums(flat)
         others = [*terms]
     if others:
-        base = sums_of_rows(found.row[None], found.numel)[0]
-        for each, number in zip(others, further_sums(flat, base, others), strict=True):
+        for each, number in zip(others, further_sums(flat, found.row, others), strict=True):
             found.row[INDEX[each.name]] = number
     return found
 
@@ -126,11 +127,11 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
     )  # every dtype represents them, and none is on an edge of the bins
     values = torch.cat([integers, torch.tensor([math.nan, math.inf, -math.inf], device="cpu")]).to(dtype)
     row = device_memory(1, device)
-    kernels.measure_by_kernel(values.to(device), row[0, BY_KERNEL_COLUMNS])
+    kernels.measure_by_kernel(values.to(device), row[0, MEASURED_COLUMNS])
     sums = device_memory(1, values.device)
-    sums[0, PORTABLE_COLUMNS] = portable_sums(values)
-    sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums_of_rows(sums, 0)[0], [MAGNITUDES])[0]
-    both = (statistics_of(sums_of_rows(each.numpy(force=True), len(values)), _COMPARED) for each in (sums, row))
+    sums[0, MEASURED_COLUMNS] = portable_sums(values)
+    sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums[0], [MAGNITUDES])[0]
+    both = (statistics_of(each.numpy(force=True), _COMPARED) for each in (sums, row))
     for name, expected, found in zip(_COMPARED, *both, strict=True):
         if not np.isclose(found, expected, rtol=_TOLERANCE):
             return f"the kernel returned {name} {found.item()} instead of {expected.item()}"

@@ -114,6 +114,7 @@ def _merge(partials, results, programs, upper: tl.constexpr):
     tl.store(results + 5, mean)
     tl.store(results + 6, within + tl.sum(counts * (means - mean) * (means - mean), 0))
     tl.store(results + 7, tl.sum(tl.load(each + 7, mask=exists, other=0.0, cache_modifier=".cg"), 0))
+    tl.store(results + 8, 1.0)
 
 
 @triton.jit
@@ -147,11 +148,11 @@ def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
 
     Args:
         flat: Shape [elements], contiguous, not empty, of a dtype in `DTYPES`, on a device for which Triton compiles.
-        results: float64 [8], contiguous, on the device. They are written to it.
+        results: float64 [9], contiguous, on the device. They are written to it.
 
     Returns:
-        The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes. Without a finite element, the
-        extremes are infinite.
+        The results: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes, and 1, the unit. Without a
+        finite element, the extremes are infinite.
     """
     _launch(flat, results, None)
     return results
@@ -168,7 +169,7 @@ def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:
         Minimum, maximum, and the counts of the finite elements, float64 [2 + bins]; NaN instead of both extremes without one.
     """
     counts = torch.zeros(bins, dtype=torch.int64, device=flat.device)
-    results = torch.empty(_NUMBERS.value, dtype=torch.float64, device=flat.device)
+    results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
     _launch(flat, results, counts)
     return torch.cat([torch.where(results[0] > 0, results[3:5], math.nan), counts.to(torch.float64)])
 

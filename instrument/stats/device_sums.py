@@ -17,10 +17,8 @@ from torch import Tensor
 
 from ..spec.statistics import Sum
 from .portable import widest
-from .sums import BASE, COLUMNS, INDEX, Matrix, add_zeros, where
+from .sums import COLUMNS, add_zeros
 
-BY_KERNEL_COLUMNS = slice(1, len(BASE) - 1)
-"""The columns that `instrument.stats.device_kernel` writes."""
 FIRST_ROWS = 64
 
 
@@ -75,29 +73,9 @@ class DeviceSums:
 
     def sums(self) -> Tensor:
         """Return the sums, [1, COLUMNS] on the device."""
-        found: Tensor = sums_of_rows(self.row[None], self.numel)
-        if self.zeros:
-            found = add_zeros(found, self.zeros, self.terms)
-        return found
-
-
-def sums_of_rows(rows: Matrix, numel: Any) -> Matrix:
-    """Return the sums of tensors, [rows, COLUMNS], as an array if the rows are an array, or on their device.
-
-    Args:
-        rows: [rows, COLUMNS].
-        numel: The numbers of elements, one or [rows].
-    """
-    found = rows.clone() if isinstance(rows, Tensor) else rows.copy()
-    found[:, 0] = numel
-    n, unit = found[:, INDEX["n"]], found[:, INDEX["unit"]]
-    exists = where(n > 0, 0.0 * n, math.nan * n)
-    # The kernel writes no unit, which is 1.
-    found[:, INDEX["unit"]] = where(unit == unit, unit, 1.0) + exists  # noqa: PLR0124
-    with np.errstate(invalid="ignore"):
-        for name in ("low", "high", "mean", "deviations"):
-            found[:, INDEX[name]] += exists
-    return found
+        found = self.row[None].clone()
+        found[:, 0] = self.numel
+        return add_zeros(found, self.zeros, self.terms) if self.zeros else found
 
 
 def sums_on_host(sums: Sequence[DeviceSums], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -107,7 +85,8 @@ def sums_on_host(sums: Sequence[DeviceSums], rows: np.ndarray[Any, Any]) -> np.n
         sums: The sums.
         rows: Copies of their rows in the memory of the host, [rows, COLUMNS].
     """
-    found: np.ndarray[Any, Any] = sums_of_rows(rows.astype(np.float64, copy=False), [each.numel for each in sums])
+    found: np.ndarray[Any, Any] = rows.astype(np.float64)
+    found[:, 0] = [each.numel for each in sums]
     for at, each in enumerate(sums):
         if each.zeros:
             found[at] = add_zeros(found[at : at + 1], each.zeros, each.terms)[0]

@@ -18,11 +18,11 @@ from torch.nn.parameter import Parameter
 
 from ..spec.statistics import MAGNITUDES, Sum, statistic_of
 from .device_choice import measure_on_device
-from .device_sums import DeviceSums, sums_of_rows, sums_on_host
+from .device_sums import DeviceSums, sums_on_host
 from .flatten import is_on_host, stored_elements
 from .kernel import kernel_sums
-from .portable import PORTABLE_COLUMNS, SAFE_EXPONENT, further_sums, portable_sums
-from .sums import COLUMNS, INDEX, add_zeros, needs_of, statistics_of
+from .portable import SAFE_EXPONENT, further_sums, portable_sums
+from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, add_zeros, needs_of, statistics_of
 
 Row = np.ndarray[Any, np.dtype[np.float64]]
 _SAFE = 2.0**SAFE_EXPONENT
@@ -124,8 +124,8 @@ def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
     if base is not None and high_power and not 1 / _SAFE <= np.abs(base[[4, 5]]).max() <= _SAFE:
         base = None
     if base is None:
-        row[PORTABLE_COLUMNS] = portable_sums(flat.detach().reshape(-1)).numpy()
-        row = sums_of_rows(row[None], flat.numel())[0]
+        row[MEASURED_COLUMNS] = portable_sums(flat.detach().reshape(-1)).numpy()
+        row[0] = flat.numel()
     else:
         row[: len(base)] = base
     if missing := [each for each in terms if np.isnan(row[INDEX[each.name]])]:

@@ -23,8 +23,6 @@ _FORMATS = {
     torch.float64: (torch.int64, 0x7FF << 52, 2.0**1000),
     torch.float32: (torch.int32, 0xFF << 23, 2.0**120),
 }
-PORTABLE_COLUMNS = slice(1, len(BASE))
-"""The columns that `portable_sums` returns: all of `BASE` but the first."""
 _BYTE = 255  # as many ones fit into one byte
 _LANES = _BYTE * 8
 
@@ -49,7 +47,7 @@ def portable_sums(flat: Tensor) -> Tensor:
         flat: Any real dtype, shape [elements], without graph.
 
     Returns:
-        The columns `PORTABLE_COLUMNS` on the device of the tensor, in its widest dtype. Without a finite element, the extremes are
+        The columns `MEASURED_COLUMNS` on the device of the tensor, in its widest dtype. Without a finite element, the extremes are
         infinite, and what follows from them is NaN.
     """
     x = flat.to(widest(flat.device))

@@ -35,8 +35,10 @@ BASE = ("numel", "n", "nan", "zeros", "low", "high", "mean", "deviations", "magn
 
 numel, n, nan and zeros are numbers of elements; low and high are the extremes of x; mean is sum(y) / n; deviations is
 sum((y - mean)^2); magnitudes is sum(|y|), if requested. unit is a power of two, or the largest magnitude. It prevents overflow and
-underflow of powers. Without a finite element, all but the numbers of elements are NaN.
+underflow of powers. Without a finite element, all but the numbers of elements are NaN or meaningless.
 """
+MEASURED_COLUMNS = slice(1, len(BASE))
+"""The columns of `BASE` that are measured: all but the first."""
 FURTHER: list[Sum] = list(
     dict.fromkeys(need for each in STATISTICS.values() for need in each.needs if need.name not in BASE)
 )

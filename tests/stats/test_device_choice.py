@@ -21,11 +21,11 @@ import instrument
 from instrument.spec.statistics import ALL, STATISTICS
 from instrument.stats import device_choice, device_kernel
 from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_by_kernel
-from instrument.stats.device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory
+from instrument.stats.device_sums import DeviceSums, device_memory
 from instrument.stats.distribution import distribution, distribution_on_device
 from instrument.stats.measure import Measured, measure_statistics
 from instrument.stats.portable import portable_sums
-from instrument.stats.sums import needs_of
+from instrument.stats.sums import MEASURED_COLUMNS, needs_of
 
 NAMES = tuple(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs))
 VALUES = torch.linspace(-2.0, 3.0, 5000, device=KERNEL_DEVICE)
@@ -74,7 +74,7 @@ def read(flat: Tensor, names: tuple[str, ...] = NAMES) -> list[float | None]:
 
 def by_kernel(flat: Tensor, names: tuple[str, ...]) -> list[float | None]:
     sums = DeviceSums(device_memory(1, flat.device)[0], flat.numel())
-    measure_by_kernel(flat, sums.row[BY_KERNEL_COLUMNS])
+    measure_by_kernel(flat, sums.row[MEASURED_COLUMNS])
     return Measured(on_device=sums).statistics(names)
 
 
@@ -210,7 +210,7 @@ def test_kernel_is_the_only_launch() -> None:
             self.names.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    results = torch.empty(8, dtype=torch.float64, device=VALUES.device)
+    results = torch.empty(9, dtype=torch.float64, device=VALUES.device)
     measure_by_kernel(VALUES, results)  # allocates the memory of the stream
     for flat in (VALUES, VALUES.bfloat16()):
         with Operations() as operations, pytest.MonkeyPatch.context() as patch:

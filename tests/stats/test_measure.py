@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from instrument.spec.statistics import ALL, DEFAULT, MAGNITUDES, STATISTICS
 from instrument.stats import device_kernel, kernel
 from instrument.stats.device_choice import measure_on_device
-from instrument.stats.device_sums import BY_KERNEL_COLUMNS, DeviceSums, device_memory
+from instrument.stats.device_sums import DeviceSums, device_memory
 from instrument.stats.flatten import as_vector
 from instrument.stats.measure import Measured, measure, measure_statistics
 from instrument.stats.portable import further_sums
-from instrument.stats.sums import INDEX, needs_of
+from instrument.stats.sums import INDEX, MEASURED_COLUMNS, needs_of
 
 NAMES = tuple(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs))
 BLOCK = 65_536
@@ -77,7 +77,7 @@ def measure_with_device_kernel(tensor: Tensor) -> Numbers:
     sums = DeviceSums(device_memory(1, flat.device)[0], flat.numel())
     # The interpreter needs milliseconds for each block.
     with mock.patch.object(device_kernel, "_BLOCK", 1024 if flat.numel() < 20_000 else 2**17):
-        device_kernel.measure_by_kernel(flat, sums.row[BY_KERNEL_COLUMNS])
+        device_kernel.measure_by_kernel(flat, sums.row[MEASURED_COLUMNS])
     others = [each for each in needs_of(NAMES) if each is not MAGNITUDES]
     for each, number in zip(others, further_sums(flat, sums.sums()[0], others), strict=True):
         sums.row[INDEX[each.name]] = number
