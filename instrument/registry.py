@@ -93,7 +93,9 @@ class Registry(Mapping[str, T]):
 
     def __contains__(self, name: object) -> bool:
         self._import_folder()
-        return isinstance(name, str) and any(name in names for names in (self._entries, self.builtin, self._installed))
+        if not isinstance(name, str):
+            return False
+        return name in self._entries or name in self.builtin or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
         self._import_folder()

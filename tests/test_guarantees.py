@@ -365,7 +365,7 @@ def test_healthy_model_has_full_coverage_and_no_events(name: str) -> None:
     rows = probe.sink.records("coverage")
     assert {row["cause"] for row in rows} <= {"", ONLY_IN_OTHER_MODULES, NO_INPUT_GRAPH}
     assert all(row["fired"] == row["expected"] == (not row["cause"]) for row in rows)
-    assert probe.sink.rows["events"] == []
+    assert [row[3] for row in probe.sink.rows["events"]] == ["statistics"]  # some statistics read a tensor again
 
 
 # ------------------------------------------------------------------------------------------------ 3: removal

@@ -12,6 +12,7 @@ from ..sinks.remote_folder import is_address, open_folder
 from ..spec.tables import TABLES
 
 RUN_FILE = "run.json"
+REPORT_FILE = "report.html"  # relative to the folder of a run or a sweep
 
 
 class NoRunError(InstrumentError):

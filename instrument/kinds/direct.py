@@ -8,7 +8,7 @@ hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ from ..nested import structure
 from ..spec.kinds import KINDS
 from .clock import FIRST_CALL, Firing
 
-if TYPE_CHECKING:
-    from .attached_hook import AttachedHook
+AttachedHook = Any
+"""An `instrument.kinds.attached_hook.AttachedHook`, whose module imports this one."""
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")

@@ -10,14 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..analysis.folders import REPORT_FILE as FILE
 from ..sinks.remote_folder import is_address
 
 if TYPE_CHECKING:
     from .make_report import Report, check_packages, make
 
 __all__ = ["FILE", "Report", "check_packages", "command_for", "make"]
-
-FILE = "report.html"  # relative to the folder of a run or a sweep
 
 
 def command_for(folder: Path) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 from urllib.parse import quote
 
 from ..analysis.config_fields import to_yaml
+from ..analysis.folders import REPORT_FILE
 from ..analysis.intervention_grid import intervention_grid
 from ..analysis.load import Run
 from ..errors import InstrumentError
 from ..plot.patching import patching
-from . import FILE
 from .numbers import format_number, rounded
 from .panels import as_svg
 from .sweep_charts import RunData, charts, name_of, overrides_of, read_runs
@@ -156,7 +156,7 @@ def _row(name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[st
         shown=info["metrics"],
         curves=data.curves,
         note=info.get("error") or (str(data.warnings) if data.warnings else ""),
-        page=quote(f"{name}/{FILE}") if (folder / FILE).exists() else None,
+        page=quote(f"{name}/{REPORT_FILE}") if (folder / REPORT_FILE).exists() else None,
     )
 
 

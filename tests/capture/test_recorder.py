@@ -17,6 +17,7 @@ from instrument.actions.base import Context, Effect, StepContext
 from instrument.capture.device_copy import Transfer
 from instrument.capture.recorder import Recorder
 from instrument.stats.measure import measure
+from instrument.stats.sums import COLUMNS
 
 CONTEXT = Context(
     "h", "forward", "output", "a.b", nn.ReLU(), "0", StepContext(3, 1, 2, "train"), call=4, backward=2, recompute=True
@@ -132,9 +133,8 @@ def test_device_values_need_one_transfer_per_step(monkeypatch: pytest.MonkeyPatc
         assert transfers == []
         probe.end_step()
         assert items == []
-    # On a device, the sums of all tensors are one matrix. An effect has 2 counts and 3 numbers for each norm.
-    counts, others = (2 * 2, 2 * 6) if measured == "on a device" else (0, 0)
-    assert transfers == ([counts, others + 2] if counts else [])  # plus the two clip factors
+    # On a device, the sums of all tensors are one matrix. An effect has a count, the sums before and after, and the clip factor.
+    assert transfers == ([2, 2 * 2 * len(COLUMNS), 2] if measured == "on a device" else [])
 
 
 def test_transfer_keeps_order_lengths_and_values() -> None:

@@ -26,6 +26,7 @@ from instrument.errors import ConfigError
 from instrument.plan.cost import Cost, Forecast
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.parse import parse_config
+from instrument.stats.measure import Measured
 from instrument.tasks import Generated, Outcome, Supervised
 from instrument.training.data import Batches
 from instrument.training.device_and_seed import process_state
@@ -305,9 +306,7 @@ def move(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         monkeypatch.setattr(f"{module}.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr("instrument.dry_run.profiling.SECONDS", 30.0)
     monkeypatch.setattr("instrument.dry_run.profiling.train_step", lambda *args: (move(0.5), train_step(*args))[1])
-    monkeypatch.setattr(
-        "instrument.actions.measurement.measure", lambda tensor, names: (move(0.03), [0.0] * len(names))[1]
-    )
+    monkeypatch.setattr("instrument.actions.measurement.measure", lambda *args: (move(0.03), Measured())[1])
     use_general_path(monkeypatch)
     return move
 
@@ -351,9 +350,9 @@ def test_outlier_of_the_measured_time_is_ignored(
 ) -> None:
     calls = itertools.count()
 
-    def measured(tensor: Tensor, names: tuple[str, ...]) -> list[float]:
+    def measured(*args: object) -> Measured:
         move(9.0 if next(calls) == 100 else 0.03)
-        return [0.0] * len(names)
+        return Measured()
 
     monkeypatch.setattr("instrument.actions.measurement.measure", measured)
     assert forecast_of({"micro": MICRO}, ACCUMULATED).cost["micro"].seconds == pytest.approx(0.18)
