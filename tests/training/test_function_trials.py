@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, Context
-from instrument.actions.base import NoArchive
+from instrument.actions.base import Archive
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.spec.parse import parse_hooks
@@ -69,7 +69,7 @@ def try_function(
     spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0, archive=NoArchive())
+    trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0, archive=Archive())
     batch = torch.ones(2, 4, requires_grad=True)
 
     def forward() -> None:
