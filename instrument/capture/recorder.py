@@ -130,7 +130,7 @@ class Recorder:
 
     def record_plain(self, tensor: Tensor, slot: int, moment: StepContext, with_magnitudes: bool) -> bool:
         """Add the statistics of one plain tensor. Return false if it is not plain."""
-        return self._stats.add_plain(tensor, slot, self._stats.moments.number(moment), with_magnitudes)
+        return self._stats.add_plain(tensor, slot, moment, with_magnitudes)
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
         """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
@@ -211,7 +211,7 @@ class Recorder:
         self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None
     ) -> bool:
         """Add the effect of one intervention on a plain tensor. Return false if the tensors are not plain."""
-        return self._effects.add_plain_effect(before, after, slot, self._effects.moments.number(moment), factor, held)
+        return self._effects.add_plain_effect(before, after, slot, moment, factor, held)
 
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its measured rows."""

@@ -130,75 +130,40 @@ class Slots:
         return layout
 
 
-class Moments:
-    """Numbers of the moments of rows that are not written yet."""
-
-    def __init__(self) -> None:
-        self._latest: tuple[StepContext | None, int] = (None, -1)
-        self._numbers: dict[StepContext, int] = {}
-        self.by_number: dict[int, StepContext] = {}
-        self._next = 0
-
-    def number(self, moment: StepContext) -> int:
-        """Return the number of a moment."""
-        latest, number = self._latest
-        if moment is latest:
-            return number
-        known = self._numbers.get(moment)
-        if known is None:
-            known = self._next = self._next + 1
-            self._numbers[moment] = known
-            self.by_number[known] = moment
-        self._latest = moment, known
-        return known
-
-    def forget_before(self, number: int) -> None:
-        """Forget the moments with smaller numbers."""
-        for each in [each for each in self.by_number if each < number]:
-            del self._numbers[self.by_number.pop(each)]
-
-
 @dataclass
 class Taken:
     """The rows of a step.
 
     Attributes:
         numbers: float64 [rows, columns of the slab].
-        keys: int64 [rows, 2]: slot and moment.
-        shapes: For each row the number of its dimensions (-1 for none), and then the dimensions.
+        keys: int64 [rows, 3]: the slot, the index of the moment, and the number of dimensions (-1 without a shape).
+        dims: The dimensions of all rows, int64.
+        moments: The times of rows. Neighbours may be equal.
         others: What rows have besides their numbers, by the index of the row.
     """
 
     numbers: Matrix
     keys: np.ndarray[Any, np.dtype[np.int64]]
-    shapes: np.ndarray[Any, np.dtype[np.int64]]
+    dims: np.ndarray[Any, np.dtype[np.int64]]
+    moments: list[StepContext]
     others: dict[int, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
 
+    @property
+    def shapes(self) -> ListColumn:
+        """The shapes of all rows."""
+        return ListColumn(self.keys[:, 2], self.dims)
+
     def without(self, left_out: Sequence[int]) -> Taken:
         """Return the rows without some of them."""
-        kept = np.setdiff1d(np.arange(len(self)), left_out)
-        lengths, dims = self.lists()
-        parts = np.split(dims, np.cumsum(np.maximum(lengths, 0))[:-1])
-        shapes = [np.concatenate([lengths[row : row + 1], parts[row]]) for row in kept.tolist()]
-        others = {at: self.others[row] for at, row in enumerate(kept.tolist()) if row in self.others}
-        joined = np.concatenate(shapes) if shapes else self.shapes[:0]
-        return Taken(self.numbers[kept], self.keys[kept], joined, others)
-
-    def lists(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the number of dimensions of each row, and the dimensions of all rows."""
-        shapes, count = self.shapes, len(self)
-        width = 0 if not count else len(shapes) // count
-        table = shapes.reshape(count, width) if count and len(shapes) == count * width else None
-        if table is not None and (table[:, 0] == width - 1).all():  # the usual case: as many dimensions in each row
-            return table[:, 0], table[:, 1:].reshape(-1)
-        lengths, starts, at = np.empty(count, np.int64), np.zeros(len(shapes), np.bool_), 0
-        for row in range(count):
-            lengths[row], starts[at] = shapes[at], True
-            at += 1 + max(int(shapes[at]), 0)
-        return lengths, shapes[~starts]
+        is_kept = np.ones(len(self), np.bool_)
+        is_kept[left_out] = False
+        kept = np.flatnonzero(is_kept).tolist()
+        dims = self.dims[np.repeat(is_kept, np.maximum(self.keys[:, 2], 0))]
+        others = {at: self.others[row] for at, row in enumerate(kept) if row in self.others}
+        return Taken(self.numbers[is_kept], self.keys[is_kept], dims, self.moments, others)
 
 
 class StepSlab:
@@ -216,7 +181,6 @@ class StepSlab:
         self.slots = Slots()
         self._slab = make_slab(width)
         self.add_plain, self.add_plain_effect = self._slab.add, self._slab.add_effect
-        self.moments = Moments()
         self._width = width
         self._others: dict[int, Any] = {}
         self._lock = threading.Lock()
@@ -241,7 +205,7 @@ class StepSlab:
             names: The requested statistics.
             other: What the row has besides its numbers.
         """
-        moment = self.moments.number(StepContext(*identity[:_MOMENT]))
+        moment = StepContext(*identity[:_MOMENT])
         memory = np.asarray(numbers, np.float64).tobytes()
         slot = self.slots.slot(identity[_MOMENT:], names)
         with self._lock:
@@ -252,12 +216,13 @@ class StepSlab:
     def take(self) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
         with self._lock:
-            rows, numbers, keys, shapes = self._slab.take()
+            numbers, keys, dims, moments = self._slab.take()
             others, self._others = self._others, {}
         return Taken(
-            np.frombuffer(numbers).reshape(rows, self._width).copy(),
-            np.frombuffer(keys, np.int64).reshape(rows, 2),
-            np.frombuffer(shapes, np.int64),
+            np.frombuffer(numbers).reshape(-1, self._width).copy(),
+            np.frombuffer(keys, np.int64).reshape(-1, 3),
+            np.frombuffer(dims, np.int64),
+            moments,
             others,
         )
 
@@ -279,15 +244,13 @@ class SlabRows(ColumnRows):
         self.taken = taken
         self.layout = slab.slots.layout(taken.keys[:, 0])
         self.sites = self.layout.sites
-        self._moments = slab.moments.by_number
-        moments = taken.keys[:, 1]
-        self.moment: StepContext | None = self._moments[int(moments[0])] if (moments == moments[0]).all() else None
+        distinct = taken.moments
+        self.moment: StepContext | None = distinct[0] if all(moment == distinct[0] for moment in distinct) else None
         self.moments = (
-            [self._moments[number] for number in moments.tolist()]
-            if self.moment is None
-            else [self.moment] * len(moments)
+            [self.moment] * len(taken)
+            if self.moment is not None
+            else [distinct[number] for number in taken.keys[:, 1].tolist()]
         )
-        slab.moments.forget_before(int(moments.min()))
 
     def __len__(self) -> int:
         return len(self.taken)
@@ -373,9 +336,9 @@ class StatisticsRows(SlabRows):
     def other_columns(self) -> list[Column]:
         if not self.taken.others:
             empty = self.layout.__dict__.setdefault("no_custom", pa.nulls(len(self), CUSTOM.type))
-            return [ListColumn(*self.taken.lists()), empty]
+            return [self.taken.shapes, empty]
         custom = pa.array([self.taken.others.get(row) for row in range(len(self))], CUSTOM.type)
-        return [ListColumn(*self.taken.lists()), custom]
+        return [self.taken.shapes, custom]
 
 
 class EffectRows(SlabRows):

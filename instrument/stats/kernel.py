@@ -40,7 +40,7 @@ class Slab(Protocol):
 
     def __init__(self, width: int) -> None: ...
 
-    def add(self, tensor: Tensor, slot: int, moment: int, with_magnitudes: bool) -> bool:
+    def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
         Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
@@ -49,7 +49,7 @@ class Slab(Protocol):
         Args:
             tensor: Any tensor.
             slot: The identity of the row.
-            moment: The time of the row.
+            moment: The time of the row: any object.
             with_magnitudes: Whether the sum of magnitudes is requested. It requires a second read.
 
         Returns:
@@ -58,7 +58,7 @@ class Slab(Protocol):
         """
 
     def add_effect(
-        self, before: Tensor, after: Tensor, slot: int, moment: int, factor: float | None, held: bool | None
+        self, before: Tensor, after: Tensor, slot: int, moment: object, factor: float | None, held: bool | None
     ) -> bool:
         """Add the effect of an intervention, in the order of `instrument.actions.base.EFFECT`.
 
@@ -66,15 +66,15 @@ class Slab(Protocol):
             Whether the row was added. False if the tensors are not plain, or differ in shape, dtype or strides.
         """
 
-    def append(self, numbers: bytes, slot: int, moment: int, shape: Sequence[int] | None) -> int:
+    def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""
 
-    def take(self) -> tuple[int, bytes, bytes, bytes]:
+    def take(self) -> tuple[bytes, bytes, bytes, list[Any]]:
         """Remove all rows.
 
         Returns:
-            Their number, float64 [rows, width], int64 [rows, 2] with slot and moment, and int64: for each row the number of its
-            dimensions (-1 without a shape), and then the dimensions.
+            The numbers, float64 [rows, width]; int64 [rows, 3] with the slot, the index of the moment and the number of dimensions
+            (-1 without a shape); the dimensions of all rows, int64; the moments, in which neighbours may be equal.
         """
 
     def __len__(self) -> int: ...
@@ -85,33 +85,31 @@ class PortableSlab(Slab):
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._rows: list[tuple[bytes, int, int, Sequence[int] | None]] = []
+        self._rows: list[tuple[bytes, int, object, Sequence[int] | None]] = []
 
-    def add(self, tensor: Tensor, slot: int, moment: int, with_magnitudes: bool) -> bool:  # noqa: ARG002
+    def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:  # noqa: ARG002
         return False
 
     def add_effect(self, *given: Any) -> bool:  # noqa: ARG002
         return False
 
-    def append(self, numbers: bytes, slot: int, moment: int, shape: Sequence[int] | None) -> int:
+    def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         self._rows.append((numbers, slot, moment, shape))
         return len(self._rows) - 1
 
-    def take(self) -> tuple[int, bytes, bytes, bytes]:
+    def take(self) -> tuple[bytes, bytes, bytes, list[Any]]:
         rows, self._rows = self._rows, []
         matrix = np.full((len(rows), self._width), np.nan)
         for row, (numbers, *_) in zip(matrix, rows, strict=True):
             row[: len(numbers) // row.itemsize] = np.frombuffer(numbers)
-        keys = np.array([key for _, *key, _ in rows], np.int64)
-        shapes = [[_NO_SHAPE] if shape is None else [len(shape), *shape] for *_, shape in rows]
-        return len(rows), matrix.tobytes(), keys.tobytes(), np.array([*_flat(shapes)], np.int64).tobytes()
+        shapes = [shape for *_, shape in rows]
+        ranks = [_NO_SHAPE if shape is None else len(shape) for shape in shapes]
+        keys = np.array([(row[1], at, rank) for at, (row, rank) in enumerate(zip(rows, ranks, strict=True))], np.int64)
+        dims = np.array([size for shape in shapes for size in shape or ()], np.int64)
+        return matrix.tobytes(), keys.tobytes(), dims.tobytes(), [moment for _, _, moment, _ in rows]
 
     def __len__(self) -> int:
         return len(self._rows)
-
-
-def _flat(shapes: Sequence[Sequence[int]]) -> list[int]:
-    return [size for shape in shapes for size in shape]
 
 
 make_slab: Callable[[int], Slab] = native.Slab if _connected else PortableSlab

@@ -23,8 +23,8 @@
 
    Slab(width)
 
-   The rows of a step: for each tensor a slot and a moment (integers that the caller chooses), its shape, and `width` numbers: the
-   sums, and then NaN. Several threads may add rows.
+   The rows of a step: for each tensor a slot (an integer that the caller chooses), a moment (any object), its shape, and `width`
+   numbers: the sums, and then NaN. Several threads may add rows.
 
    add(tensor, slot, moment, with_magnitudes) -> bool: adds a row. Supports tensors whose elements are a contiguous block in any
    order of the dimensions. False for all others: other devices, dtypes, layouts and classes, negated views, and tensors with
@@ -36,8 +36,9 @@
    append(numbers, slot, moment, shape) -> int: adds a row with the given numbers, the memory of a float64 array, and returns its
    index. The shape is a sequence of integers, or None.
 
-   take() -> (rows, numbers, keys, shapes): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 2] (slot
-   and moment), the shapes int64: for each row the number of its dimensions (-1 for None), and then the dimensions.
+   take() -> (numbers, keys, dims, moments): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 3]:
+   slot, index of the moment, number of dimensions (-1 without a shape); the dims int64: the dimensions of all rows; the moments a
+   list, in which consecutive rows with the same object share an entry.
 
    effect(before, after) -> list or None
 
@@ -369,23 +370,29 @@ static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const voi
 }
 
 typedef struct {
-    PyObject_HEAD Py_ssize_t width, rows, capacity, dims, dims_capacity;
-    double *numbers; /* [capacity, width] */
-    int64_t *keys;   /* [capacity, 2] */
-    int64_t *shapes; /* [dims_capacity] */
+    PyObject_HEAD Py_ssize_t width, rows, capacity, dim_count, dims_capacity;
+    double *numbers;   /* [capacity, width] */
+    int64_t *keys;     /* [capacity, KEYS] */
+    int64_t *dims;     /* [dims_capacity] */
+    PyObject *moments; /* a list */
 } Slab;
+
+enum { SLOT, MOMENT, DIMENSIONS, KEYS };
 
 static int slab_init(Slab *self, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "n", &self->width))
         return -1;
-    return 0;
+    if (!self->moments)
+        self->moments = PyList_New(0);
+    return self->moments ? 0 : -1;
 }
 
 static void slab_dealloc(Slab *self) {
     PyMem_Free(self->numbers);
     PyMem_Free(self->keys);
-    PyMem_Free(self->shapes);
+    PyMem_Free(self->dims);
+    Py_XDECREF(self->moments);
     PyTypeObject *class = Py_TYPE((PyObject *)self);
     freefunc release = (freefunc)PyType_GetSlot(class, Py_tp_free);
     release(self);
@@ -394,35 +401,44 @@ static void slab_dealloc(Slab *self) {
 
 static int grow(void **memory, Py_ssize_t size) {
     void *larger = PyMem_Realloc(*memory, (size_t)size);
-    if (!larger)
+    if (!larger) {
+        PyErr_NoMemory();
         return 0;
+    }
     *memory = larger;
     return 1;
 }
 
-/* Adds a row whose numbers the caller has to write. Returns NULL without memory. `ndim` is -1 for no shape. */
-static double *slab_row(Slab *self, int64_t slot, int64_t moment, int64_t ndim, const int64_t *shape) {
-    const Py_ssize_t dims = self->dims + 1 + (ndim > 0 ? (Py_ssize_t)ndim : 0);
+/* Adds a row whose numbers the caller has to write. Returns NULL with an exception set. `ndim` is -1 for no shape. */
+static double *slab_row(Slab *self, int64_t slot, PyObject *moment, int64_t ndim, const int64_t *shape) {
+    const Py_ssize_t dim_count = self->dim_count + (ndim > 0 ? (Py_ssize_t)ndim : 0);
     if (self->rows == self->capacity) {
         const Py_ssize_t capacity = self->capacity ? 2 * self->capacity : 64;
         if (!grow((void **)&self->numbers, capacity * self->width * (Py_ssize_t)sizeof(double)) ||
-            !grow((void **)&self->keys, capacity * 2 * (Py_ssize_t)sizeof(int64_t)))
+            !grow((void **)&self->keys, capacity * KEYS * (Py_ssize_t)sizeof(int64_t)))
             return NULL;
         self->capacity = capacity;
     }
-    if (dims > self->dims_capacity) {
-        if (!grow((void **)&self->shapes, 2 * dims * (Py_ssize_t)sizeof(int64_t)))
+    if (dim_count > self->dims_capacity) {
+        if (!grow((void **)&self->dims, 2 * dim_count * (Py_ssize_t)sizeof(int64_t)))
             return NULL;
-        self->dims_capacity = 2 * dims;
+        self->dims_capacity = 2 * dim_count;
+    }
+    Py_ssize_t moments = PyList_Size(self->moments);
+    if (!moments || PyList_GetItem(self->moments, moments - 1) != moment) {
+        if (PyList_Append(self->moments, moment))
+            return NULL;
+        moments++;
     }
     double *row = self->numbers + self->rows * self->width;
     for (Py_ssize_t i = 0; i < self->width; i++)
         row[i] = NAN;
-    self->keys[2 * self->rows] = slot;
-    self->keys[2 * self->rows + 1] = moment;
-    self->shapes[self->dims++] = ndim;
+    int64_t *key = self->keys + self->rows * KEYS;
+    key[SLOT] = slot;
+    key[MOMENT] = moments - 1;
+    key[DIMENSIONS] = ndim;
     for (int64_t i = 0; i < ndim; i++)
-        self->shapes[self->dims++] = shape[i];
+        self->dims[self->dim_count++] = shape[i];
     self->rows++;
     return row;
 }
@@ -436,26 +452,26 @@ static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
         PyErr_SetString(PyExc_TypeError, "add takes four arguments, and rows have to be wide enough for the sums");
         return NULL;
     }
-    const long long slot = PyLong_AsLongLong(args[1]), moment = PyLong_AsLongLong(args[2]);
+    const long long slot = PyLong_AsLongLong(args[1]);
     const int with_magnitudes = PyObject_IsTrue(args[3]);
     if (PyErr_Occurred())
         return NULL;
     const size_t numel = describe_dense(args[0], &t, &kind, &memory);
     if (!numel || !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
         Py_RETURN_FALSE;
-    double *row = slab_row(self, slot, moment, t.ndim, t.shape);
+    double *row = slab_row(self, slot, args[2], t.ndim, t.shape);
     if (!row)
-        return PyErr_NoMemory();
+        return NULL;
     memcpy(row, numbers, sizeof numbers);
     Py_RETURN_TRUE;
 }
 
 static PyObject *slab_append(Slab *self, PyObject *args) {
     Py_buffer numbers;
-    long long slot, moment;
-    PyObject *shape;
+    long long slot;
+    PyObject *moment, *shape;
     int64_t dims[64], ndim = -1;
-    if (!PyArg_ParseTuple(args, "y*LLO", &numbers, &slot, &moment, &shape))
+    if (!PyArg_ParseTuple(args, "y*LOO", &numbers, &slot, &moment, &shape))
         return NULL;
     if (shape != Py_None) {
         ndim = PySequence_Size(shape);
@@ -473,22 +489,31 @@ static PyObject *slab_append(Slab *self, PyObject *args) {
     if (row)
         memcpy(row, numbers.buf, (size_t)numbers.len);
     PyBuffer_Release(&numbers);
-    if (!row)
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
-    return PyLong_FromSsize_t(self->rows - 1);
+    return row ? PyLong_FromSsize_t(self->rows - 1) : NULL;
 }
 
+static PyObject *bytes_of(const void *memory, Py_ssize_t size) {
+    return PyBytes_FromStringAndSize(size ? memory : "", size);
+}
+
+/* Only the first and the last call can run the garbage collector, and with it other threads, which may add rows. */
 static PyObject *slab_take(Slab *self, PyObject *args) {
     (void)args;
-    if (!self->rows)
-        return Py_BuildValue("(ny#y#y#)", (Py_ssize_t)0, "", (Py_ssize_t)0, "", (Py_ssize_t)0, "", (Py_ssize_t)0);
-    PyObject *taken = Py_BuildValue("(ny#y#y#)", self->rows, (char *)self->numbers,
-                                    self->rows * self->width * (Py_ssize_t)sizeof(double), (char *)self->keys,
-                                    self->rows * 2 * (Py_ssize_t)sizeof(int64_t), (char *)self->shapes,
-                                    self->dims * (Py_ssize_t)sizeof(int64_t));
-    if (taken)
-        self->rows = self->dims = 0;
-    return taken;
+    PyObject *no_moments = PyList_New(0);
+    PyObject *moments = self->moments;
+    PyObject *numbers = bytes_of(self->numbers, self->rows * self->width * (Py_ssize_t)sizeof(double));
+    PyObject *keys = bytes_of(self->keys, self->rows * KEYS * (Py_ssize_t)sizeof(int64_t));
+    PyObject *dims = bytes_of(self->dims, self->dim_count * (Py_ssize_t)sizeof(int64_t));
+    if (!no_moments || !numbers || !keys || !dims) {
+        Py_XDECREF(no_moments);
+        Py_XDECREF(numbers);
+        Py_XDECREF(keys);
+        Py_XDECREF(dims);
+        return NULL;
+    }
+    self->rows = self->dim_count = 0;
+    self->moments = no_moments;
+    return Py_BuildValue("(NNNN)", numbers, keys, dims, moments);
 }
 
 static Py_ssize_t slab_length(PyObject *self) { return ((Slab *)self)->rows; }
@@ -642,16 +667,16 @@ static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t c
         PyErr_SetString(PyExc_TypeError, "add_effect takes six arguments, and rows have to be wide enough");
         return NULL;
     }
-    const long long slot = PyLong_AsLongLong(args[2]), moment = PyLong_AsLongLong(args[3]);
+    const long long slot = PyLong_AsLongLong(args[2]);
     const double factor = number_or_nan(args[4]), held = number_or_nan(args[5]);
     if (PyErr_Occurred())
         return NULL;
     const size_t numel = compare(args[0], args[1], numbers);
     if (!numel)
         Py_RETURN_FALSE;
-    double *row = slab_row(self, slot, moment, -1, NULL);
+    double *row = slab_row(self, slot, args[3], -1, NULL);
     if (!row)
-        return PyErr_NoMemory();
+        return NULL;
     row[0] = (double)numel;
     memcpy(row + 1, numbers, sizeof numbers);
     row[4] = factor;
@@ -684,7 +709,7 @@ static PyMethodDef slab_methods[] = {
     {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
      "add_effect(before, after, slot, moment, factor, held) -> bool"},
     {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
-    {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (rows, numbers, keys, shapes)"},
+    {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (numbers, keys, dims, moments)"},
     {NULL, NULL, 0, NULL},
 };
 
