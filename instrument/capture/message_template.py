@@ -143,6 +143,8 @@ def _as_array(column: Column, dtype: pa.DataType) -> pa.Array:
 
 def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
     """Write the numbers of a column to the message. Return false if it differs in more than its numbers."""
+    if column is known:  # an array, or numbers that the message has already
+        return True
     match column, known:
         case NumberColumn(), NumberColumn():
             if not _are_equal(column.nulls, known.nulls):
@@ -161,7 +163,7 @@ def _replace(column: Column, known: Column, numbers: Numbers | None) -> bool:
                 return False
             numbers[:] = column
         case _:
-            return column is known
+            return False
     return True
 
 

@@ -67,6 +67,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
+        record_plain, record_plain_effect: See `Rows`.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Recorder:
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS)), StepSlab(len(EFFECT))
+        self.record_plain, self.record_plain_effect = self._stats.add_plain, self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, tuple[str, ...], _Values]] = []
@@ -127,10 +129,6 @@ class Recorder:
     def slot(self, table: str, site: Row, names: tuple[str, ...]) -> int:
         """Return the slot of an identity, for `record_plain` and `record_plain_effect`."""
         return (self._stats if table == "stats" else self._effects).slots.slot(site, names)
-
-    def record_plain(self, tensor: Tensor, slot: int, moment: StepContext, with_magnitudes: bool) -> bool:
-        """Add the statistics of one plain tensor. Return false if it is not plain."""
-        return self._stats.add_plain(tensor, slot, moment, with_magnitudes)
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
         """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
@@ -206,12 +204,6 @@ class Recorder:
             is_complete = not effect.numbers and not (effect.factor is not None and math.isnan(effect.factor))
             other = None if is_complete else _EffectValues(effect)
             self._effects.add(self._merger.identity(context), effect.row(), other=other)
-
-    def record_plain_effect(
-        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None
-    ) -> bool:
-        """Add the effect of one intervention on a plain tensor. Return false if the tensors are not plain."""
-        return self._effects.add_plain_effect(before, after, slot, moment, factor, held)
 
     def bytes_of(self, attached: AttachedHook) -> int:
         """Return the bytes of a site's tensors, and approximately those of its measured rows."""
@@ -428,6 +420,8 @@ def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCop
 
 def _complete(taken: Taken, fetched: Iterator[list[float]]) -> Taken:
     """Return rows with all of their numbers, without those whose condition does not hold."""
+    if not taken.others:
+        return taken
     left_out, others = [], {}
     for at, other in taken.others.items():
         found = other.complete(taken.numbers[at], fetched)

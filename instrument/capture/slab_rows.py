@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -88,9 +89,34 @@ class Layout:
         return (*(name for name in ALL if name in every), *(name for name in every if name not in STATISTICS))
 
     @cached_property
-    def absent(self) -> Mask:
-        """Which statistics are not requested, bool [requested, rows]."""
+    def built_in(self) -> list[int]:
+        """The indices of the requested built-in statistics in `ALL`."""
+        return [_STATISTIC[name] for name in self.requested if name in STATISTICS]
+
+    @cached_property
+    def no_values(self) -> list[pa.Array]:
+        """Columns without values for `ALL` and custom statistics. Those of one type are the same array."""
+        stats = TABLES["stats"].plain_schema
+        types = [*(stats.field(name).type for name in ALL), CUSTOM.type]
+        empty = {str(dtype): pa.nulls(len(self.sites), dtype) for dtype in types}
+        return [empty[str(dtype)] for dtype in types]
+
+    @cached_property
+    def no_numbers(self) -> Matrix:
+        """NaN, float64 [rows, ALL]."""
+        return np.full((len(self.sites), len(ALL)), np.nan)
+
+    @cached_property
+    def phases(self) -> dict[str, pa.Array]:
+        """The columns with the same phase in all rows, which are added when they are needed."""
+        return {}
+
+    @cached_property
+    def absent(self) -> Mask | None:
+        """Which statistics are not requested, bool [requested, rows]; None if each row has all of them."""
         of = {names: [name not in names for name in self.requested] for names in dict.fromkeys(self.names)}
+        if not any(map(any, of.values())):
+            return None
         return np.array([of[names] for names in self.names], np.bool_).reshape(len(self.names), -1).T
 
 
@@ -237,6 +263,7 @@ class SlabRows(ColumnRows):
 
     Attributes:
         sites: For each row, the identity columns without the moment. The same object in all steps with the same rows.
+        moment: The moment of all rows; None if they have several.
     """
 
     def __init__(self, table: str, slab: StepSlab, taken: Taken) -> None:
@@ -244,38 +271,41 @@ class SlabRows(ColumnRows):
         self.taken = taken
         self.layout = slab.slots.layout(taken.keys[:, 0])
         self.sites = self.layout.sites
-        distinct = taken.moments
-        self.moment: StepContext | None = distinct[0] if all(moment == distinct[0] for moment in distinct) else None
-        self.moments = (
-            [self.moment] * len(taken)
-            if self.moment is not None
-            else [distinct[number] for number in taken.keys[:, 1].tolist()]
-        )
+        first, *others = taken.moments
+        self.moment = None if any(moment != first for moment in others) else first
+
+    @property
+    def moments(self) -> list[StepContext]:
+        """The moment of each row."""
+        return [self.taken.moments[number] for number in self.taken.keys[:, 1].tolist()]
 
     def __len__(self) -> int:
         return len(self.taken)
 
+    @abstractmethod
     def values(self) -> tuple[Matrix, Mask]:
-        """Return the columns of numbers after the identity, float64 [columns, rows], and which of them are null."""
-        raise NotImplementedError
-
-    def other_columns(self) -> list[Column]:
-        """Return the columns after those of numbers."""
-        return []
+        """Return columns of numbers, float64 [columns, rows], and which of them are null."""
 
     @cached_property
     def _values(self) -> tuple[Matrix, Mask]:
         return self.values()
 
-    def columns(self) -> list[Column]:
-        """Return the columns, for a message."""
-        count, (values, nulls) = len(self), self._values
+    def number_columns(self) -> list[Column]:
+        """Return the columns of numbers after the identity."""
+        values, nulls = self._values
         has_nulls = np.asarray(nulls.any(axis=1)).tolist()
-        numbers = [
+        return [
             NumberColumn(column, absent if some else None)
             for column, absent, some in zip(values, nulls, has_nulls, strict=True)
         ]
-        return [*self._moment_columns(count), *self.layout.arrays, *numbers, *self.other_columns()]
+
+    def other_columns(self) -> list[Column]:
+        """Return the columns after those of numbers."""
+        return []
+
+    def columns(self) -> list[Column]:
+        """Return the columns, for a message."""
+        return [*self._moment_columns(len(self)), *self.layout.arrays, *self.number_columns(), *self.other_columns()]
 
     def _moment_columns(self, count: int) -> Iterator[Column]:
         if self.moment is None:
@@ -283,10 +313,9 @@ class SlabRows(ColumnRows):
             return
         *numbers, phase = self.moment
         yield from (NumberColumn(np.full(count, number)) for number in numbers)
-        arrays = self.layout.__dict__.setdefault("phases", {})
-        if phase not in arrays:
-            arrays[phase] = pa.repeat(pa.scalar(phase, _IDENTITY_TYPES[_MOMENT - 1]), count)
-        yield arrays[phase]
+        if phase not in self.layout.phases:
+            self.layout.phases[phase] = pa.repeat(pa.scalar(phase, _IDENTITY_TYPES[_MOMENT - 1]), count)
+        yield self.layout.phases[phase]
 
     def to_batch(self) -> pa.RecordBatch:
         """Return the rows as a record batch with labels as strings."""
@@ -300,26 +329,26 @@ class StatisticsRows(SlabRows):
         super().__init__("stats", slab, taken)
 
     def values(self) -> tuple[Matrix, Mask]:
-        found = np.full((len(ALL), len(self)), np.nan)
-        requested = self.layout.requested
+        requested, built_in = self.layout.requested, len(self.layout.built_in)
         columns = np.array(statistics_of(self.taken.numbers, requested)).reshape(len(requested), len(self))
-        columns[self.layout.absent] = np.nan
-        built_in = [_STATISTIC[name] for name in requested if name in STATISTICS]
-        found[built_in] = columns[: len(built_in)]
-        for name, column in zip(requested[len(built_in) :], columns[len(built_in) :].tolist(), strict=True):
+        if self.layout.absent is not None:
+            columns[self.layout.absent] = np.nan
+        for name, column in zip(requested[built_in:], columns[built_in:].tolist(), strict=True):
             for row in (row for row, names in enumerate(self.layout.names) if name in names):
                 self.taken.others.setdefault(row, {})[name] = None if math.isnan(column[row]) else column[row]
-        return found, np.isnan(found)
+        return columns[:built_in], np.isnan(columns[:built_in])
 
-    @property
+    @cached_property
     def numbers(self) -> Matrix:
         """The built-in statistics, float64 [rows, ALL]; NaN for no value."""
-        return self._values[0].T
+        numbers = self.layout.no_numbers.copy()
+        numbers[:, self.layout.built_in] = self._values[0].T
+        return numbers
 
     def column(self, name: str) -> Matrix:
         """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
         if name in _STATISTIC:
-            column: Matrix = self._values[0][_STATISTIC[name]]
+            column: Matrix = self.numbers[:, _STATISTIC[name]]
             return column
         _ = self._values  # adds the registered statistics to the others
         values = np.full(len(self), np.nan)
@@ -328,17 +357,21 @@ class StatisticsRows(SlabRows):
             values[row] = np.nan if value is None else value
         return values
 
+    def number_columns(self) -> list[Column]:
+        columns: list[Column] = self.layout.no_values[:-1]
+        for index, column in zip(self.layout.built_in, super().number_columns(), strict=True):
+            columns[index] = column
+        return columns
+
     @property
     def has_others(self) -> bool:
         """Whether any row has custom statistics."""
         return bool(self.taken.others)
 
     def other_columns(self) -> list[Column]:
-        if not self.taken.others:
-            empty = self.layout.__dict__.setdefault("no_custom", pa.nulls(len(self), CUSTOM.type))
-            return [self.taken.shapes, empty]
-        custom = pa.array([self.taken.others.get(row) for row in range(len(self))], CUSTOM.type)
-        return [self.taken.shapes, custom]
+        others = self.taken.others
+        custom = pa.array([others.get(row) for row in range(len(self))], CUSTOM.type) if others else None
+        return [self.taken.shapes, self.layout.no_values[-1] if custom is None else custom]
 
 
 class EffectRows(SlabRows):

@@ -1,6 +1,6 @@
 """What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
 
-Stages are: a selected part, a condition, a kept tensor, a shard, the factor of a gradient scaler. Without them, recording is one call
+Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, the factor of a gradient scaler. Without them, recording is one call
 of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors and
 hooks.
 """
@@ -41,6 +41,7 @@ def direct_of(attached: AttachedHook) -> Direct | None:
         attached.selector is not None
         or attached.condition is not None
         or spec.keep_as is not None
+        or not (spec.functions or attached.matches_path(""))
         or clock.parallel is not None
         or (attached.is_scaled and clock.amp_scale is not None)
     )

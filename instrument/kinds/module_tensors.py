@@ -232,7 +232,7 @@ class ModuleHooks(InertWhenCopied):
         firing = call.firing()
         if type(value) is Tensor and not call.is_recomputed:  # most often, it is one plain tensor
             for at, attached in enumerate(attached_hooks):
-                new = attached.try_direct(value, "", firing) if attached.matches_path("") else None
+                new = attached.try_direct(value, "", firing)
                 if new is None:
                     attached_hooks = attached_hooks[at:]
                     break

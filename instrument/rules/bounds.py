@@ -67,7 +67,7 @@ class StepBounds:
             np.greater(rows.numbers, bounds.high, bounds.outside[1])  # NaN is a missing value and never outside
             if np.count_nonzero(bounds.outside):
                 return False
-            self._kept.append((rows.layout, rows.numbers.copy()))  # the recorder may reuse the memory
+            self._kept.append((rows.layout, rows.numbers))
             self._rows += len(rows.layout)
         if rows.metrics is not None and rows.phase == "train" and (loss := rows.metrics["loss"]) is not None:
             self._losses.append(float(loss))

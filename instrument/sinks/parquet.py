@@ -44,7 +44,7 @@ def warn(message: str) -> None:
 def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
     """Return step and phase of the last one of some rows."""
     if isinstance(rows, SlabRows):
-        return rows.moments[-1].step, rows.moments[-1].phase
+        return rows.taken.moments[-1].step, rows.taken.moments[-1].phase
     return rows[-1][0], rows[-1][phase_at]
 
 
