@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from ..analysis.run_files import size_on_disk
@@ -20,11 +22,7 @@ PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
 REFRESH_SECONDS = 0.1
 SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
 SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
-MIN_BAR_WIDTH, MAX_BAR_WIDTH = 5, 30  # Width of the bar, in characters.
-
-# The most important text is first and is omitted last. The order on the screen is that of `progress_texts`.
-PRIORITY = ("step", "loss", "accuracy", "left", "speed", "bar", "overhead", "rows", "size")
-
+BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
 
 Show = Callable[[Progress], None]
@@ -94,7 +92,7 @@ class Size:
 
 
 def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str]:
-    """Return the texts to display after a training step, by name. Unknown values are omitted.
+    """Return the texts to display after a training step by name, the most important first. Unknown values are omitted.
 
     Args:
         progress: The progress after the step.
@@ -115,7 +113,7 @@ def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str
         texts["overhead"] = f"overhead {progress.overhead:+.1%}"
     if (left := speed.left(progress.steps - progress.step)) is not None and progress.step < progress.steps:
         texts["left"] = f"{_clock(left)} left"
-    order = ("step", "loss", "accuracy", "speed", "rows", "size", "overhead", "left")
+    order = ("step", "loss", "accuracy", "left", "speed", "overhead", "rows", "size")
     return {name: texts[name] for name in order if name in texts}
 
 
@@ -146,81 +144,25 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-class Bar:
-    """A progress line that fits the width of the terminal, with the last warning in the line below.
+def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableType:
+    """Return a line with a progress bar and texts, and a line with the last warning.
 
-    If the line is too narrow, the least important texts are omitted. The width reserved for a text never shrinks, so
-    that the texts after it do not move.
+    In a narrow terminal, the last texts are cut off.
 
     Args:
-        steps: The number of steps of the run.
+        progress: The progress after the step.
+        texts: The texts by name, from `progress_texts`.
     """
-
-    def __init__(self, steps: int) -> None:
-        self.step, self.steps = 0, steps
-        self.texts = {"step": f"step {0:>{len(str(steps))}}/{steps}"}
-        self.warning: str | None = None
-        self._widths: dict[str, int] = {}
-
-    def update(self, progress: Progress, texts: dict[str, str]) -> None:
-        """Set the texts to display.
-
-        Args:
-            progress: The progress after the step.
-            texts: The texts by name, from `progress_texts`.
-        """
-        self.step, self.texts = progress.step, texts
-        for name, text in texts.items():
-            self._widths[name] = max(len(text), self._widths.get(name, 0))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width - 1  # Many terminals start a new line after the last column.
-        shown, room = self._fit(width)
-        parts = []
-        for name, text in self.texts.items():
-            if name in shown:
-                parts.append(Text(text.ljust(self._width(name)), "bold red" if text in NON_FINITE_TEXTS else ""))
-                if name == "step" and "bar" in shown:
-                    parts.append(self._bar(console, options, room))
-        line = Text("  ").join(parts)
-        line.rstrip()
-        yield from (_truncate(line, width), *([] if self.warning is None else [_truncate(self._warning_line(), width)]))
-
-    def _fit(self, width: int) -> tuple[set[str], int]:
-        """Return the names of the texts that fit into a width, and the width of the bar."""
-        shown: set[str] = set()
-        left, room = width + 2, 0
-        for name in PRIORITY:
-            if name == "bar" or name in self.texts:
-                left -= 2 + (MIN_BAR_WIDTH if name == "bar" else self._width(name))
-                if left < 0:
-                    break
-                shown.add(name)
-                room = left
-        return shown | {"step"}, min(MAX_BAR_WIDTH, MIN_BAR_WIDTH + room)
-
-    def _width(self, name: str) -> int:
-        """Return the reserved width of a text: the largest width so far."""
-        return max(len(self.texts[name]), self._widths.get(name, 0))
-
-    def _bar(self, console: Console, options: ConsoleOptions, width: int) -> Text:
-        """Return the bar, of `width` characters."""
-        character = "-" if options.ascii_only else "━"
-        done = width * self.step // max(1, self.steps)
-        plain = console.no_color or console.color_system is None
-        rest = (" " if plain else character) * (width - done)
-        return Text.assemble((character * done, "bar.complete"), (rest, "bar.back"))
-
-    def _warning_line(self) -> Text:
-        """Return the last warning as one line."""
-        return Text.assemble(("warning ", "yellow"), str(self.warning).replace("\n", " "))
-
-
-def _truncate(line: Text, width: int) -> Text:
-    """Truncate a line to a width, with an ellipsis."""
-    line.truncate(width, overflow="ellipsis")
-    line.no_wrap = True
-    return line
+    line = Table.grid(padding=(0, 2))
+    line.add_column(width=BAR_WIDTH)
+    shown = (Text(text, "bold red" if text in NON_FINITE_TEXTS else "") for text in texts.values())
+    separator = Text("  ", no_wrap=True, overflow="ellipsis")
+    line.add_row(ProgressBar(progress.steps, progress.step), separator.join(shown))
+    warnings = (
+        Text.assemble(("warning ", "yellow"), text.replace("\n", " "), no_wrap=True, overflow="ellipsis")
+        for text in progress.warnings[-1:]
+    )
+    return Group(line, *warnings)
 
 
 @contextmanager
@@ -237,8 +179,10 @@ def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
     Yields:
         The function to call after each step and each evaluation.
     """
-    bar, speed, size = Bar(steps), Speed(), Size(folder)
+    speed, size = Speed(), Size(folder)
     drawn = 0.0
+    first = Progress(0, steps, {}, 0, "train")
+    bar = bar_with_texts(first, {"step": step_text(first)})
     with Live(bar, console=console, transient=True, auto_refresh=False) as live:
 
         def show(progress: Progress) -> None:
@@ -251,11 +195,8 @@ def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
             now = time.perf_counter()
             if now - drawn >= REFRESH_SECONDS or progress.step == progress.steps:
                 drawn = now
-                bar.warning = progress.warnings[-1] if progress.warnings else None
-                bar.update(progress, progress_texts(progress, speed, size.bytes))
-                live.refresh()
+                live.update(bar_with_texts(progress, progress_texts(progress, speed, size.bytes)), refresh=True)
 
-        live.refresh()
         yield show
 
 
