@@ -6,25 +6,20 @@ import copy
 import pickle
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra._internal.hydra
-from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
-from hydra._internal.defaults_list import Overrides
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.default_element import InputDefault, ResultDefault
+from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigError, Problem
@@ -99,13 +94,6 @@ class ParsedFiles(ConfigRepository):
         return copy.copy(self)
 
 
-@dataclass(kw_only=True)
-class MergedDefault(ResultDefault):
-    """The entries of Hydra's own configurations in a defaults list, which are already merged."""
-
-    config: DictConfig
-
-
 class FieldLoader(ConfigLoaderImpl):
     """Configuration loader that treats `hooks.tame.every=5` as `++hooks.tame.every=5` if the hook `tame` exists.
 
@@ -115,7 +103,6 @@ class FieldLoader(ConfigLoaderImpl):
 
     _composed: ClassVar[dict[tuple[object, ...], bytes]] = {}  # pickled, which is read in half the time of a copy
     _plugins: ClassVar[Plugins | None] = None  # the plugins whose configurations are kept
-    _first: tuple[list[str], DictConfig] | None = None  # overrides and result of the first composition
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
@@ -126,34 +113,6 @@ class FieldLoader(ConfigLoaderImpl):
             self._composed.clear()
             FieldLoader._plugins = plugins
         self.repository = ParsedFiles(config_search_path)
-
-    def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
-    ) -> DictConfig:
-        """Compose a configuration. The arguments are those of `ConfigLoaderImpl.load_configuration`.
-
-        Hydra composes twice: once to read `hydra.mode`, and again with the mode in the overrides. A single run reuses
-        the first result. If the overrides contain a sweep, or a group has no choice, the second composition is needed:
-        Hydra accepts both only in a sweep.
-        """
-        first, self._first = self._first, None
-        if first and run_mode == RunMode.RUN and overrides == [*first[0], "hydra.mode=RUN"]:
-            config = first[1]
-            config.hydra.mode = RunMode.RUN
-            config.hydra.overrides.hydra.append(overrides[-1])
-            return config
-        with _maps_only_for_interpolations():
-            config = super().load_configuration(config_name, overrides, run_mode, from_shell, validate_sweep_overrides)
-        only_mode = run_mode == RunMode.MULTIRUN and not validate_sweep_overrides and config.hydra.mode is None
-        sweeps = any(override.is_sweep_override() for override in self._given)
-        if only_mode and not sweeps and "???" not in config.hydra.runtime.choices.values():
-            self._first = (list(overrides), config)
-        return config
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
@@ -178,11 +137,7 @@ class FieldLoader(ConfigLoaderImpl):
         return config
 
     def _merged(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        """Merge configurations. The jobs of a sweep often merge the same ones, which is done once.
-
-        Hydra's own configurations are merged separately, since most compositions begin with the same ones. Merging them
-        takes half of a composition, because they have schemas.
-        """
+        """Merge configurations. The two compositions of a run, and the jobs of a sweep, often merge the same ones."""
         results = [repo.load_config(default.config_path or "") for default in defaults]
         loaded = [result for result in results if result is not None]
         merges = zip(defaults, loaded, strict=True)
@@ -192,26 +147,14 @@ class FieldLoader(ConfigLoaderImpl):
             return config
         check_names(defaults, loaded)
         is_shared = ParsedFiles.share(loaded)
-        first, rest = [*takewhile(_is_of_hydra, defaults)], [*dropwhile(_is_of_hydra, defaults)]
-        if first and rest:
-            first = [MergedDefault("hydra/config", config=self._merged(first, repo))]
-        for result in loaded[-len(rest) :]:
+        for result in loaded:
             result.config = copy.deepcopy(result.config)
-        config = super()._compose_config_from_defaults_list(first + rest, repo)
+        config = super()._compose_config_from_defaults_list(defaults, repo)
         if is_shared:
             if len(self._composed) == MOST_COMPOSED:
                 self._composed.clear()
             self._composed[key] = pickle.dumps(config)
         return config
-
-    def _load_single_config(self, default: ResultDefault, repo: IConfigRepository) -> ConfigResult:
-        if isinstance(default, MergedDefault):
-            return ConfigResult("hydra", "hydra/config", default.config, header={"package": None})
-        return super()._load_single_config(default, repo)
-
-
-def _is_of_hydra(default: ResultDefault) -> bool:
-    return str(default.config_path).startswith("hydra/")
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:
@@ -249,26 +192,6 @@ def _is_known(key: str, config: DictConfig, added: Container[str]) -> bool:
     section = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
     node: Any = OmegaConf.select(config, section, throw_on_resolution_failure=False)
     return OmegaConf.is_dict(node) or section in added
-
-
-@contextmanager
-def _maps_only_for_interpolations() -> Iterator[None]:
-    """Let Hydra create its map of choices only for a defaults list with interpolations during the `with` block.
-
-    Hydra creates a map for every file, which takes a third of a composition. Only interpolations read it.
-    """
-    before = defaults_list._create_interpolation_map
-
-    def create(overrides: Overrides, defaults_list: list[InputDefault], self_added: bool) -> DictConfig:
-        if any(default.is_interpolation() for default in defaults_list):
-            return before(overrides, defaults_list, self_added)
-        return DictConfig({})
-
-    defaults_list._create_interpolation_map = create
-    try:
-        yield
-    finally:
-        defaults_list._create_interpolation_map = before
 
 
 @contextmanager
