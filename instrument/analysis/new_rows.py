@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 
 from ..sinks.checksums import REMEDY
 from ..sinks.journal import JournalReader
-from ..sinks.parts import OTHER_COLUMNS, Part, as_written, journals_of, part_files
+from ..sinks.parts import Part, as_written, journals_of, part_files, read_journal
 from ..sinks.remote_folder import arrow_name, is_address
+from ..sinks.row_batches import as_table
 from ..spec.tables import AS_WRITTEN, TABLES
-from .journals import rows_of
 from .remote_files import arrow_files
-from .run_files import UNREADABLE
+from .run_files import UNREADABLE, first_line
 
 READERS = 16  # threads that read the footers of files; remote storage has a high latency
 
@@ -122,14 +122,10 @@ class NewRows:
                 return
             if before is not None and size < before.end:
                 raise RowsRemovedError(path)
-            reading = JournalReader.of(path, after=before)
+            reading = read_journal(self.table, path, after=before)
         except FileNotFoundError:  # converted to Parquet in the meantime
             return
-        if reading.schema is not None and reading.schema != self.table.plain_schema:
-            reading.problem = OTHER_COLUMNS
-        elif reading.schema is not None:
-            for piece in rows_of(self.table, reading):
-                yield piece.select(self.columns)
+        yield as_table(self.table, [*reading.batches()]).select(self.columns)
         if reading.problem is not None:
             self._problem(path, reading.problem)
         if reading.schema is not None:
@@ -192,7 +188,7 @@ class NewRows:
         except FileNotFoundError:
             raise RowsRemovedError(file) from None
         except UNREADABLE as error:
-            self._problem(file, f"cannot be read: {str(error).strip().partition(chr(10))[0]}; {REMEDY}")
+            self._problem(file, f"cannot be read: {first_line(error)}; {REMEDY}")
             return []
         return [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
 
@@ -205,7 +201,7 @@ class NewRows:
         except FileNotFoundError:
             raise RowsRemovedError(group.file) from None
         except UNREADABLE as error:
-            self._problem(group.file, f"cannot be read: {str(error).strip().partition(chr(10))[0]}; {REMEDY}")
+            self._problem(group.file, f"cannot be read: {first_line(error)}; {REMEDY}")
             return None
         if group.skipped:
             rows = (as_written(rows) if self.table.is_sorted else rows).slice(group.skipped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..errors import InstrumentWarning
 from ..sinks.checksums import REMEDY, column_ranges, open_checked
-from ..sinks.journal_truncation_check import DAMAGED
+from ..sinks.journal_truncation_check import DAMAGED, truncation_problem
 from ..sinks.lock import is_locked
 from ..sinks.missing_journals import lost_journals, rows_written
 from ..sinks.parts import (
@@ -26,11 +26,12 @@ from ..sinks.parts import (
     foreign_files,
     journals_of,
     part_files,
+    read_journal,
 )
 from ..sinks.remote_folder import arrow_name, is_address, moved_to
+from ..sinks.row_batches import as_table
 from ..spec.statistics import STATISTICS
 from ..spec.tables import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
-from .journals import Journals
 from .remote_files import arrow_files, remote_errors
 
 OPTIONAL_COLUMNS = {
@@ -70,7 +71,6 @@ class RunFiles:
         self.problems: list[str] = []
         self._arrow = arrow_files(folder)
         self._is_remote = is_address(folder)
-        self._journals = Journals(folder)
         self._checked_folders: set[str] = set()  # folders that were checked for foreign files
         self._damaged_files: set[Path] = set()
         self._valid_files: set[Path] = set()
@@ -114,19 +114,31 @@ class RunFiles:
         self._check_foreign_files(name)
         # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
         journals = self._unwritten(name)
-        parts = {part: file for part, file in part_files(self.folder, name).items() if file not in self._damaged_files}
-        rows = [rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)]
-        return list(parts.values()), [piece for pieces in rows for piece in pieces]
+        parts = self._parts(name)
+        return list(parts.values()), [
+            rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)
+        ]
 
-    def _unwritten(self, name: str) -> dict[Part, list[pa.Table]]:
+    def _parts(self, name: str) -> dict[Part, Path]:
+        return {part: file for part, file in part_files(self.folder, name).items() if file not in self._damaged_files}
+
+    def _unwritten(self, name: str) -> dict[Part, pa.Table]:
         """Return the rows of the journals of a table; empty for a remote run, since journals are not uploaded."""
+        rows: dict[Part, pa.Table] = {}
         if self._is_remote:
-            return {}
+            return rows
         written, damaged = rows_written(self.folder)
-        rows, problems = self._journals.read(TABLES[name], written)
+        problems: dict[Path, str | None] = {}
+        for (_, part), path in journals_of(self.folder, name).items():
+            with suppress(FileNotFoundError):  # the journal was converted to Parquet in the meantime
+                reading = read_journal(TABLES[name], path)
+                # The duration of a scan depends on the number of chunks.
+                rows[part] = as_table(TABLES[name], [*reading.batches()]).combine_chunks()
+                problems[path] = reading.problem or truncation_problem(reading.rows, written.get((name, part), 0))
         problems |= dict.fromkeys(damaged, DAMAGED) | lost_journals(self.folder, name)
         for path, problem in problems.items():
-            self._problem(path, problem)
+            if problem is not None:
+                self._problem(path, problem)
         return rows
 
     def check_footers(self, name: str) -> None:
@@ -135,9 +147,14 @@ class RunFiles:
         Raises:
             FileNotFoundError: A file was deleted in the meantime.
         """
-        for file in self.table_files(name)[0]:
-            if file not in self._valid_files and self._is_valid(file, TABLES[name]):
-                self._valid_files.add(file)
+        for file in [file for file in self._parts(name).values() if file not in self._valid_files]:
+            with self._errors_reported(file, skip=True):
+                columns = {*self._columns_of(file), *OPTIONAL_COLUMNS}
+                if missing := [column for column in TABLES[name].schema.names if column not in columns]:
+                    self._damaged_files.add(file)
+                    self._problem(file, f"column {', '.join(missing)} is missing: file skipped")
+                else:
+                    self._valid_files.add(file)
 
     def check_columns(self, name: str, columns: Collection[str]) -> None:
         """Verify columns of all Parquet files of a table, for a reader that verifies no checksums; check their footers too.
@@ -152,16 +169,11 @@ class RunFiles:
             FileNotFoundError: A file was deleted in the meantime.
         """
         self.check_footers(name)
-        for file in [] if self._is_remote else self.table_files(name)[0]:
+        for file in [] if self._is_remote else self._parts(name).values():
             if rest := set(columns) - self._verified_columns.setdefault(file, set()):
-                try:
-                    with open_checked(str(file)) as content:
-                        for start, size in column_ranges(pq.read_metadata(content), rest):
-                            content.verify(start, start + size)
-                except FileNotFoundError:
-                    raise
-                except UNREADABLE as error:
-                    self._mark_damaged(file, error)
+                with self._errors_reported(file, skip=True), open_checked(str(file)) as content:
+                    for start, size in column_ranges(pq.read_metadata(content), rest):
+                        content.verify(start, start + size)
                 self._verified_columns[file] |= rest
 
     def lacks_columns(self, file: Path, name: str) -> bool:
@@ -180,14 +192,10 @@ class RunFiles:
         Raises:
             FileNotFoundError: A file was deleted in the meantime.
         """
-        for file in self.table_files(name)[0]:
-            try:
+        for file in self._parts(name).values():
+            with self._errors_reported(file, skip=True):
                 for _ in self._opened(file).to_batches():
                     pass
-            except FileNotFoundError:
-                raise
-            except UNREADABLE as error:
-                self._mark_damaged(file, error)
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
         """Read the rows of a table in the order in which they were written.
@@ -215,7 +223,7 @@ class RunFiles:
         table = TABLES[name]
         wanted = _with_keys(table, columns)
         for file, piece in self._fragments(table):
-            try:
+            with self._errors_reported(file):
                 # A row group of recorded tensors has 16 MB. Arrow would read several of them ahead.
                 is_large = name == "tensors"
                 options = _ONE_AT_A_TIME if is_large else {}
@@ -225,8 +233,6 @@ class RunFiles:
                     rest = None if selects_all else condition
                     for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
                         yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
-            except UNREADABLE as error:
-                self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
 
     def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
         """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
@@ -255,10 +261,8 @@ class RunFiles:
         """Return the number of rows of a table without reading the rows."""
         count = 0
         for file, piece in self._fragments(TABLES[name]):
-            try:
+            with self._errors_reported(file):
                 count += piece.count_rows()
-            except UNREADABLE as error:
-                self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
         return count
 
     def report_skipped(self, table: str, what: str) -> None:
@@ -283,10 +287,8 @@ class RunFiles:
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
         for file, piece in self._fragments(table):
-            try:
+            with self._errors_reported(file):
                 read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
-            except UNREADABLE as error:
-                self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
         return _in_written_order(table, pa.concat_tables(read), columns)
 
     def _fragments(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
@@ -306,26 +308,21 @@ class RunFiles:
     def _opened(self, file: Path) -> ds.Fragment:
         return ds.ParquetFileFormat().make_fragment(self._arrow.open_input_file(arrow_name(file)))
 
-    def _is_valid(self, file: Path, table: Table) -> bool:
-        try:
-            columns = self._columns_of(file)
-        except FileNotFoundError:
-            raise
-        except UNREADABLE as error:
-            self._mark_damaged(file, error)
-            return False
-        if missing := [name for name in table.schema.names if name not in columns and name not in OPTIONAL_COLUMNS]:
-            self._damaged_files.add(file)
-            self._problem(file, f"column {', '.join(missing)} is missing: file skipped")
-        return not missing
-
     def _columns_of(self, file: Path) -> list[str]:
         names: list[str] = pq.read_schema(arrow_name(file), filesystem=self._arrow).names
         return names
 
-    def _mark_damaged(self, file: Path, error: Exception) -> None:
-        self._damaged_files.add(file)
-        self._problem(file, f"cannot be read: {_first_line(error)}; {REMEDY}")
+    @contextmanager
+    def _errors_reported(self, file: Path, *, skip: bool = False) -> Iterator[None]:
+        """Add an error to the problems. With `skip`, the file is no longer listed, and the error of a deleted file is raised."""
+        try:
+            yield
+        except UNREADABLE as error:
+            if skip and isinstance(error, FileNotFoundError):
+                raise
+            if skip:
+                self._damaged_files.add(file)
+            self._problem(file, f"cannot be read: {first_line(error)}; {REMEDY}")
 
     def _check_foreign_files(self, table: str) -> None:
         for subfolder in {table, JOURNALS} - self._checked_folders if not self._is_remote else ():
@@ -370,5 +367,6 @@ def _in_written_order(table: Table, rows: pa.Table, columns: Sequence[str]) -> p
     return (as_written(rows) if table.is_sorted else rows).select(list(columns))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error message."""
     return str(error).strip().partition("\n")[0]

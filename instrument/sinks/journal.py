@@ -167,7 +167,7 @@ class JournalReader:
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
-        while self.schema is not None and self._source is not None:
+        while self.schema is not None and self._source is not None and self.problem is None:
             began = self._source.tell()
             batch = None
             with self._errors_recorded():

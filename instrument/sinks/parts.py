@@ -163,6 +163,16 @@ def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     )
 
 
+def read_journal(
+    table: Table, path: Path, *, exclusive: bool = False, after: JournalReader | None = None
+) -> JournalReader:
+    """Open a journal of a table, see `JournalReader.of`. If its columns are not those of the table, it has no batches."""
+    reading = JournalReader.of(path, exclusive=exclusive, after=after)
+    if reading.schema is not None and reading.schema != table.plain_schema:
+        reading.problem = OTHER_COLUMNS
+    return reading
+
+
 def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> JournalReader:
     """Convert a journal to a part and remove it. A damaged journal is kept under another name.
 
@@ -180,14 +190,11 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
         OSError: The part cannot be written. The journal is kept unchanged.
     """
     journal = part.journal(folder, table.name)
-    reading = JournalReader.of(journal, exclusive=True)
-    if reading.schema is not None and reading.schema != table.plain_schema:
-        reading.problem = OTHER_COLUMNS
+    reading = read_journal(table, journal, exclusive=True)
     if not any(later.covers(part) for later in part_files(folder, table.name)):
-        usable = reading.batches() if reading.schema == table.plain_schema else iter(())
         with new_part(folder, table, part, fsync=fsync) as writer:
             max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
-            for group in _groups(_combine_small(with_positions(table, batch) for batch in usable), max_rows):
+            for group in _groups(_combine_small(with_positions(table, batch) for batch in reading.batches()), max_rows):
                 rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
                 writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
         reading.problem = reading.problem or truncation_problem(reading.rows, written)
