@@ -14,7 +14,7 @@ import pandas as pd
 from ..errors import InstrumentError, InstrumentWarning, Problem
 from .confidence_interval import adjusted, bootstrapped, half_width, p_values
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, averaged_columns, keys_of, means_of
-from .run_matching import RunMatches, match_runs, run_name
+from .run_matching import RunMatches, match_runs
 from .run_tables import RunTables
 
 MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
@@ -66,8 +66,8 @@ def effects_of(
     frame.insert(after + 1, "survives", p_adjusted < 1 - confidence)
     frame.attrs = {
         "intervals": int(frame["ci_low"].notna().sum()),
-        "pairs": [(one.value, run_name(run, one.index), run_name(run, one.baseline)) for one in run_matches.matches],
-        "left_out": {run_name(run, index): reason for index, reason in run_matches.left_out.items()},
+        "pairs": [(one.value, run.names[one.index], run.names[one.baseline]) for one in run_matches.matches],
+        "left_out": {run.names[index]: reason for index, reason in run_matches.left_out.items()},
     }
     return frame
 
@@ -85,9 +85,7 @@ def _check_steps(steps: Any) -> None:
 
 def _means_of_run(run: RunTables, index: int, steps: Steps) -> dict[str, Means]:
     """Return the means of one run, by table."""
-    folder = run.folders[index]
-    one = RunTables(folder, [folder])
-    return {table: means_of(one, table, steps) for table in MEASURED_TABLES}
+    return {table: means_of(run.single(index), table, steps) for table in MEASURED_TABLES}
 
 
 def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:

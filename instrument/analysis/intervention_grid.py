@@ -209,8 +209,7 @@ def _field(training: Training, hook: str, field: str) -> Any:
 def _ordered(run: RunTables, values: Any) -> list[str]:
     """Return the different values as JSON: layers in their order, indices in ascending order, others as they come."""
     unique = list(dict.fromkeys(map(canonical_json, values)))
-    first = RunTables(run.folders[0], run.folders[:1])
-    layers = {name or ".": rank for rank, name in enumerate(first.read("layers", ["layer"])["layer"])}
+    layers = {name or ".": rank for rank, name in enumerate(run.single(0).read("layers", ["layer"])["layer"])}
 
     def order(text: str) -> tuple[Any, ...]:
         value = json.loads(text)
@@ -240,8 +239,7 @@ def metric_of(run: RunTables, index: int, metric: str) -> float:
     value = run.infos[index]["metrics"].get(metric)
     if value is not None:
         return float(value)
-    folder = run.folders[index]
-    means = means_of(RunTables(folder, [folder]), "metrics")
+    means = means_of(run.single(index), "metrics")
     if metric not in means.columns:
         return float("nan")
     return _mean(means, metric, range(len(means.locations)))
@@ -259,8 +257,7 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
     Raises:
         InstrumentError: No location or several match.
     """
-    folder = run.folders[index]
-    one = RunTables(folder, [folder])
+    one = run.single(index)
     if statistic not in averaged_columns(one, "stats"):
         return float("nan")
     means, columns = means_of(one, "stats"), keys_of("stats")

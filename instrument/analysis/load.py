@@ -221,8 +221,7 @@ class Run(RunTables):
             raise ConfigError(Problem("out", f"the folder contains {len(self.folders)} runs", str(out), fix=fix))
         features: dict[str, Features] = {}
         problems: dict[str, ConfigError] = {}
-        for folder, files in zip(self.folders, self._files, strict=True):
-            name = str(folder.relative_to(self.path))
+        for name, files in zip(self.names, self._files, strict=True):
             try:
                 features[name] = features_of(files, selection)
             except ConfigError as error:
@@ -272,5 +271,6 @@ class Run(RunTables):
         return scan(self._queried(), table)
 
     def _queried(self) -> RunsToQuery:
-        names = [str(folder.relative_to(self.path)) for folder in self.folders]
-        return RunsToQuery(self._files, names if self._is_sweep else None, self._given, self.runs, self.custom_columns)
+        return RunsToQuery(
+            self._files, self.names if self._is_sweep else None, self._given, self.runs, self.custom_columns
+        )

@@ -96,7 +96,7 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
         if found.matches:
             return replace(found, left_out=dict(sorted((left_out | found.left_out).items())))
         unmatched.append(found.left_out)
-    reasons = [f"{run_name(run, index)}: {reason}" for index, reason in sorted((left_out | unmatched[0]).items())]
+    reasons = [f"{run.names[index]}: {reason}" for index, reason in sorted((left_out | unmatched[0]).items())]
     more = [f"... ({len(reasons)} in all)"] if len(reasons) > MOST_NAMES else []
     raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MOST_NAMES], *more]))
 
@@ -207,7 +207,7 @@ def _latest(
     for training in all_trainings:
         identity = (training.without(path), canonical_json(training.at(path)))
         if identity in last:
-            left_out[last[identity].index] = f"it was repeated as {run_name(run, training.index)}"
+            left_out[last[identity].index] = f"it was repeated as {run.names[training.index]}"
         last[identity] = training
     return sorted(last.values(), key=lambda training: training.index)
 
@@ -341,8 +341,3 @@ def _differences(one: Training, other: Training, key: str) -> list[str]:
         for name in keys
         if one.leaves.get(name) != other.leaves.get(name) and name != cut and not name.startswith(f"{cut}.")
     ]
-
-
-def run_name(run: RunTables, index: int) -> str:
-    """Return the path of a run relative to the opened folder."""
-    return str(run.folders[index].relative_to(run.path))

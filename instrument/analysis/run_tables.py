@@ -89,6 +89,15 @@ class RunTables:
         """The overrides of each run, by key. Of mappings that differ between the runs, the fields that differ."""
         return split_overrides([info["overrides"] for info in self.infos])
 
+    @cached_property
+    def names(self) -> list[str]:
+        """The folders of the runs relative to the opened folder."""
+        return [str(folder.relative_to(self.path)) for folder in self.folders]
+
+    def single(self, index: int) -> RunTables:
+        """Return one of the runs."""
+        return RunTables(self.folders[index], self.folders[index : index + 1])
+
     @property
     def info(self) -> dict[str, Any]:
         """The content of run.json of the run, or of the first of several runs."""
@@ -115,8 +124,8 @@ class RunTables:
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason; filled when tables are read."""
         return [
-            problem if not self._is_sweep else f"{folder.relative_to(self.path)}/{problem}"
-            for folder, files in zip(self.folders, self._files, strict=True)
+            problem if not self._is_sweep else f"{name}/{problem}"
+            for name, files in zip(self.names, self._files, strict=True)
             for problem in files.problems
         ]
 
@@ -136,13 +145,13 @@ class RunTables:
         taken = {name for row in numbers for name in row}
         rows = [
             {
-                "run": str(folder.relative_to(self.path)),
+                "run": name,
                 "status": info["status"],
                 "seed": info["seed"],
                 **{f"override.{key}" if key in taken else key: value for key, value in overrides.items()},
                 **row,
             }
-            for folder, info, overrides, row in zip(self.folders, self.infos, self.overrides, numbers, strict=True)
+            for name, info, overrides, row in zip(self.names, self.infos, self.overrides, numbers, strict=True)
         ]
         return typed_frame(rows)
 
@@ -256,7 +265,7 @@ class RunTables:
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames, custom = [], self.custom_columns(table)
-        for index, (folder, files) in enumerate(zip(self.folders, self._files, strict=True)):
+        for index, files in enumerate(self._files):
             stored = files.read(table, condition=condition)
             rows = with_custom_columns(stored, custom)
             frame: pd.DataFrame = plain_labels(rows).to_pandas()
@@ -267,6 +276,6 @@ class RunTables:
             if table == "tensors":
                 frame = without_unknown_types(frame, files)
             if self._is_sweep:
-                add_overrides(frame, str(folder.relative_to(self.path)), self._given, index)
+                add_overrides(frame, self.names[index], self._given, index)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]

@@ -13,11 +13,11 @@ import pandas as pd
 from ..analysis.config_comparison import differing_keys
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
-from ..analysis.runs_with_and_without import pairs
 from ..spec.statistics import ALL
 from .charts import metric_curves
 from .numbers import rounded
 from .run_history import history_of
+from .sweep_effects import pairs
 
 CURVE_ROOM = 1_200  # maximum number of values of the curves of a run
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
@@ -68,11 +68,6 @@ def charts(run: Run, run_data: Sequence[RunData]) -> dict[str, Any]:
         "pairs": [asdict(pair) for pair in pairs(run)],
         "ends": SUMMARIES,
     }
-
-
-def name_of(run: Run, folder: Path) -> str:
-    """Return the path of a run relative to the opened folder."""
-    return str(folder.relative_to(run.path))
 
 
 def overrides_of(run: Run) -> list[str]:

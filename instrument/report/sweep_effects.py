@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,91 +12,116 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.confidence_interval import CONFIDENCE, adjusted, half_width, p_values
-from ..analysis.config_comparison import trainings
-from ..analysis.config_fields import to_yaml
+from ..analysis.config_comparison import HOOKS, trainings
+from ..analysis.config_fields import differing_fields, to_yaml
 from ..analysis.load import Run
 from ..analysis.run_matching import comparable_keys, match_runs
-from ..analysis.runs_with_and_without import pairs
+from ..analysis.run_tables import RunTables
 from ..errors import InstrumentError
 from .numbers import format_number
 
 
 @dataclass(frozen=True)
-class _Pair:
-    """Two runs that differ in one key. `what` is the intervention or key, `settings` the values that are compared."""
-
-    what: str
-    settings: str
-    seed: int
-    baseline: int
-    index: int
-
-
-class Comparisons:
-    """The pairs of runs that differ in one intervention, or in the value of one key.
-
-    Args:
-        run: Several runs.
+class Pair:
+    """Two finished runs that differ in one intervention, or in one key.
 
     Attributes:
-        unpaired: The keys in which runs differ, but of which no two runs differ in nothing else; each with the reason.
+        hook: Name of the intervention, or the key.
+        settings: The settings of the intervention as text; those in which the runs differ, if it has different ones. Or the
+            compared values of the key.
+        treated: Index of the run with the intervention, or with another value than the baseline.
+        control: Index of the run without it, or with the value of the baseline.
+        seed: Seed of both runs.
     """
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.unpaired: dict[str, str] = {}
-        self.groups: dict[tuple[str, str], list[_Pair]] = {}
-        found = [_Pair(pair.hook, pair.settings, pair.seed, pair.control, pair.treated) for pair in pairs(run)]
-        known = {(pair.baseline, pair.index) for pair in found}
-        found += [pair for pair in self._of_keys() if (pair.baseline, pair.index) not in known]
-        for pair in found:
-            self.groups.setdefault((pair.what, pair.settings), []).append(pair)
+    hook: str
+    settings: str
+    treated: int
+    control: int
+    seed: int
 
-    def rows(self, metrics: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the effects on each metric: mean paired difference, interval, and all differences.
 
-        An effect survives if its p-value, adjusted for the number of effects, is below 5%.
-        """
-        rows = []
-        for (what, settings), members in self.groups.items():
-            for metric in metrics:
-                ends = [
-                    (pair.seed, self._end(pair.baseline, metric), self._end(pair.index, metric)) for pair in members
-                ]
-                known = [(seed, *both) for seed, *both in ends if None not in both]
-                if known:
-                    row = {"hook": what, "settings": settings, "metric": metric, "count": len(known)}
-                    rows.append({**row, **_paired(pd.DataFrame(known, columns=["seed", "without", "treated"]))})
-        limits = adjusted(np.array([row["p_value"] for row in rows], float)) < 1 - CONFIDENCE
-        return [{**row, "survives": bool(survives)} for row, survives in zip(rows, limits, strict=True)]
+def pairs(run: RunTables) -> list[Pair]:
+    """Return all pairs with and without an intervention; record hooks do not change training and are ignored."""
+    all_trainings, _ = trainings(run)
+    by_identity: dict[str, list[int]] = {}
+    for training in all_trainings:
+        by_identity.setdefault(training.identity, []).append(training.index)
+    values = {
+        name: [training.interventions[name] for training in all_trainings if name in training.interventions]
+        for name in {name for training in all_trainings for name in training.interventions}
+    }
+    return [
+        Pair(name, _settings_text(name, settings, values[name]), training.index, control, training.seed)
+        for training in all_trainings
+        for name, settings in training.interventions.items()
+        for control in by_identity.get(training.without([HOOKS, name]), [])
+    ]
 
-    def _end(self, index: int, metric: str) -> Any:
-        return self.run.infos[index]["metrics"].get(metric)
 
-    def _of_keys(self) -> Iterator[_Pair]:
-        """Yield the pairs of each key: the runs with the baseline value, and those with another value."""
-        for key in comparable_keys(self.run, trainings(self.run)[0]):
-            try:
-                found = match_runs(self.run, key)
-            except InstrumentError as error:
-                self.unpaired[key] = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
-                continue
-            for match in found.matches:
-                baseline = self._text(key, match.baseline, found.baseline)
-                settings = f"{self._text(key, match.index, match.value)} compared with {baseline}"
-                yield _Pair(key, settings, match.seed, match.baseline, match.index)
+def _settings_text(name: str, settings: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> str:
+    fields = differing_fields(name, settings, values)
+    shown = settings if fields == {name: settings} else fields
+    return ", ".join(
+        f"{key.removeprefix(f'{name}.')}: {json.dumps(value) if not isinstance(value, str) else value}"
+        for key, value in shown.items()
+    )
 
-    def _text(self, key: str, index: int, value: Any) -> str:
-        """Return the value of a key in a run; of a mapping, the fields in which the runs differ."""
-        fields = {
-            name.removeprefix(f"{key}."): item
-            for name, item in self.run.overrides[index].items()
-            if name.startswith(f"{key}.")
-        }
-        is_mapping = isinstance(self.run.infos[index]["overrides"].get(key), dict)
-        if is_mapping and fields:
-            return ", ".join(f"{name}: {to_yaml(item)}" for name, item in fields.items())
-        return value if isinstance(value, str) else to_yaml(value)
+
+def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the effects on each metric: mean paired difference, interval, and all differences.
+
+    An effect survives if its p-value, adjusted for the number of effects, is below 5%.
+
+    Returns:
+        One row per intervention or value of a key, and metric; and the keys in which runs differ, but of which no two runs
+        differ in nothing else, each with the reason.
+    """
+    unpaired: dict[str, str] = {}
+    found = pairs(run)
+    known = {(pair.control, pair.treated) for pair in found}
+    found += [pair for pair in _pairs_of_keys(run, unpaired) if (pair.control, pair.treated) not in known]
+    groups: dict[tuple[str, str], list[Pair]] = {}
+    for pair in found:
+        groups.setdefault((pair.hook, pair.settings), []).append(pair)
+    rows = []
+    for (hook, settings), members in groups.items():
+        for metric in metrics:
+            ends = [
+                (pair.seed, *(run.infos[index]["metrics"].get(metric) for index in (pair.control, pair.treated)))
+                for pair in members
+            ]
+            complete = [end for end in ends if None not in end]
+            if complete:
+                row = {"hook": hook, "settings": settings, "metric": metric, "count": len(complete)}
+                rows.append({**row, **_paired(pd.DataFrame(complete, columns=["seed", "without", "treated"]))})
+    limits = adjusted(np.array([row["p_value"] for row in rows], float)) < 1 - CONFIDENCE
+    return [{**row, "survives": bool(survives)} for row, survives in zip(rows, limits, strict=True)], unpaired
+
+
+def _pairs_of_keys(run: Run, unpaired: dict[str, str]) -> Iterator[Pair]:
+    """Yield the pairs of each key: the runs with the baseline value, and those with another value."""
+    for key in comparable_keys(run, trainings(run)[0]):
+        try:
+            found = match_runs(run, key)
+        except InstrumentError as error:
+            unpaired[key] = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
+            continue
+        for match in found.matches:
+            baseline = _value_text(run, key, match.baseline, found.baseline)
+            settings = f"{_value_text(run, key, match.index, match.value)} compared with {baseline}"
+            yield Pair(key, settings, match.index, match.baseline, match.seed)
+
+
+def _value_text(run: Run, key: str, index: int, value: Any) -> str:
+    """Return the value of a key in a run; of a mapping, the fields in which the runs differ."""
+    fields = {
+        name.removeprefix(f"{key}."): item for name, item in run.overrides[index].items() if name.startswith(f"{key}.")
+    }
+    is_mapping = isinstance(run.infos[index]["overrides"].get(key), dict)
+    if is_mapping and fields:
+        return ", ".join(f"{name}: {to_yaml(item)}" for name, item in fields.items())
+    return value if isinstance(value, str) else to_yaml(value)
 
 
 def _paired(pairs: pd.DataFrame) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from ..errors import InstrumentError
 from ..plot.patching import patching
 from .numbers import format_number, rounded
 from .panels import as_svg
-from .sweep_charts import RunData, charts, name_of, overrides_of, read_runs
-from .sweep_effects import Comparisons
+from .sweep_charts import RunData, charts, overrides_of, read_runs
+from .sweep_effects import effects
 
 METRICS = ("loss", "accuracy")
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
@@ -120,16 +120,15 @@ def table(
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     run_data = read_runs(run)
-    comparisons = Comparisons(run)
-    runs = zip(run.folders, run.infos, run.overrides, run_data, strict=True)
-    rows = [_row(name_of(run, folder), folder, info, overrides, data) for folder, info, overrides, data in runs]
+    rows = [*map(_row, run.names, run.folders, run.infos, run.overrides, run_data)]
     words, numbers = table(rows, overrides_of(run), run.path, [str(info.get("name")) for info in run.infos])
-    effects, figures = comparisons.rows(words["metrics"]), _location_figures(run)
+    figures = _location_figures(run)
+    pairs, unpaired = effects(run, words["metrics"])
     more = {
         "alerts": _alerts(run, run_data),
-        "pairs": effects,
-        "unpaired": comparisons.unpaired,
-        "intervals": sum(bool(row["interval"]) for row in effects),
+        "pairs": pairs,
+        "unpaired": unpaired,
+        "intervals": sum(bool(row["interval"]) for row in pairs),
         "figures": figures,
         "parts": [part for part in PARTS.items() if figures or part[0] != "patching"],
     }
@@ -166,17 +165,17 @@ def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
         {
             "severity": "error",
             "rule": info["status"],
-            "message": f"{name_of(run, folder)}: {info.get('error') or NO_ERROR_MESSAGE}",
+            "message": f"{name}: {info.get('error') or NO_ERROR_MESSAGE}",
         }
-        for folder, info in zip(run.folders, run.infos, strict=True)
+        for name, info in zip(run.names, run.infos, strict=True)
         if info["status"] not in ("done", "running")
     ]
     if len(bad) > MOST_ALERTS:
         rest = f"{len(bad) - MOST_ALERTS} more runs did not finish: the table below lists all of them"
         bad = [*bad[:MOST_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
     damaged = [
-        {"severity": "error", "rule": "files", "message": f"{name_of(run, folder)}/{problem}"}
-        for folder, data in zip(run.folders, run_data, strict=True)
+        {"severity": "error", "rule": "files", "message": f"{name}/{problem}"}
+        for name, data in zip(run.names, run_data, strict=True)
         for problem in data.problems
     ]
     return bad + damaged
