@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,14 +10,12 @@ import numpy as np
 import pandas as pd
 
 from ..errors import ConfigError
-from ..rules.step_rows import location_name
 from ..spec.base import HookBase, parse_slice
 from ..spec.kinds import KINDS
 from ..spec.parse import parse_hooks
 from ..spec.selection import SelectionError, selected_indices
-from .plot_data import KEYS, RecordedSeries
+from .plot_data import Batch, RecordedTensor, recorded_tensors
 from .run_tables import RunTables
-from .tensor_decoding import is_known
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
@@ -25,20 +23,6 @@ TOLERANCE = 0.02  # of the sum of a row of probabilities, which may be float16 o
 TOKENS = "input_ids"  # name of the argument of Hugging Face models for token ids
 _FLOATS = ("float", "bfloat")
 _INTEGERS = ("int", "uint")
-
-
-class Batch(NamedTuple):
-    """The batch of a recorded tensor."""
-
-    phase: str
-    step: int
-    micro_step: int
-    rank: int
-
-
-_IDENTITY = dict.fromkeys(
-    (*KEYS, "layer", "path", "call", *Batch._fields, "dtype", "shape", "source_shape", "recompute", "backward")
-)
 
 
 class Maps(NamedTuple):
@@ -58,41 +42,22 @@ class Maps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionTensor:
-    """The identity of a recorded tensor that may hold attention maps.
+class AttentionTensor(RecordedTensor):
+    """A recorded tensor of which a block was recorded. It may hold attention maps.
 
     Attributes:
-        series: The series that recorded it.
-        layer: Name of the module.
-        path: Path of the tensor in the value of the module, such as `softmax.0`.
-        call: Index of the call of the module.
-        batch: The batch that it belongs to.
-        shape: Its shape in the model: [N, heads, queries, keys], or [N, queries, keys].
-        indices: For each dimension of `shape`, the recorded indices.
+        indices: For each dimension of `source_shape`, the recorded indices.
     """
 
-    series: RecordedSeries
-    layer: str
-    path: str
-    call: int
-    batch: Batch
-    shape: Shape
     indices: tuple[tuple[int, ...], ...]
 
-    @property
-    def location(self) -> str:
-        """The name of the location, as in other plots."""
-        return location_name(self.layer, self.path, self.series.kind)
-
     def read(self, run: RunTables | pd.DataFrame) -> Array:
-        """Return the recorded values, with one dimension for each dimension of `shape`.
+        """Return the recorded values, with one dimension for each dimension of `source_shape`.
 
         Args:
             run: The run, or rows of its `tensors()`.
         """
-        where = {"layer": self.layer, "path": self.path, "call": self.call, "backward": 0}
-        values = self.series.values(run, **where, **self.batch._asdict())
-        return values.reshape([len(taken) for taken in self.indices])
+        return super().read(run).reshape([len(taken) for taken in self.indices])
 
     def maps(self, values: Array, position: int) -> Maps:
         """Return the maps of one sample.
@@ -102,7 +67,7 @@ class AttentionTensor:
             position: Index of the sample in the batch.
         """
         of_sample = values[self.indices[0].index(position)]
-        heads = list(self.indices[1]) if len(self.shape) == 4 else []
+        heads = list(self.indices[1]) if len(self.source_shape) == 4 else []
         of_sample = of_sample if heads else of_sample[None]
         return Maps(of_sample, heads, list(self.indices[-2]), list(self.indices[-1]))
 
@@ -115,14 +80,14 @@ class AttentionTensor:
         it next to another output.
         """
         is_result = KINDS[self.series.kind].of_functions or not self.path
-        if is_result and len(self.shape) == 3 and self.shape[1] != self.shape[2]:
+        if is_result and len(self.source_shape) == 3 and self.source_shape[1] != self.source_shape[2]:
             return False
         finite = values[np.isfinite(values).all(-1)].astype(np.float64)
         if not finite.size or finite.min() < 0:
             return False
         sums = finite.sum(-1)
         sums = sums[sums > 0]
-        is_complete = len(self.indices[-1]) == self.shape[-1]
+        is_complete = len(self.indices[-1]) == self.source_shape[-1]
         return bool(sums.size and (sums < 1 + TOLERANCE).all() and (not is_complete or (sums > 1 - TOLERANCE).all()))
 
 
@@ -134,17 +99,18 @@ def attention_tensors(run: RunTables | pd.DataFrame) -> list[AttentionTensor]:
     Args:
         run: A run, whose values are not read here, or rows of its `tensors()`.
     """
+    return [*_blocks(run, (3, 4), _FLOATS)]
+
+
+def _blocks(run: RunTables | pd.DataFrame, dims: Collection[int], dtypes: tuple[str, ...]) -> Iterator[AttentionTensor]:
+    """Yield the tensors of modules with these numbers of dimensions and dtypes of which a block was recorded."""
     specs = recorded_specs(run)
-    found = []
-    for row in _rows(run):
-        source = tuple(map(int, row["source_shape"]))
-        if len(source) not in (3, 4) or KINDS[row["kind"]].family != "module" or not row["dtype"].startswith(_FLOATS):
-            continue
-        indices = recorded_indices(specs.get(row["hook"]), tuple(map(int, row["shape"])), source)
-        if indices is not None:
-            series = RecordedSeries(*(row[key] for key in KEYS))
-            found.append(AttentionTensor(series, row["layer"], row["path"], row["call"], _batch(row), source, indices))
-    return found
+    for tensor in recorded_tensors(run):
+        is_of_module = KINDS[tensor.series.kind].family == "module" and tensor.backward == 0
+        if is_of_module and len(tensor.source_shape) in dims and tensor.dtype.startswith(dtypes):
+            indices = recorded_indices(specs.get(tensor.series.hook), tensor.shape, tensor.source_shape)
+            if indices is not None:
+                yield AttentionTensor(**vars(tensor), indices=indices)
 
 
 def sample_ids(run: RunTables, batches: Collection[Batch]) -> dict[int | str, list[tuple[Batch, int]]]:
@@ -174,31 +140,12 @@ def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length
         position: Index of the sample in the batch.
         length: Number of tokens.
     """
-    specs = recorded_specs(run)
-    for row in sorted(_rows(run), key=lambda row: row["path"] != TOKENS):
-        source = tuple(map(int, row["source_shape"]))
-        is_input = row["role"] == "input" and row["dtype"].startswith(_INTEGERS)
-        if not is_input or len(source) != 2 or source[1] != length or _batch(row) != batch:
-            continue
-        indices = recorded_indices(specs.get(row["hook"]), tuple(map(int, row["shape"])), source)
-        if indices is not None and position in indices[0] and len(indices[1]) == length:
-            series = RecordedSeries(*(row[key] for key in KEYS))
-            tensor = AttentionTensor(series, row["layer"], row["path"], row["call"], batch, source, indices)
-            return [int(token) for token in tensor.read(run)[indices[0].index(position)]]
+    for tensor in sorted(_blocks(run, (2,), _INTEGERS), key=lambda tensor: tensor.path != TOKENS):
+        samples, positions = tensor.indices
+        is_complete = tensor.source_shape[1] == len(positions) == length
+        if tensor.series.role == "input" and tensor.batch == batch and is_complete and position in samples:
+            return [int(token) for token in tensor.read(run)[samples.index(position)]]
     return None
-
-
-def _batch(row: Mapping[str, Any]) -> Batch:
-    return Batch(*(row[name] for name in Batch._fields))
-
-
-def _rows(run: RunTables | pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the identity of all recorded tensors, without repeated calls and further gradients."""
-    frame = run.read("tensors", [*_IDENTITY]) if isinstance(run, RunTables) else run[[*_IDENTITY]]
-    frame = frame[
-        ~frame["recompute"].astype(bool) & (frame["backward"] == 0) & frame["dtype"].map(is_known).astype(bool)
-    ]
-    return [{str(name): cell for name, cell in row.items()} for row in frame.to_dict("records")]
 
 
 def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:

@@ -11,7 +11,7 @@ from ..errors import InstrumentError, Problem
 from ..spec.schedule import STEP_PHASES
 from .features import Array, Features
 from .load import Run
-from .plot_data import UNKNOWN_ORDER, forward_order
+from .plot_data import forward_order, rank_in
 from .recorded_layers import Recorded, positions_of
 from .saved_weights import saved_weights, weight_named
 from .tensor_images import maps_in
@@ -100,13 +100,12 @@ def _layer(run: Run, recorded: Recorded, layer: str | None) -> str:
     if layer is not None:
         return recorded.layers(run, [layer])[0]
     recorded.layers(run, None)  # raises an error if nothing was recorded
-    order = {name: rank for rank, name in enumerate(forward_order(run))}
     names = {one.layer for one in maps_in(run) if one.what == "feature maps"}
     if not names:
         message = "no feature maps [N, C, H, W] were recorded"
         fix = "record the last convolutional layer with {kind: forward, action: record, tensors: true}"
         raise InstrumentError(Problem("layer", message, fix=fix))
-    return max(names, key=lambda name: order.get(name, UNKNOWN_ORDER)) or "."
+    return max(names, key=rank_in(forward_order(run))) or "."
 
 
 def _of_weights(

@@ -6,10 +6,10 @@ All functions take DataFrames with the columns of the tables, so they work on a 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,8 +20,10 @@ from ..spec.statistics import ALL, statistic_of
 from ..spec.tables import TABLES
 from .finite import finite_only
 from .run_tables import RunTables
+from .tensor_decoding import is_known
 
 KEYS = ("hook", "kind", "role", "phase")
+PLACE = ("layer", "path", "call", "backward")
 NOT_CUSTOM = frozenset({"run", "seed", *(column.name for column in TABLES["stats"].stored)})
 """Columns of `stats` that are no custom statistics. Those of a sweep with the overrides have dots in their names."""
 UNKNOWN_ORDER = 1 << 30  # sort position of layers without a known order
@@ -65,20 +67,82 @@ class RecordedSeries:
             mask &= frame[key] == getattr(self, key)
         return frame[mask]
 
-    def values(self, run: RunTables | pd.DataFrame, **where: Any) -> np.ndarray:
-        """Return the values of the first tensor of the series that fulfills conditions on further columns.
+
+class Batch(NamedTuple):
+    """The batch of a recorded tensor."""
+
+    phase: str
+    step: int
+    micro_step: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class RecordedTensor:
+    """The identity of a row of the tensors table.
+
+    Attributes:
+        series: The series that recorded it.
+        layer: Name of the module.
+        path: Path of the tensor in the value of the module, such as `softmax.0`; or name of the parameter.
+        call: Index of the call of the module.
+        backward: Index of the backward pass.
+        batch: The batch that it belongs to.
+        dtype: Its dtype in PyTorch.
+        shape: Its recorded shape.
+        source_shape: Its shape in the model.
+    """
+
+    series: RecordedSeries
+    layer: str
+    path: str
+    call: int
+    backward: int
+    batch: Batch
+    dtype: str
+    shape: tuple[int, ...]
+    source_shape: tuple[int, ...]
+
+    @property
+    def location(self) -> str:
+        """The name of the location, as in other plots."""
+        return location_name(self.layer, self.path, self.series.kind)
+
+    def read(self, run: RunTables | pd.DataFrame) -> np.ndarray:
+        """Return the recorded values.
 
         Args:
             run: The run, or rows of its `tensors()`.
-            where: The values of the columns, such as `step=0`.
         """
-        where |= {"recompute": False, **{key: getattr(self, key) for key in KEYS}}
+        place = {name: getattr(self, name) for name in PLACE}
+        where = {**vars(self.series), **self.batch._asdict(), **place, "recompute": False}
         if isinstance(run, RunTables):
             rows = run.tensors(**where)
         else:
             rows = run[reduce(operator.and_, (run[name] == value for name, value in where.items()))]
         values: np.ndarray = rows["values"].iloc[0]
         return values
+
+
+def recorded_tensors(run: RunTables | pd.DataFrame) -> list[RecordedTensor]:
+    """Return all recorded tensors of dtypes that NumPy supports, without those of recomputed forward passes.
+
+    Args:
+        run: A run, whose values are not read here, or rows of its `tensors()`.
+    """
+    columns = list(dict.fromkeys([*KEYS, *PLACE, *Batch._fields, "dtype", "shape", "source_shape", "recompute"]))
+    frame = run.read("tensors", columns) if isinstance(run, RunTables) else run[columns]
+    frame = frame[~frame["recompute"].astype(bool) & frame["dtype"].map(is_known).astype(bool)]
+    return [
+        RecordedTensor(
+            RecordedSeries(*(row[key] for key in KEYS)),
+            *(row[name] for name in PLACE),
+            Batch(*(row[name] for name in Batch._fields)),
+            row["dtype"],
+            *(tuple(map(int, row[name])) for name in ("shape", "source_shape")),
+        )
+        for row in frame.to_dict("records")
+    ]
 
 
 @dataclass(frozen=True)
@@ -126,11 +190,11 @@ def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
         frame: Rows of one series.
         order: Layer names from `forward_order`; other layers come last, in order of first appearance.
     """
-    ranks = {layer: rank for rank, layer in enumerate(order)}
+    rank = rank_in(order)
     locations = frame.loc[:, ["layer", "path", "kind"]].drop_duplicates()
     triples = zip(locations["layer"], locations["path"], locations["kind"], strict=True)
     names = {(layer, path): location_name(layer, path, kind) for layer, path, kind in triples}
-    ordered = sorted(names, key=lambda at: ranks.get(at[0], UNKNOWN_ORDER))  # stable: paths stay as they appear
+    ordered = sorted(names, key=lambda at: rank(at[0]))  # stable: paths stay as they appear
     labels = list(dict.fromkeys(names[at] for at in ordered))
     cells = [names[at] for at in zip(frame["layer"], frame["path"], strict=True)]
     return pd.Series(pd.Categorical(cells, categories=labels, ordered=True), index=frame.index, name="location")
@@ -148,6 +212,12 @@ def forward_order(run: RunTables | pd.DataFrame) -> list[str]:
     defined = list(dict.fromkeys(run.read("layers", ["layer"])["layer"]))
     recorded = _first_outputs(run.read("stats", ["layer", "kind", "role", "phase", "step"]))
     return in_forward_order(defined, recorded)
+
+
+def rank_in(order: Sequence[str]) -> Callable[[str], int]:
+    """Return a function that returns the sort position of a layer in an order; other layers come last."""
+    ranks = {layer: rank for rank, layer in enumerate(order)}
+    return lambda layer: ranks.get(layer, UNKNOWN_ORDER)
 
 
 def in_forward_order(defined: Sequence[str], recorded: Sequence[str]) -> list[str]:

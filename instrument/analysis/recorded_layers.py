@@ -16,7 +16,7 @@ from ..spec.kinds import KINDS
 from .attention_maps import recorded_indices, recorded_specs
 from .features import Array, Features
 from .load import Run
-from .plot_data import UNKNOWN_ORDER, forward_order
+from .plot_data import forward_order, rank_in
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,13 @@ class Recorded:
             if layer not in shapes:
                 message, near = "no tensors of this layer were recorded", similar_names(layer, shapes)
                 raise InstrumentError(Problem("layers", message, layer, allowed, near, fix))
-        order = {name or ".": rank for rank, name in enumerate(forward_order(run))}
         found = [name for name, shape in shapes.items() if size is None or (shape and shape[-1] == size)]
         if layers is None and not found:
             message = "no layer was recorded" + ("" if size is None else f" with {size} features in the last dimension")
             raise InstrumentError(Problem("layers", message, allowed=allowed, fix=fix))
-        return list(layers) if layers is not None else sorted(found, key=lambda name: order.get(name, UNKNOWN_ORDER))
+        return (
+            sorted(found, key=rank_in([name or "." for name in forward_order(run)])) if layers is None else list(layers)
+        )
 
     def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
         """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model.

@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 
-from ..rules.step_rows import location_name
 from ..spec.kinds import KINDS
-from .plot_data import KEYS, RecordedSeries
+from .plot_data import RecordedTensor, recorded_tensors
 from .run_tables import RunTables
-from .tensor_decoding import is_known
 
-IDENTITY = (*KEYS, "layer", "path", "step", "micro_step", "call", "backward")
 GREY, COLOURED = 1, 3  # numbers of channels of an image
 
 
-@dataclass(frozen=True)
-class Maps:
-    """The identity of a stack of maps in the tensors table.
-
-    Attributes:
-        series: The series that recorded it.
-        layer: Name of the module.
-        path: Path of the tensor in the value of the module, or name of the parameter.
-        step: Training step.
-        micro_step: Index of the micro-batch.
-        call: Index of the call of the module.
-        backward: Index of the backward pass.
-        shape: Recorded shape: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters.
-    """
-
-    series: RecordedSeries
-    layer: str
-    path: str
-    step: int
-    micro_step: int
-    call: int
-    backward: int
-    shape: tuple[int, ...]
-
-    @property
-    def location(self) -> str:
-        """The name of the location, as in other plots."""
-        return location_name(self.layer, self.path, self.series.kind)
+class Maps(RecordedTensor):
+    """A stack of maps: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters."""
 
     @property
     def what(self) -> str:
@@ -73,7 +42,7 @@ class Maps:
         Raises:
             IndexError: The sample was not recorded.
         """
-        array = self.series.values(run, **{name: getattr(self, name) for name in IDENTITY[len(KEYS) :]})
+        array = self.read(run)
         array = np.abs(array) if np.iscomplexobj(array) else array
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
 
@@ -86,33 +55,24 @@ def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:
     Args:
         run: A run, whose values are not read here, or rows of its `tensors()`.
     """
-    columns = [*IDENTITY, "recompute", "shape", "source_shape"]
-    if isinstance(run, RunTables):
-        frame = run.read("tensors", [*columns, "dtype"])
-        frame = frame[frame["dtype"].map(is_known).astype(bool)]
-    else:
-        frame = run[columns]
     all_maps = []
-    for row in frame.to_dict("records"):
-        shape = tuple(int(size) for size in row["shape"])
+    for tensor in recorded_tensors(run):
+        shape = tensor.shape
         plane = len(shape) in (3, 4) and min(shape) > 0 and max(shape[-2:]) > 1
-        is_complete = len(shape) == 4 or KINDS[row["kind"]].family == "module"
-        if len(row["source_shape"]) == 4 and plane and is_complete and not row["recompute"]:
-            series = RecordedSeries(*(row[key] for key in KEYS))
-            all_maps.append(Maps(series, **{name: row[name] for name in IDENTITY[len(KEYS) :]}, shape=shape))
+        is_complete = len(shape) == 4 or KINDS[tensor.series.kind].family == "module"
+        if len(tensor.source_shape) == 4 and plane and is_complete:
+            all_maps.append(Maps(**vars(tensor)))
     return all_maps
 
 
 def image_of(maps: Maps, others: list[Maps]) -> Maps | None:
     """Return the input image of the maps; None if it was not recorded.
 
-    This is the input of the first module whose input is an image, in the same micro-step.
+    This is the input of the first module whose input is an image, in the same batch.
     """
     if maps.series.is_of_parameters:
         return None
-    moment = (maps.series.phase, maps.step, maps.micro_step)
-    same = [other for other in others if (other.series.phase, other.step, other.micro_step) == moment]
-    return next((other for other in same if other.is_image), None)
+    return next((other for other in others if other.batch == maps.batch and other.is_image), None)
 
 
 def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.attention_maps import AttentionTensor, Batch, Maps, attention_tensors, sample_ids, token_ids
+from ..analysis.attention_maps import AttentionTensor, Maps, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
-from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
+from ..analysis.plot_data import Batch, forward_order, rank_in
 from ..analysis.series_selection import check_choice, select_series
 from ..errors import InstrumentError, Problem
 from ..formatting import shorten
@@ -94,11 +94,11 @@ def attention(
     tensors = _tensors(run, [layer] if isinstance(layer, str) else layer, hook, phase, step)
     batch, position, name = _find_sample(run, tensors, sample)
     tensors = [one for one in tensors if one.batch == batch and position in one.indices[0]]
-    order = {name: rank for rank, name in enumerate(forward_order(run))}
+    rank = rank_in(forward_order(run))
     first: dict[str, AttentionTensor] = {}
     for one in tensors:
         first.setdefault(one.location, one)  # the first of several calls wins
-    shown = sorted(first.values(), key=lambda one: order.get(one.layer, UNKNOWN_ORDER))
+    shown = sorted(first.values(), key=lambda one: rank(one.layer))
     rows = [_row(run, one, position, head) for one in shown[:MOST_LAYERS]]
     figure = _draw_figure(rows, [_labels(run, row, batch, position, tokens) for row in rows])
     more = f", {MOST_LAYERS} of {len(shown)} layers" if len(shown) > MOST_LAYERS else ""
@@ -133,7 +133,7 @@ def _tensors(
     probable = _probabilities(run, chosen)
     named = [one for one in chosen if hook is not None or (layers and one.location in layers and one.path)]
     if chosen and not probable and not named:
-        shapes = {one.location: f"{one.location} {list(one.shape)}" for one in chosen}
+        shapes = {one.location: f"{one.location} {list(one.source_shape)}" for one in chosen}
         message = "these tensors are no attention probabilities: they are negative, or do not sum to 1 over the last dimension"
         fix = f"{_HOW_TO_RECORD}; or pass the name of a location with a path, or hook=, to draw any values"
         given = shorten([*shapes.values()])
@@ -190,7 +190,7 @@ def _row(run: Run | pd.DataFrame, tensor: AttentionTensor, position: int, head: 
         wanted = [int(one) for one in ([head] if isinstance(head, int | np.integer) else head)]
         for one in wanted:
             if one not in maps.heads:
-                message = f"{tensor.location} has no such recorded head: its shape is {list(tensor.shape)}"
+                message = f"{tensor.location} has no such recorded head: its shape is {list(tensor.source_shape)}"
                 raise InstrumentError(Problem("head", message, one, ", ".join(map(str, maps.heads)) or "no heads"))
         maps = maps._replace(values=maps.values[[maps.heads.index(one) for one in wanted]], heads=wanted)
     return Row(tensor, maps, tensor.are_probabilities(values))
@@ -203,7 +203,7 @@ def _labels(
     run: Run | pd.DataFrame, row: Row, batch: Batch, position: int, tokens: Tokens
 ) -> tuple[list[str], list[str]]:
     """Return the labels of the queries and of the keys. Queries have those of the keys if their numbers are equal."""
-    queries, keys = row.tensor.shape[-2:]
+    queries, keys = row.tensor.source_shape[-2:]
     ids: Sequence[Any] | None
     if tokens is None or callable(tokens):
         ids = token_ids(run, batch, position, keys)

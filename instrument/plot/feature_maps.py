@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import UNKNOWN_ORDER, forward_order
+from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
 from ..analysis.tensor_images import Maps, image_of, limits, maps_in
 from ..errors import InstrumentError
@@ -70,12 +70,12 @@ def feature_maps(
         )
     series = select_series(list(dict.fromkeys(one.series for one in selected)), hook=hook, role=role)
     selected = [one for one in selected if one.series == series]
-    steps = _steps(sorted({one.step for one in selected}), step)
-    ranks = {name: rank for rank, name in enumerate(forward_order(run))}
-    locations = list(
-        dict.fromkeys(one.location for one in sorted(selected, key=lambda one: ranks.get(one.layer, UNKNOWN_ORDER)))
-    )
-    grid = {(one.location, one.step): one for one in reversed(selected)}  # reversed: the first of several calls wins
+    steps = _steps(sorted({one.batch.step for one in selected}), step)
+    rank = rank_in(forward_order(run))
+    locations = list(dict.fromkeys(one.location for one in sorted(selected, key=lambda one: rank(one.layer))))
+    grid = {
+        (one.location, one.batch.step): one for one in reversed(selected)
+    }  # reversed: the first of several calls wins
     figure = _draw_figure(
         run,
         [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]],
@@ -126,17 +126,17 @@ def _draw_figure(
         if image is None:
             axes.axis("off")
         else:
-            draw_image(axes, image.values(run, sample), f"image, step {image.step:,}")
+            draw_image(axes, image.values(run, sample), f"image, step {image.batch.step:,}")
     for line, row, arrays in zip(panels[len(above) :], rows, values, strict=True):
         shared = _shared_limits([array for array in arrays if array is not None])
         for axes, one, array in zip(line, row, arrays, strict=True):
             if one is None or array is None:
                 axes.axis("off")
             elif one.is_image:
-                draw_image(axes, array, f"{plain(one.location)}, step {one.step:,}")
+                draw_image(axes, array, f"{plain(one.location)}, step {one.batch.step:,}")
             else:
                 bounds = {"step": limits(array), "shared": shared, "channel": None}[scale]
-                draw_maps(axes, array, f"{plain(one.location)}, step {one.step:,}", one.what, bounds)
+                draw_maps(axes, array, f"{plain(one.location)}, step {one.batch.step:,}", one.what, bounds)
     return figure
 
 
@@ -152,9 +152,7 @@ def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
     try:
         return one.values(run, sample)
     except IndexError:
-        message = (
-            f"sample: {one.location} has {one.shape[0]} samples at step {one.step}, numbered from 0; given {sample}"
-        )
+        message = f"sample: {one.location} has {one.shape[0]} samples at step {one.batch.step}, numbered from 0; given {sample}"
         raise InstrumentError(message) from None
 
 

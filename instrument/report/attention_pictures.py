@@ -9,6 +9,7 @@ import numpy as np
 
 from ..analysis.attention_maps import AttentionTensor, Maps, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
+from ..analysis.plot_data import rank_in
 from ..analysis.tensor_images import smaller
 from .numbers import rounded
 
@@ -34,8 +35,8 @@ def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
         values = tensor.read(run)
         if tensor.are_probabilities(values):
             found.append((tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
-    ranks = {layer: rank for rank, layer in enumerate(order)}
-    return sorted(found, key=lambda each: ranks.get(each[0].layer, len(ranks)))
+    rank = rank_in(order)
+    return sorted(found, key=lambda each: rank(each[0].layer))
 
 
 def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]]:
@@ -52,8 +53,8 @@ def _picture(run: Run, tensor: AttentionTensor, maps: Maps, pixels: int) -> dict
     position = tensor.indices[0][0]
     small = smaller(maps.values[:MOST_HEADS], pixels)
     known = {places: name for name, all_places in sample_ids(run, [tensor.batch]).items() for places in all_places}
-    ids = token_ids(run, tensor.batch, position, tensor.shape[-1])
-    is_square = tensor.shape[-1] == tensor.shape[-2]
+    ids = token_ids(run, tensor.batch, position, tensor.source_shape[-1])
+    is_square = tensor.source_shape[-1] == tensor.source_shape[-2]
     return {
         "location": tensor.location,
         "label": tensor.series.label,
@@ -65,5 +66,5 @@ def _picture(run: Run, tensor: AttentionTensor, maps: Maps, pixels: int) -> dict
         "high": rounded(float(np.nanmax(np.where(np.isfinite(maps.values), maps.values, 0.0)))),
         "queries": [[at, ids[at] if ids and is_square else None] for at in maps.queries],
         "keys": [[at, ids[at] if ids else None] for at in maps.keys],
-        "shape": list(tensor.shape),
+        "shape": list(tensor.source_shape),
     }

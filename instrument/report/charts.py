@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.plot_data import UNKNOWN_ORDER, RecordedSeries
+from ..analysis.plot_data import RecordedSeries, rank_in
 from .distribution_history import COLUMNS, LocationDistributions
 from .numbers import rounded
 from .run_history import RunHistory
@@ -104,9 +104,9 @@ def _locations(history: RunHistory, each: StepHistory) -> dict[str, Any]:
 
 def _rows(history: RunHistory, each: StepHistory) -> list[int]:
     """Return the rows of the locations in forward order."""
-    ranks = {layer: rank for rank, layer in enumerate(history.order)}
+    rank = rank_in(history.order)
     layers = [history.places[name][0] for name in each.locations]
-    return sorted(range(len(layers)), key=lambda row: ranks.get(layers[row], UNKNOWN_ORDER))
+    return sorted(range(len(layers)), key=lambda row: rank(layers[row]))
 
 
 def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str, Any]:

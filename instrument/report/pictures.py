@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..analysis.load import Run
-from ..analysis.plot_data import RecordedSeries
+from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.series_selection import evenly_spaced
 from ..analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
@@ -45,7 +45,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     pixels = _pixels_for(turns[0] if turns else [])
     images: dict[Maps, int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
-    ranks = {id(one): (rank, one.step) for rank, found in enumerate(locations) for one in found}
+    ranks = {id(one): (rank, one.batch.step) for rank, found in enumerate(locations) for one in found}
     room = ROOM
     for one in (one for turn in turns for one in turn):
         if _size(one, pixels) > room:
@@ -61,14 +61,14 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
 
 def _locations(all_maps: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
     """Return the maps of each location in forward order, one for each step; of several calls the first."""
-    ranks = {layer: rank for rank, layer in enumerate(order)}
+    rank = rank_in(order)
     locations: dict[tuple[str, str, str], LocationMaps] = {}
     for one in all_maps:
         if not one.is_image:
             at = locations.setdefault((one.what, one.series.label, one.location), [])
-            if one.step not in {other.step for other in at}:
+            if one.batch.step not in {other.batch.step for other in at}:
                 at.append(one)
-    return sorted(locations.values(), key=lambda found: (found[0].what, ranks.get(found[0].layer, len(ranks))))
+    return sorted(locations.values(), key=lambda found: (found[0].what, rank(found[0].layer)))
 
 
 def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
@@ -100,7 +100,7 @@ def _picture(run: Run, one: Maps, pixels: int, image: int | None) -> dict[str, A
         "what": one.what,
         "label": one.series.label,
         "location": one.location,
-        "step": one.step,
+        "step": one.batch.step,
         "shape": list(one.shape),
         "samples": one.shape[0] if len(one.shape) == 4 and not one.series.is_of_parameters else 1,
         "mosaic": _mosaic(one.values(run), pixels),

@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 from torch import nn
 
 import instrument
-from instrument.analysis.plot_data import RecordedSeries
+from instrument.analysis.plot_data import Batch, RecordedSeries
 from instrument.analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
 
 sizes = st.integers(1, 6)
@@ -95,7 +95,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
 
 
 def test_maps_are_tensors_with_two_spatial_dimensions(run: instrument.Run) -> None:
-    found = [one for one in maps_in(run) if one.step == 0]
+    found = [one for one in maps_in(run) if one.batch.step == 0]
     assert sorted((one.series.hook, one.location, one.what) for one in found) == [
         ("back", "0", "gradient maps"),
         ("back", "1", "gradient maps"),
@@ -115,7 +115,7 @@ def test_tensor_frame_has_the_maps_of_its_run(run: instrument.Run) -> None:
     assert maps_in(frame) == maps_in(run)
     for one in maps_in(run):
         np.testing.assert_array_equal(one.values(frame), one.values(run))
-    (maps,) = (one for one in maps_in(run) if one.series.hook == "given" and one.location == "1" and one.step == 1)
+    (maps,) = (one for one in maps_in(run) if one.series.hook == "given" and one.location == "1" and one.batch.step == 1)
     full = run.tensors(hook="given", layer="1", step=1)["values"].iloc[0]
     np.testing.assert_array_equal(maps.values(frame, 1), full[1])
     with pytest.raises(IndexError):
@@ -135,7 +135,7 @@ def test_image_of_a_map_is_the_input_of_the_same_step(run: instrument.Run) -> No
             assert image is None
         else:
             assert image is not None
-            assert (image.location, image.step) == (".[0]", one.step)
+            assert (image.location, image.batch.step) == (".[0]", one.batch.step)
     assert image_of(known[0], [one for one in known if not one.is_image]) is None
 
 
@@ -149,4 +149,5 @@ def test_image_of_a_map_is_the_input_of_the_same_step(run: instrument.Run) -> No
     ],
 )
 def test_image_is_an_input_of_one_or_three_channels(role: str, shape: tuple[int, ...], is_image: bool) -> None:
-    assert Maps(RecordedSeries("h", "forward", role, "train"), "", "", 0, 0, 0, 0, shape).is_image is is_image
+    series = RecordedSeries("h", "forward", role, "train")
+    assert Maps(series, "", "", 0, 0, Batch("train", 0, 0, 0), "float32", shape, shape).is_image is is_image

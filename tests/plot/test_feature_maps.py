@@ -35,7 +35,16 @@ def pixels_of(axes: Axes) -> np.ndarray:
 
 def tensor_table(values: np.ndarray, **columns: Any) -> pd.DataFrame:
     """Return a table with one tensor, in the format of `run.tensors()`."""
-    moment = {"micro_step": 0, "call": 0, "backward": 0, "recompute": False, "phase": "train", "step": 0}
+    moment = {
+        "micro_step": 0,
+        "rank": 0,
+        "dtype": "float32",
+        "call": 0,
+        "backward": 0,
+        "recompute": False,
+        "phase": "train",
+        "step": 0,
+    }
     seen = {"hook": "h", "kind": "forward", "role": "output", "layer": "a", "path": ""}
     row = {**moment, **seen, "values": values, "shape": values.shape, "source_shape": (1,) * 4, **columns}
     return pd.DataFrame([row])

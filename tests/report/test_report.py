@@ -133,7 +133,7 @@ def test_effects_of_interventions_equal_the_table(reported_run: instrument.Run, 
 def test_feature_maps_equal_the_recorded_tensors(reported_run: instrument.Run, data: dict[str, Any]) -> None:
     shown = {(one["what"], one["step"]): one for one in data["maps"]["shown"]}
     assert set(shown) == {(what, step) for what in ("feature maps", "filters") for step in range(6)}
-    known = {(one.what, one.step): one.values(reported_run) for one in maps_in(reported_run)}
+    known = {(one.what, one.batch.step): one.values(reported_run) for one in maps_in(reported_run)}
     features, image = known["feature maps", 3], known["inputs", 3]
     picture = shown["feature maps", 3]
     assert picture["shape"] == [1, 5, 6, 6]
