@@ -61,14 +61,26 @@ def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | 
         return hook(*args)
 
     # All wrappers have this code. The compiler would trace it for each hook and number of arguments, and warn at its limit.
-    _skip(cast(FunctionType, wrapper).__code__)
+    _skip(wrapper)
     return wrapper
 
 
-def _skip(code: CodeType) -> None:
-    """Let the compiler run code as plain Python, like `torch._dynamo.eval_frame.skip_code`, which would import it."""
+def run_outside_of_graphs(hook: Callable[..., Any]) -> None:
+    """Let a hook run as plain Python where the code that calls it is not part of a graph. In a graph, it is traced."""
+    _skip(hook, with_calls=True)
+
+
+def _skip(function: Callable[..., Any], *, with_calls: bool = False) -> None:
+    """Let the compiler run a function as plain Python, like `torch._dynamo.eval_frame.skip_code`, which would import it.
+
+    Args:
+        function: A Python function.
+        with_calls: Whether the functions that it calls run as plain Python too.
+    """
+    code = cast(FunctionType, function).__code__
     if hasattr(eval_frame, "skip_code"):  # before PyTorch 2.7
         eval_frame.skip_code(code)
     else:
         actions = eval_frame._FrameAction
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT))
+        recursive = actions.SKIP if with_calls else actions.DEFAULT
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(actions.SKIP, recursive))

@@ -89,6 +89,7 @@ class ScheduledHooks:
                 if attached.is_scheduled and attached.frequency != "occasion"
             ]
             self.names = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
+            self.clock.in_graphs = any(attached.site.spec.definition.family == "module" for attached in scheduled)
             self._on_change(scheduled)
 
     def set_phase(self, phase: str) -> None:

@@ -36,6 +36,7 @@ class Clock:
         seed: The seed of the run.
         micro_step_index: The number of micro-steps so far, over all phases. Per-micro-step state is reset by it.
         closed: Whether the probe is detached.
+        in_graphs: Whether any hook on modules is scheduled. Otherwise, compiled code runs without them.
         amp_scale: Returns the factor by which a gradient scaler multiplies the loss; None without a scaler.
         timer: Measures the time of hooks; None if it is not measured.
         parallel: How several processes train together; None for a single one.
@@ -51,6 +52,7 @@ class Clock:
     seed: int = 0
     micro_step_index: int = 0
     closed: bool = False
+    in_graphs: bool = False
     amp_scale: Callable[[], Tensor] | None = None
     timer: HookTimer[Any] | None = None
     parallel: Parallel | None = None

@@ -120,8 +120,14 @@ class Calls:
         self.is_shared, self._has_group = self._has_group, True
         self.note_inputs |= note_inputs
 
-    def enter(self, group: object, inputs: Iterable[Any] = ()) -> Call:
-        """Start a call in a hook group. `inputs` are the arguments of the module."""
+    def enter(self, group: object, inputs: Iterable[Any] = (), *, in_graph: bool = False) -> Call:
+        """Start a call in a hook group.
+
+        Args:
+            group: The group.
+            inputs: The arguments of the module.
+            in_graph: Whether it is part of a compiled graph, in which no gradients are computed, also if there is a backward pass.
+        """
         micro_step_index = self.clock.micro_step_index
         if self.micro_step_index != micro_step_index:
             self._begin(micro_step_index)
@@ -133,7 +139,7 @@ class Calls:
             active.clear()
         if self.is_shared and (other := self._started_by_others(group)) is not None:
             call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment)
-        elif graph_task() == -1 and _is_grad_enabled() and _packing_hooks(True) is None:
+        elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and _packing_hooks(True) is None:
             index = next(self._indices)
             call = Call(index, index, micro_step_index)
         else:

@@ -15,14 +15,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from ..containers import copied_containers, write_back
-from ..lazy_compiler import exclude_from_graphs
+from ..lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..nested import join_arguments, map_tensors, returned_value, split_arguments
 from ..spec.field_types import describe_callable
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock
+from .graph_hooks import GraphHooks, Places
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .reasons import TRANSFORMED
@@ -91,6 +93,7 @@ class ModuleHooks(InertWhenCopied):
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: Sequence[AttachedHook] = []
+        self.graph = GraphHooks(attached_hooks, clock, calls)
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
         self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
@@ -116,41 +119,26 @@ class ModuleHooks(InertWhenCopied):
         self._first_hook, self._own_hook = next(iter(registered)), handle.id
 
     def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of this object that torch.compile does not trace.
-
-        A copied model gets that of the copied object.
-        """
-        return MethodType(exclude_from_graphs(hook), self)
+        """Return a method of this object. A copied model gets that of the copied object."""
+        return MethodType(hook if self.graph.obstacle is None else exclude_from_graphs(hook), self)
 
     def refresh(self) -> None:
         """Sort the scheduled sites by where they act."""
         scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
-        roles = [(attached.site.spec.kind, attached.site.spec.tensor_role, attached) for attached in scheduled]
+        places = Places.of(scheduled)
         self.active = bool(scheduled)
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
         self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
-        self.pre = [attached for kind, _, attached in roles if kind == "forward_pre"]
-        self.forward_input = [attached for kind, role, attached in roles if kind == "forward" and role == "input"]
-        self.output = [attached for kind, role, attached in roles if kind == "forward" and role == "output"]
+        self.pre, self.forward_input, self.output, gradients, contributions, totals = places
         interventions = [attached for attached in self.output if not attached.is_record_hook]
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
-        # The sites that can change an incoming gradient come before those of full_backward, which record it.
-        first = [
-            attached
-            for kind, role, attached in roles
-            if kind == "full_backward_pre" or (kind == "tensor" and role == "output")
-        ]
-        then = [attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_output"]
-        self.output_gradients.schedule(first + then)
-        self.input_gradients.contribution_hooks = [
-            attached for kind, role, attached in roles if kind == "full_backward" and role == "grad_input"
-        ]
-        self.input_gradients.total_hooks = [
-            attached for kind, role, attached in roles if kind == "tensor" and role == "input"
-        ]
+        self.output_gradients.schedule(gradients)
+        self.input_gradients.contribution_hooks, self.input_gradients.total_hooks = contributions, totals
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
+        if is_dynamo_compiling():
+            return self.graph.trace_before(args, kwargs)
         if self.clock.closed:
             return None
         if self.unscheduled:
@@ -189,6 +177,8 @@ class ModuleHooks(InertWhenCopied):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
+        if is_dynamo_compiling():
+            return self.graph.trace_after(module, args, kwargs, output)
         if self.clock.closed or not self.active or _transform() is not None:
             return None
         if self.clock.timer is None:
@@ -278,6 +268,10 @@ class ModuleHooks(InertWhenCopied):
         self.hooks.remove()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
+
+
+for _hook in (ModuleHooks.before, ModuleHooks.after):
+    run_outside_of_graphs(_hook)
 
 
 def _stays_before(hook: Callable[..., Any]) -> bool:

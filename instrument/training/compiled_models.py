@@ -8,11 +8,8 @@ from collections import Counter
 from torch import nn
 
 from ..errors import ConfigError, Problem
+from ..kinds.graph_hooks import obstacle
 from ..plan.hook_plan import HookPlan
-from ..spec.kinds import KINDS
-
-# from `docs/performance.md`
-SLOWDOWN = "in benchmarks, steps took 2 to 3 times as long with a hook on every module, scheduled or not"
 
 
 def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
@@ -29,30 +26,45 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
         A message for the user; None if no part of the model is compiled.
 
     Raises:
-        ConfigError: The model is compiled with `fullgraph=True`, which does not allow hooks on modules.
+        ConfigError: A part is compiled with `fullgraph=True`, and a hook cannot be part of a graph.
     """
     import torch._dynamo  # Imported also if nothing is compiled yet, so that later compilations exclude the hooks.
 
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
     if not compiled:
         return None
-    is_fullgraph = any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled)
-    on_modules = [name for name, spec in plan.specs.items() if spec.definition.family == "module"]
-    if is_fullgraph and on_modules:
-        kinds = ", ".join(name for name, kind in KINDS.items() if kind.family != "module")
-        kind = plan.specs[on_modules[0]].kind
-        message = f"hooks of kind {kind} cause graph breaks, which fullgraph=True forbids"
-        fix = "compile the model with fullgraph=False"
-        raise ConfigError(Problem(f"hooks.{on_modules[0]}.kind", message, allowed=kinds, fix=fix))
+    if any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled):
+        check_without_breaks(plan, "compile the model with fullgraph=False")
     torch.compiler.reset()
-    return "the model was already compiled; it is compiled again so that the hooks fire"
+    return f"the model was already compiled; it is compiled again: {place_of_hooks(plan)}"
 
 
-def cost_of_hooks(plan: HookPlan) -> str | None:
-    """Return what the hooks of a plan cost in compiled code, for the summary; None if they break no graph."""
-    if all(spec.definition.family != "module" for spec in plan.specs.values()):
-        return None
-    return f"hooks on modules break the compiled graph: {SLOWDOWN}"
+def check_without_breaks(plan: HookPlan, fix: str) -> None:
+    """Check that no hook breaks a graph.
+
+    Args:
+        plan: The plan of the hooks.
+        fix: What allows graph breaks.
+
+    Raises:
+        ConfigError: Some do.
+    """
+    problems = [
+        Problem(f"hooks.{name}.{found.key}", f"breaks compiled graphs: {found.reason}", fix=f"{found.fix}, or {fix}")
+        for name, spec in plan.specs.items()
+        if spec.definition.family == "module" and (found := obstacle(spec)) is not None
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def place_of_hooks(plan: HookPlan) -> str:
+    """Describe how many hooks are inside compiled graphs, and which of them break graphs."""
+    on_modules = {name: spec for name, spec in plan.specs.items() if spec.definition.family == "module"}
+    outside = {name: found for name, spec in on_modules.items() if (found := obstacle(spec)) is not None}
+    text = f"compiled: {len(on_modules) - len(outside)} hooks inside graphs"
+    reasons = "; ".join(f"hook {name!r} breaks them: {found.reason}" for name, found in outside.items())
+    return f"{text}; {reasons}" if outside else text
 
 
 def graph_breaks() -> Counter[str]:

@@ -26,7 +26,7 @@ from ..plan.cost import Forecast
 from ..plan.display import plan_view
 from ..report import command_for
 from ..spec.description import describe_forward
-from .compiled_models import cost_of_hooks
+from .compiled_models import place_of_hooks
 from .experiment import Experiment
 from .progress import Show, metric_texts, progress_bar, progress_lines, warnings_only
 
@@ -251,8 +251,8 @@ class Terminal:
             if evaluation:  # A task without a loss has no metrics.
                 label = "evaluation" if experiment.config.mode == "train" else "mean      "
                 self.console.print(f"{label}  {evaluation}")
-            if experiment.config.train.compile and (cost := cost_of_hooks(experiment.plan)):
-                self.console.print(f"compile     {cost}", soft_wrap=True)
+            if experiment.config.train.compile:
+                self.console.print(f"compile     {place_of_hooks(experiment.plan)}", soft_wrap=True)
             self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
             if experiment.config.sink.tensorboard:
                 self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)

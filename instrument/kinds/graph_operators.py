@@ -1,0 +1,252 @@
+"""The operators that stand for hooks in graphs of `torch.compile`, and the hooks that the compiler traces.
+
+The compiler traces a module's hooks like its forward pass. Traced hooks only call operators, into which it does not look, so that
+a graph has no break. At run time, an operator gets the real tensor and calls the same code as without compilation.
+
+    begin(token, missing) -> call                            before the forward pass; the hooks on inputs follow
+    end(token, missing) -> call                              after it; the hooks on outputs follow
+    observe(value, call, token, stage, path, owner)          hooks that change nothing
+    change(value, call, token, stage, path, owner) -> value  interventions
+    change_backward(gradient, value, call, token, ...)       the gradient of `change`, from a second evaluation
+
+The owner of a gradient is the tensor that it belongs to, if a hook needs it.
+
+The token of a hook group is a tensor, and so an input of the graph: modules with the same structure share one graph. The operators
+write to it according to their schema, so that the compiler neither removes nor reorders them. A call is a tensor too: it tells the
+operators in the backward pass to which call of the module a gradient belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+
+from .reasons import NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+
+_SITE = "Tensor call, Tensor(a!) token, int stage, str path"
+_SCHEMAS = (
+    "begin(Tensor(a!) token, str missing) -> Tensor",
+    "end(Tensor(a!) token, str missing) -> Tensor",
+    f"observe(Tensor value, {_SITE}, Tensor? owner) -> ()",
+    f"change(Tensor value, {_SITE}, Tensor? owner) -> Tensor",
+    f"change_backward(Tensor gradient, Tensor value, {_SITE}) -> Tensor",
+)
+_LIBRARY = torch.library.Library("instrument", "DEF")
+for _schema in _SCHEMAS:
+    _LIBRARY.define(_schema)
+OPERATORS: Any = torch.ops.instrument
+
+
+class GraphCall(NamedTuple):
+    """What a call tensor contains, int64 [4]; see `instrument.kinds.clock.Firing`."""
+
+    index: int = 0
+    origin: int = 0
+    is_recomputed: bool = False
+    micro_step_index: int = 0
+
+    @classmethod
+    def of(cls, call: Tensor) -> GraphCall:
+        """Read a call tensor."""
+        index, origin, is_recomputed, micro_step_index = call.tolist()
+        return cls(index, origin, bool(is_recomputed), micro_step_index)
+
+
+class Target(Protocol):
+    """What the operators of a token call."""
+
+    def begin(self, missing: str) -> GraphCall:
+        """Start a call of the module. `missing`: why no input gets a gradient; empty if one does."""
+
+    def end(self, missing: str) -> GraphCall:
+        """End the forward pass of a call. `missing`: why no output gets a gradient; empty if one does."""
+
+    def run(self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None) -> Tensor:
+        """Run the hooks of a stage on a tensor. Return the tensor that replaces it. `owner`: see above."""
+
+    def differentiate(self, stage: int, gradient: Tensor, value: Tensor, call: GraphCall, path: str) -> Tensor:
+        """Return the gradient of the value that a stage has changed."""
+
+
+_TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
+_numbers = count()
+
+
+def new_token(target: Target) -> Tensor:
+    """Return the token of a target, int64 [1]. The target may be freed: the operators then do nothing."""
+    number = next(_numbers)
+    _TARGETS[number] = target
+    return torch.tensor([number], device="cpu")
+
+
+def _target(token: Tensor) -> Target | None:
+    return _TARGETS.get(int(token))
+
+
+def _begin(token: Tensor, missing: str) -> Tensor:
+    target = _target(token)
+    return torch.tensor(GraphCall() if target is None else target.begin(missing), dtype=torch.int64, device="cpu")
+
+
+def _end(token: Tensor, missing: str) -> Tensor:
+    target = _target(token)
+    return torch.tensor(GraphCall() if target is None else target.end(missing), dtype=torch.int64, device="cpu")
+
+
+def _observe(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None) -> None:
+    if (target := _target(token)) is not None:
+        target.run(stage, value, GraphCall.of(call), path, owner)
+
+
+def _change(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None) -> Tensor:
+    target = _target(token)
+    new = value if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
+    return torch.empty_like(value).copy_(new)  # an operator must return new memory, with the strides that `_fake_change` has
+
+
+def _change_backward(
+    gradient: Tensor, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str
+) -> Tensor:
+    target = _target(token)
+    new = gradient if target is None else target.differentiate(stage, gradient, value, GraphCall.of(call), path)
+    return torch.empty_like(gradient).copy_(new)
+
+
+def _fake_call(token: Tensor, missing: str) -> Tensor:  # noqa: ARG001
+    return torch.empty(len(GraphCall._fields), dtype=torch.int64, device="cpu")
+
+
+def _fake_change(value: Tensor, *arguments: Any) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(value)
+
+
+def _fake_observe(*arguments: Any) -> None:
+    pass
+
+
+_IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "begin": (_begin, _fake_call),
+    "end": (_end, _fake_call),
+    "observe": (_observe, _fake_observe),
+    "change": (_change, _fake_change),
+    "change_backward": (_change_backward, _fake_change),
+}
+for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"instrument::{_name}", _fake, lib=_LIBRARY)
+
+
+class Stage(NamedTuple):
+    """Consecutive hooks on the same tensors.
+
+    Attributes:
+        number: What the operators call it.
+        changes: Whether its hooks are interventions.
+        needs_owner: Whether any of them needs the owner of a gradient.
+    """
+
+    number: int
+    changes: bool
+    needs_owner: bool
+
+
+class _Change(torch.autograd.Function):
+    """`change` with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:
+        ctx.save_for_backward(value, call, token)
+        ctx.stage, ctx.path = stage, path
+        new: Tensor = OPERATORS.change(value, call, token, stage, path, None)
+        return new
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        value, call, token = ctx.saved_tensors
+        return OPERATORS.change_backward(gradient, value, call, token, ctx.stage, ctx.path), None, None, None, None
+
+
+class _Gradient(torch.autograd.Function):
+    """The identity, whose backward pass runs the hooks on the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stages: Sequence[Stage], path: str) -> Tensor:
+        owner = value if any([stage.needs_owner for stage in stages]) else None
+        ctx.save_for_backward(call, token, owner)
+        ctx.stages, ctx.path = stages, path
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        call, token, owner = ctx.saved_tensors
+        for number, changes, needs_owner in ctx.stages:
+            given = (gradient, call, token, number, ctx.path, owner if needs_owner else None)
+            if changes:
+                gradient = OPERATORS.change(*given)
+            else:
+                OPERATORS.observe(*given)
+        return gradient, None, None, None, None
+
+
+def traced_call(
+    value: Any, call: Tensor, token: Tensor, stages: Sequence[Stage], gradient_stages: Sequence[Stage]
+) -> Any:
+    """Call the operators for all tensors of a value. Return the value that replaces it; the same object if no tensor changes.
+
+    Args:
+        value: The inputs or the output of a module: tensors in containers that `torch.utils._pytree` knows.
+        call: The call tensor.
+        token: The token.
+        stages: The hooks on the tensors, in order.
+        gradient_stages: The hooks on their gradients, in order.
+    """
+    items, structure = tree_flatten_with_path(value)
+    paths = [".".join([str(_name_of(key)) for key in keys]) for keys, _ in items]
+    leaves = [leaf for _, leaf in items]
+    is_changed = False
+    for number, changes, _ in stages:
+        for at, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            if not changes:
+                OPERATORS.observe(leaf, call, token, number, paths[at], None)
+            elif leaf.is_floating_point():
+                leaves[at], is_changed = _Change.apply(leaf, call, token, number, paths[at]), True
+    if gradient_stages and torch.is_grad_enabled():
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaves[at], is_changed = _Gradient.apply(leaf, call, token, gradient_stages, paths[at]), True
+    return tree_unflatten(leaves, structure) if is_changed else value
+
+
+def why_no_gradient(value: Any, *, is_data: bool) -> str:
+    """Return why no tensor of a traced value gets a gradient; an empty text if one does.
+
+    Args:
+        value: The inputs or the output of a module.
+        is_data: Whether the value is computed from data alone, so that no gradient is expected.
+    """
+    tensors = [leaf for _, leaf in tree_flatten_with_path(value)[0] if isinstance(leaf, Tensor)]
+    if not tensors:
+        return NO_TENSOR
+    if not torch.is_grad_enabled():
+        return NO_GRAD
+    if any([tensor.requires_grad for tensor in tensors]):
+        return ""
+    return NO_INPUT_GRAPH if is_data else NO_GRAPH
+
+
+def _name_of(key: Any) -> Any:
+    """Return the part of a path that an entry of `torch.utils._pytree` stands for."""
+    if hasattr(key, "key"):
+        return key.key
+    return key.idx if hasattr(key, "idx") else key.name
