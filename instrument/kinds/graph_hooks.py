@@ -127,7 +127,7 @@ class GraphHooks:
         missing = why_no_gradient(given, is_data=True) if self.contributions else ""
         call = OPERATORS.begin(self.token, missing)
         new = traced_call(given, call, self.token, self.pre, self.contributions)
-        return None if new is given else split_arguments(new, len(args))
+        return None if new is None else split_arguments(new, len(args))
 
     def trace_after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Call the operators after the forward pass, in traced code. Return the output that replaces this one."""
@@ -140,8 +140,7 @@ class GraphHooks:
         call = OPERATORS.end(self.token, missing)
         if self.forward_input:
             traced_call(join_arguments(args, kwargs), call, self.token, self.forward_input, ())
-        new = traced_call(output, call, self.token, self.output, self.output_gradients)
-        return None if new is output else new
+        return traced_call(output, call, self.token, self.output, self.output_gradients)
 
     def begin(self, missing: str) -> GraphCall:
         """See `instrument.kinds.graph_operators.Target`."""

@@ -182,7 +182,7 @@ class _Gradient(torch.autograd.Function):
         owner = value if any([stage.needs_owner for stage in stages]) else None
         ctx.save_for_backward(call, token, owner)
         ctx.stages, ctx.path = stages, path
-        return value.view_as(value)
+        return value.clone()  # removed by the compiler; unlike a view, it may be modified in place
 
     @staticmethod
     @once_differentiable
@@ -200,7 +200,7 @@ class _Gradient(torch.autograd.Function):
 def traced_call(
     value: Any, call: Tensor, token: Tensor, stages: Sequence[Stage], gradient_stages: Sequence[Stage]
 ) -> Any:
-    """Call the operators for all tensors of a value. Return the value that replaces it; the same object if no tensor changes.
+    """Call the operators for all tensors of a value. Return the value that replaces it; None if no tensor changes.
 
     Args:
         value: The inputs or the output of a module: tensors in containers that `torch.utils._pytree` knows.
@@ -225,7 +225,7 @@ def traced_call(
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaves[at], is_changed = _Gradient.apply(leaf, call, token, gradient_stages, paths[at]), True
-    return tree_unflatten(leaves, structure) if is_changed else value
+    return tree_unflatten(leaves, structure) if is_changed else None
 
 
 def why_no_gradient(value: Any, *, is_data: bool) -> str:

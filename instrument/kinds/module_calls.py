@@ -105,6 +105,7 @@ class Calls:
         self.note_inputs = self.is_shared = self._has_group = False
         self.micro_step_index = -1
         self._indices = count()
+        self._latest = -1  # the index of the latest call outside of checkpoint segments
         self._lock = threading.Lock()
         self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
         # By thread, if the object is shared: the call that started last, and the groups that have seen its start.
@@ -140,8 +141,11 @@ class Calls:
         if self.is_shared and (other := self._started_by_others(group)) is not None:
             call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment)
         elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and _packing_hooks(True) is None:
-            index = next(self._indices)
+            index = self._latest = next(self._indices)
             call = Call(index, index, micro_step_index)
+        elif in_graph and self._latest >= 0 and graph_task() != -1 and not _segments():
+            origin = 0 if self._latest == 0 else UNKNOWN_CALL  # the compiler does not tell which call it recomputes
+            call = Call(origin, origin, micro_step_index, is_recomputed=True)
         else:
             call = self._enter_segment(inputs, active)
         active.append(call)
@@ -161,7 +165,7 @@ class Calls:
         """Start to count the calls of a micro-step. Several threads may do so at once."""
         with self._lock:
             if self.micro_step_index != micro_step_index:
-                self._indices = count()
+                self._indices, self._latest = count(), -1
                 self._repeatable = []
                 self.micro_step_index = micro_step_index
 
