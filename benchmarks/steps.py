@@ -1,6 +1,6 @@
 """Step time with hooks that write statistics to Parquet, relative to the same step without hooks.
 
-python benchmarks/steps.py [--rounds N] [--only mnist_cnn gpt resnet18]
+python benchmarks/steps.py [--rounds N] [--only mnist_cnn gpt resnet18] [--compiled]
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ def measure_lower_bound(workload: Workload, rounds: int) -> Ratio:
     return paired(baseline.step, hooked.step, rounds=rounds)
 
 
-def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int) -> Ratio:
-    """Measure a step with hooks relative to a step without hooks."""
+def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, *, compiled: bool) -> Ratio:
+    """Measure a step with hooks relative to a step without hooks. Both are compiled, if requested."""
     baseline, hooked = workload.training(), workload.training()
+    for training in (baseline, hooked) if compiled else ():
+        training.model.compile(fullgraph=True)
     with (
         tempfile.TemporaryDirectory() as folder,
         instrument.attach(hooked.model, specs, optimizer=hooked.optimizer, out=Path(folder) / "run") as probe,
@@ -85,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--compiled", action="store_true", help="compile the models with torch.compile")
     options = parser.parse_args()
     workloads = {name: workload for name, workload in WORKLOADS.items() if not options.only or name in options.only}
     keep_memory()
@@ -93,7 +96,7 @@ def main() -> None:
     for workload in workloads.values():
         column = columns[workload.name] = {}
         for name, specs in jobs(workload.training()).items():
-            column[name] = measure(workload, specs, options.rounds)
+            column[name] = measure(workload, specs, options.rounds, compiled=options.compiled)
             print(
                 f"{workload.name}: {name}: {column[name]}  (baseline {column[name].baseline * 1e3:.1f} ms)", flush=True
             )

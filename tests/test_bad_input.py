@@ -140,7 +140,7 @@ def last_override(value: object) -> str | None:
         slow([*HOOKS, "hooks.tame.layers=decodr.**"],
              ["hooks.tame.layers:", "matches no module", "given    decodr.**", "similar  decoder"]),
         slow([*TINY, "train.compile=true", "+hooks.q={layers:'**',kind:function,functions:linear,action:record}"],
-             ["hooks.q.kind: torch.compile replaces", "allowed  forward_pre, forward", "set train.compile=false"]),
+             ["hooks.q.kind: breaks the graphs of torch.compile", "given    function", "hook the modules instead"]),
         slow([*HOOKS, "+hooks.tame.params=weigth"], ["hooks.tame.params:", "weigth", "allowed  weight, bias", "similar  weight"]),
         slow([*HOOKS, "+hooks.tame.types=Linar"], ["hooks.tame.types:", "Linar", "similar  Linear"]),
         slow([*HOOKS, "hooks.gradients.layers=encoder.*.2"], ["hooks.gradients.layers:", "directly contains a parameter", "encoder.*.2"]),

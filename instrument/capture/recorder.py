@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import EFFECT, Context, Effect, StepContext
+from ..actions.base import EFFECT, Context, Effect
 from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import take

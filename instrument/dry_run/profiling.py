@@ -157,7 +157,6 @@ def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], sec
     Returns:
         The duration of each step, in seconds.
     """
-    _reset_compiler(experiment)
     experiment.model.train(experiment.config.mode == "train")
     observer = NoHooks()
     durations: list[float] = []
@@ -176,12 +175,6 @@ def _run_step(experiment: Experiment, observer: StepObserver, batches: StepBatch
     if experiment.config.mode == "train":
         return train_step(experiment, observer, batches)
     return forward_step(experiment, observer, batches)[0]
-
-
-def _reset_compiler(experiment: Experiment) -> None:
-    """Discard compiled code, because it does not notice that hooks were attached or removed."""
-    if experiment.config.train.compile:
-        torch.compiler.reset()
 
 
 def _of_sizes(batches: Sequence[StepBatches], sizes: Sequence[int]) -> Sequence[StepBatches]:
@@ -277,7 +270,6 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
     """
     profiler = _Profiler(experiment, batches, folder)
     sink = profiler.sink
-    _reset_compiler(experiment)
     steps: list[StepProfile] = []
     passes = 0
     with profiler.probe:

@@ -1,8 +1,8 @@
 """What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
 
-Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, the factor of a gradient scaler. Without them, recording is one call
-of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire` handles all other tensors and
-hooks.
+Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, the factor of a gradient scaler. Without
+them, recording is one call of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire`
+handles all other tensors and hooks.
 """
 
 from __future__ import annotations

@@ -16,27 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from ..nested import join_arguments, split_arguments
-from ..spec.base import HookBase
+from ..spec.mode_checks import graph_obstacle
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
 from .clock import Clock, Firing
 from .graph_operators import OPERATORS, GraphCall, Stage, new_token, traced_call, why_no_gradient
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH
-
-
-class Obstacle(NamedTuple):
-    """Why a hook cannot be part of a graph.
-
-    Attributes:
-        key: The field of the spec.
-        reason: The reason.
-        fix: The alternative.
-    """
-
-    key: str
-    reason: str
-    fix: str
 
 
 class Places(NamedTuple):
@@ -105,7 +91,7 @@ class GraphHooks:
         self._first_gradient_stage = len(self._stages)
         self.output_gradients = self._stages_of(places.output_gradients)
         self.contributions = self._stages_of(places.contributions)
-        self.obstacle = next(filter(None, (obstacle(attached.site.spec) for attached in attached_hooks)), None)
+        self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
         self._fired: dict[AttachedHook, tuple[int, int]] = {}  # the micro-step and the call in which a site fired last
         self._arrived: Counter[tuple[int, int, str]] = Counter()  # gradients, by stage, call and path
@@ -187,9 +173,9 @@ class GraphHooks:
         if self.clock.closed:
             return value
         is_gradient = stage >= self._first_gradient_stage
-        firing = Firing(call.index, 0, call.is_recomputed, call.origin)
+        firing = Firing(call.number, 0, call.is_recomputed, call.origin)
         if is_gradient:
-            index = call.origin if call.is_recomputed else call.index  # the gradient belongs to the original pass
+            index = call.origin if call.is_recomputed else call.number  # the gradient belongs to the original pass
             firing = Firing(index, self._arrived[stage, index, path], False, index)
             self._arrived[stage, index, path] += 1
         with self.clock.timer or nullcontext():
@@ -214,7 +200,7 @@ class GraphHooks:
 
     def differentiate(self, stage: int, gradient: Tensor, value: Tensor, call: GraphCall, path: str) -> Tensor:
         """See `instrument.kinds.graph_operators.Target`."""
-        firing = Firing(call.index, 0, True, call.origin)
+        firing = Firing(call.number, 0, True, call.origin)
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()
             new = leaf
@@ -224,17 +210,3 @@ class GraphHooks:
             return gradient
         (found,) = torch.autograd.grad(new, leaf, gradient, allow_unused=True)
         return torch.zeros_like(gradient) if found is None else found
-
-
-def obstacle(spec: HookBase) -> Obstacle | None:
-    """Return why a hook on modules cannot be part of a graph; None if it can."""
-    if spec.definition.of_functions:
-        return Obstacle("kind", "compiled code calls no functions", "hook the modules instead")
-    if spec.via == "module":
-        return Obstacle("via", "the compiler cannot trace PyTorch's module hooks on gradients", "remove 'via'")
-    if (spec.kind, spec.tensor_role) == ("tensor", "input"):
-        reason = "the gradient of an input is complete only outside of the module"
-        return Obstacle("role", reason, "use 'kind: full_backward' with 'role: grad_input': the contribution of this module")
-    if getattr(spec, "together", False):
-        return Obstacle("together", "a graph passes one tensor at a time", "remove 'together'")
-    return None

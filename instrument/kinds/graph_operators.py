@@ -38,16 +38,18 @@ _SCHEMAS = (
     f"change(Tensor value, {_SITE}, Tensor? owner) -> Tensor",
     f"change_backward(Tensor gradient, Tensor value, {_SITE}) -> Tensor",
 )
+# CUDA graphs are captured between the operators, which run Python code. Versions of PyTorch without the tag capture no graph.
+_TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
 _LIBRARY = torch.library.Library("instrument", "DEF")
 for _schema in _SCHEMAS:
-    _LIBRARY.define(_schema)
+    _LIBRARY.define(_schema, tags=_TAGS)
 OPERATORS: Any = torch.ops.instrument
 
 
 class GraphCall(NamedTuple):
-    """What a call tensor contains, int64 [4]; see `instrument.kinds.clock.Firing`."""
+    """What a call tensor contains, int64 [4]: the index of the call, and the rest as in `instrument.kinds.module_calls.Call`."""
 
-    index: int = 0
+    number: int = 0
     origin: int = 0
     is_recomputed: bool = False
     micro_step_index: int = 0
@@ -55,8 +57,8 @@ class GraphCall(NamedTuple):
     @classmethod
     def of(cls, call: Tensor) -> GraphCall:
         """Read a call tensor."""
-        index, origin, is_recomputed, micro_step_index = call.tolist()
-        return cls(index, origin, bool(is_recomputed), micro_step_index)
+        number, origin, is_recomputed, micro_step_index = call.tolist()
+        return cls(number, origin, bool(is_recomputed), micro_step_index)
 
 
 class Target(Protocol):
@@ -108,12 +110,12 @@ def _observe(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, 
 def _change(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None) -> Tensor:
     target = _target(token)
     new = value if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
-    return torch.empty_like(value).copy_(new)  # an operator must return new memory, with the strides that `_fake_change` has
+    return torch.empty_like(value).copy_(
+        new
+    )  # an operator must return new memory, with the strides that `_fake_change` has
 
 
-def _change_backward(
-    gradient: Tensor, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str
-) -> Tensor:
+def _change_backward(gradient: Tensor, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:
     target = _target(token)
     new = gradient if target is None else target.differentiate(stage, gradient, value, GraphCall.of(call), path)
     return torch.empty_like(gradient).copy_(new)
@@ -179,7 +181,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stages: Sequence[Stage], path: str) -> Tensor:
-        owner = value if any([stage.needs_owner for stage in stages]) else None
+        owner = value if any(stage.needs_owner for stage in stages) else None
         ctx.save_for_backward(call, token, owner)
         ctx.stages, ctx.path = stages, path
         return value.clone()  # removed by the compiler; unlike a view, it may be modified in place
@@ -240,7 +242,7 @@ def why_no_gradient(value: Any, *, is_data: bool) -> str:
         return NO_TENSOR
     if not torch.is_grad_enabled():
         return NO_GRAD
-    if any([tensor.requires_grad for tensor in tensors]):
+    if any(tensor.requires_grad for tensor in tensors):
         return ""
     return NO_INPUT_GRAPH if is_data else NO_GRAPH
 

@@ -129,6 +129,28 @@ class CheckpointConfig(Spec):
     )
 
 
+class CompileConfig(Spec):
+    """The options of `torch.compile`."""
+
+    graph_breaks: bool = Field(
+        False, description="Whether hooks that cannot be part of a graph may break it. Otherwise, they are refused."
+    )
+    fullgraph: bool = Field(False, description="Whether it is an error if the code of the model breaks the graph.")
+    dynamic: bool | None = Field(None, description="Whether sizes are variables. null: those that have changed.")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
+        "default", description="The mode of torch.compile."
+    )
+
+
+def _compile_options(value: Any) -> Any:
+    """Convert `true` to the default options, and `false` to none."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if isinstance(value, Mapping | CompileConfig | None):
+        return value
+    raise ValueError("must be true, false, or options of torch.compile such as {dynamic: true}")
+
+
 class TrainConfig(Spec):
     """The length of the training, and its batches."""
 
@@ -148,7 +170,11 @@ class TrainConfig(Spec):
         None,
         description="For ddp: whether a step can leave parameters unused. null: decided with the first batch.",
     )
-    compile: bool = Field(False, description="Compile the model with torch.compile. Hooks run outside the graph.")
+    compile: Annotated[
+        CompileConfig | None, BeforeValidator(_compile_options, json_schema_input_type=bool | CompileConfig)
+    ] = Field(
+        None, description="Compile the model with torch.compile: true, or its options. Hooks are part of the graph."
+    )
     accumulate: Count = Field(1, description="Micro-batches per optimizer step; their gradients are averaged.")
     eval_every: Index = Field(
         0, description="Evaluate every N steps and after the last step; 0: only after the last step."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..errors import Problem
+from .base import HookBase
 from .config import RunConfig
-from .kinds import KINDS
 
 
 def mode_problems(config: RunConfig) -> Iterator[Problem]:
@@ -45,10 +46,50 @@ def _hook_problems(config: RunConfig) -> Iterator[Problem]:
         elif spec.phase == "forward" and spec.definition.gradient and not config.forward.grad:
             message = "requires gradients, which mode: forward computes only with forward.grad=true"
             yield Problem(f"hooks.{name}.kind", message, given=spec.kind, fix="set forward.grad=true")
-        if spec.definition.of_functions and config.train.compile:
-            message = (
-                "torch.compile replaces the functions of a module by compiled code, in which no function is called"
-            )
-            allowed = [other for other, kind in KINDS.items() if not kind.of_functions]
-            fix = "set train.compile=false, or hook the modules instead"
-            yield Problem(f"hooks.{name}.kind", message, given=spec.kind, allowed=allowed, fix=fix)
+        if config.train.compile is not None and (not config.train.compile.graph_breaks or spec.definition.of_functions):
+            yield from graph_problems(name, spec, "set train.compile={graph_breaks: true}")
+
+
+class Obstacle(NamedTuple):
+    """Why a hook cannot be part of a graph of `torch.compile`.
+
+    Attributes:
+        key: The field of the spec.
+        reason: The reason.
+        fix: The alternative.
+    """
+
+    key: str
+    reason: str
+    fix: str
+
+
+def graph_obstacle(spec: HookBase) -> Obstacle | None:
+    """Return why a hook breaks the graphs of `torch.compile`; None if it does not."""
+    if spec.definition.family != "module":
+        return None
+    if spec.definition.of_functions:
+        return Obstacle("kind", "compiled code calls no functions", "hook the modules instead")
+    if spec.via == "module":
+        return Obstacle("via", "the compiler cannot trace PyTorch's module hooks on gradients", "remove 'via'")
+    if (spec.kind, spec.tensor_role) == ("tensor", "input"):
+        fix = "use 'kind: full_backward' with 'role: grad_input', the contribution of the module"
+        return Obstacle("role", "the gradient of an input is complete only outside of the module", fix)
+    if getattr(spec, "together", False):
+        return Obstacle("together", "a graph passes one tensor at a time", "remove 'together'")
+    return None
+
+
+def graph_problems(name: str, spec: HookBase, fix: str) -> Iterator[Problem]:
+    """Yield the problem of a hook that breaks graphs, where they must not break.
+
+    Args:
+        name: The name of the hook.
+        spec: Its spec.
+        fix: What allows graph breaks. It does not help hooks on functions, which compiled code does not call.
+    """
+    if (found := graph_obstacle(spec)) is not None:
+        given = spec.kind if found.key == "kind" else getattr(spec, found.key)
+        fixes = found.fix if spec.definition.of_functions else f"{found.fix}, or {fix}"
+        message = f"breaks the graphs of torch.compile: {found.reason}"
+        yield Problem(f"hooks.{name}.{found.key}", message, given=given, fix=fixes)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 
+import torch
 from torch import nn
 
-from ..errors import ConfigError, Problem
-from ..kinds.graph_hooks import obstacle
+from ..errors import ConfigError
 from ..plan.hook_plan import HookPlan
+from ..spec.config import CompileConfig
+from ..spec.mode_checks import graph_obstacle, graph_problems
 
 
 def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
@@ -28,40 +30,36 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     Raises:
         ConfigError: A part is compiled with `fullgraph=True`, and a hook cannot be part of a graph.
     """
-    import torch._dynamo  # Imported also if nothing is compiled yet, so that later compilations exclude the hooks.
-
+    _guard_hooks()  # also if nothing is compiled yet
     compiled = [part for part in model.modules() if hasattr(part, "dynamo_ctx") or part._compiled_call_impl is not None]
     if not compiled:
         return None
     if any(getattr(getattr(part, "dynamo_ctx", None), "fullgraph", False) for part in compiled):
-        check_without_breaks(plan, "compile the model with fullgraph=False")
+        fix = "compile the model with fullgraph=False"
+        if problems := [each for name, spec in plan.specs.items() for each in graph_problems(name, spec, fix)]:
+            raise ConfigError(*problems)
     torch.compiler.reset()
     return f"the model was already compiled; it is compiled again: {place_of_hooks(plan)}"
 
 
-def check_without_breaks(plan: HookPlan, fix: str) -> None:
-    """Check that no hook breaks a graph.
+def compile_model(model: nn.Module, options: CompileConfig) -> nn.Module:
+    """Return the compiled model. The compiler runs at the first call, after hooks are attached."""
+    torch.compiler.reset()  # its cache may contain the model of a previous job of a sweep, compiled without guards on hooks
+    _guard_hooks()
+    return torch.compile(model, fullgraph=options.fullgraph, dynamic=options.dynamic, mode=options.mode)  # type: ignore[return-value]
 
-    Args:
-        plan: The plan of the hooks.
-        fix: What allows graph breaks.
 
-    Raises:
-        ConfigError: Some do.
-    """
-    problems = [
-        Problem(f"hooks.{name}.{found.key}", f"breaks compiled graphs: {found.reason}", fix=f"{found.fix}, or {fix}")
-        for name, spec in plan.specs.items()
-        if spec.definition.family == "module" and (found := obstacle(spec)) is not None
-    ]
-    if problems:
-        raise ConfigError(*problems)
+def _guard_hooks() -> None:
+    """Let compiled code notice that hooks were attached or removed, and that another model of the same class has others."""
+    import torch._dynamo
+
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def place_of_hooks(plan: HookPlan) -> str:
     """Describe how many hooks are inside compiled graphs, and which of them break graphs."""
     on_modules = {name: spec for name, spec in plan.specs.items() if spec.definition.family == "module"}
-    outside = {name: found for name, spec in on_modules.items() if (found := obstacle(spec)) is not None}
+    outside = {name: found for name, spec in on_modules.items() if (found := graph_obstacle(spec)) is not None}
     text = f"compiled: {len(on_modules) - len(outside)} hooks inside graphs"
     reasons = "; ".join(f"hook {name!r} breaks them: {found.reason}" for name, found in outside.items())
     return f"{text}; {reasons}" if outside else text

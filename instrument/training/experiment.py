@@ -39,6 +39,7 @@ from ..tasks.forward_and_loss import Forward
 from ..tasks.loss_output import LossOutput, OutputNotice
 from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
+from .compiled_models import compile_model
 from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
 from .device_and_seed import choose_device
 from .function_trials import FunctionCheck
@@ -200,7 +201,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     scheduler = None
     if optimizer is not None and config.scheduler is not None:
         scheduler = _build_scheduler(config.scheduler, optimizer, length.steps)
-    called_model = _compiled(model) if config.train.compile else model
+    called_model = model if config.train.compile is None else compile_model(model, config.train.compile)
     forward = Forward(called_model, task, partial(_autocast, config.train.precision, device), _output_unit(config))
     train_module = strategy.wrap(forward, has_unused=has_unused or bool(find_unused)) if trains else forward
     strategy.seed_ranks(config.seed)
@@ -436,14 +437,6 @@ def _autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return the autocast context of a precision: `fp32` (disabled), `fp16` or `bf16`."""
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype, enabled=precision != "fp32")
-
-
-def _compiled(model: nn.Module) -> nn.Module:
-    """Return the compiled model."""
-    # The compiler runs at the first call, after hooks are attached. Reset it first, because its cache may contain
-    # the compiled model of a previous job of a sweep.
-    torch.compiler.reset()
-    return torch.compile(model)  # type: ignore[return-value]
 
 
 def _forward(

@@ -251,7 +251,7 @@ class Terminal:
             if evaluation:  # A task without a loss has no metrics.
                 label = "evaluation" if experiment.config.mode == "train" else "mean      "
                 self.console.print(f"{label}  {evaluation}")
-            if experiment.config.train.compile:
+            if experiment.config.train.compile is not None:
                 self.console.print(f"compile     {place_of_hooks(experiment.plan)}", soft_wrap=True)
             self.console.print(f"files       {folder}  ({size} of Parquet)", soft_wrap=True)
             if experiment.config.sink.tensorboard:

@@ -115,7 +115,9 @@ def test_tensor_frame_has_the_maps_of_its_run(run: instrument.Run) -> None:
     assert maps_in(frame) == maps_in(run)
     for one in maps_in(run):
         np.testing.assert_array_equal(one.values(frame), one.values(run))
-    (maps,) = (one for one in maps_in(run) if one.series.hook == "given" and one.location == "1" and one.batch.step == 1)
+    (maps,) = (
+        one for one in maps_in(run) if one.series.hook == "given" and one.location == "1" and one.batch.step == 1
+    )
     full = run.tensors(hook="given", layer="1", step=1)["values"].iloc[0]
     np.testing.assert_array_equal(maps.values(frame, 1), full[1])
     with pytest.raises(IndexError):

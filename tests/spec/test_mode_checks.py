@@ -36,7 +36,7 @@ def test_hooks_act_in_the_phase_of_the_mode() -> None:
         (
             {"hooks": {"h": {**OUTPUTS, "kind": "function", "functions": "*"}}, "train": {"steps": 1, "compile": True}},
             "hooks.h.kind",
-            "torch.compile replaces the functions",
+            "compiled code calls no functions",
         ),
         ({"hooks": {"h": {**OUTPUTS, "phase": "forward"}}}, "hooks.h.phase", "mode: train has no such phase"),
         (

@@ -1,0 +1,441 @@
+"""Hooks inside graphs of torch.compile: their rows are those of PyTorch's hooks on the uncompiled model, and no graph breaks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+import torch._dynamo
+from tiers import tiered
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import instrument
+from instrument import ConfigError
+
+RECORD = {"action": "record", "stats": "none", "tensors": True}
+VALUES = {
+    "inputs": {"layers": "**", "kind": "forward_pre", **RECORD},
+    "outputs": {"layers": "**", "kind": "forward", **RECORD},
+}
+GRADIENTS = {
+    "grad_output": {"layers": "**", "kind": "full_backward", "role": "grad_output", **RECORD},
+    "grad_input": {"layers": "**", "kind": "full_backward", "role": "grad_input", **RECORD},
+}
+STEPS, WIDTH = 3, 8
+KEY = ["step", "hook", "layer", "path", "call"]
+
+
+@pytest.fixture(autouse=True)
+def reset_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+class Pair(nn.Module):
+    """Returns tensors in a tuple, or also in a dictionary. Gets a tensor by keyword."""
+
+    def __init__(self, *, as_dict: bool) -> None:
+        super().__init__()
+        self.as_dict = as_dict
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, other: Tensor) -> Any:
+        first, second = self.first(x), self.second(other)
+        return {"first": first, "rest": (second, x.long())} if self.as_dict else (first, second, x.long())
+
+
+class Pairs(nn.Module):
+    def __init__(self, *, as_dict: bool) -> None:
+        super().__init__()
+        self.pair = Pair(as_dict=as_dict)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.pair(x, other=x.tanh())
+        return found["first"] + found["rest"][0] if self.as_dict else found[0] + found[1]  # type: ignore[no-any-return]
+
+    @property
+    def as_dict(self) -> bool:
+        return self.pair.as_dict
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Repeated(nn.Module):
+    """Calls one layer three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.layer(self.layer(x)))  # type: ignore[no-any-return]
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Identity(), nn.Linear(WIDTH, WIDTH)
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "layers": layers,
+    "pairs": lambda: Pairs(as_dict=False),
+    "nested": lambda: Pairs(as_dict=True),
+    "checkpointed": Checkpointed,
+    "repeated": Repeated,
+    "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, dropout=0.0),
+}
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def batches(steps: int = STEPS, size: int = 4) -> list[Tensor]:
+    torch.manual_seed(1)
+    return list(torch.randn(steps, size, WIDTH))
+
+
+def train(model: nn.Module, called: nn.Module, specs: Any, **options: Any) -> Any:
+    """Train for some steps with hooks. Return the probe."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with instrument.attach(called, specs, optimizer=optimizer, **options) as probe:
+        for batch in batches():
+            called(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            probe.end_step()
+    return probe
+
+
+def by_pytorch(model: nn.Module) -> dict[tuple[str, int, str, int, int], Tensor]:
+    """Return what PyTorch's hooks see in the training of `train`: by hook, step, layer, call and index of the tensor.
+
+    A recomputed forward pass is left out: `seen` has the tensors of the first one.
+    """
+    seen: dict[tuple[str, int, str, int, int], Tensor] = {}
+    calls: dict[str, int] = {}
+    step = 0
+
+    def note(hook: str, name: str, call: int, value: Any) -> None:
+        leaves = torch.utils._pytree.tree_leaves(value)
+        for index, tensor in enumerate(leaf for leaf in leaves if isinstance(leaf, Tensor)):
+            seen.setdefault((hook, step, name, call, index), tensor.detach().clone())
+
+    for name, module in model.named_modules():
+
+        def before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            calls[name] = calls.get(name, -1) + 1
+            note("inputs", name, calls[name], (args, kwargs))
+
+        def after(_: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            note("outputs", name, calls[name], output)
+
+        def backward(_: nn.Module, given: Any, gradients: Any, name: str = name) -> None:
+            call = calls[f"{name} left"] = calls.get(f"{name} left", calls[name] + 1) - 1
+            note("grad_output", name, call, gradients)
+            note("grad_input", name, call, given)
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after, with_kwargs=True)
+        module.register_full_backward_hook(backward)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step, batch in enumerate(batches()):
+        calls.clear()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("name", tiered(list(MODELS), quick=["pairs", "nested", "checkpointed", "repeated"]))
+@pytest.mark.parametrize("backend", tiered(["aot_eager", "inductor"], quick=["aot_eager"]))
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_rows_are_those_of_pytorch_hooks(name: str, backend: str) -> None:
+    # PyTorch's hooks on gradients support no dictionaries, and see a recomputed forward pass.
+    expected = {} if name in ("nested", "checkpointed") else by_pytorch(make(name))
+    model, plain = make(name), make(name)
+    eager = train(plain, plain, VALUES | GRADIENTS)
+    torch._dynamo.utils.counters.clear()
+    probe = train(model, torch.compile(model, backend=backend, fullgraph=True), VALUES | GRADIENTS)
+    assert graphs() == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    rows = pd.DataFrame(probe.sink.records("tensors"))
+    paths: dict[tuple[str, int, str, int], list[str]] = {}
+    for row in rows.itertuples():
+        paths.setdefault((row.hook, row.step, row.layer, row.call), []).append(row.path)
+    close = {} if backend == "aot_eager" else {"rtol": 1e-4, "atol": 1e-6}
+    for row in rows.itertuples() if expected else ():
+        index = paths[row.hook, row.step, row.layer, row.call].index(row.path)
+        found = expected[row.hook, row.step, row.layer, row.call, index]
+        torch.testing.assert_close(row.values, found, **(close or {"rtol": 0, "atol": 0}))
+    assert len(rows) == len(expected) or not expected
+    reference = pd.DataFrame(eager.sink.records("tensors"))
+    assert sorted(rows[KEY].itertuples(index=False)) == sorted(reference[KEY].itertuples(index=False))
+    assert probe.coverage() == eager.coverage()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, **(close or {"rtol": 0, "atol": 0}))
+
+
+def stepwise(tensor: Tensor, ctx: Any) -> Tensor:
+    """A function that the compiler cannot trace: it depends on the step and on the values."""
+    return tensor * (0.5 if ctx.step % 2 and tensor.abs().max().item() > 0 else 0.75)
+
+
+def damped(tensor: Tensor, ctx: Any) -> Tensor:
+    """A change of a gradient by the tensor that it belongs to."""
+    return tensor * ctx.value.tanh()
+
+
+CHANGES = {
+    "output": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
+    "clipped": {"layers": "*", "kind": "forward", "action": "clip", "min": -0.2, "max": 0.2},
+    "input": {"layers": "*", "kind": "forward_pre", "action": "scale", "factor": 0.5},
+    "gradient": {"layers": "*", "kind": "full_backward_pre", "action": "clip", "value": 1e-3},
+    "input_gradient": {"layers": "*", "kind": "full_backward", "role": "grad_input", "action": "scale", "factor": 0.5},
+    "function": {"layers": "*", "kind": "forward", "action": "modify", "fn": stepwise},
+    "function_of_value": {"layers": "*", "kind": "full_backward_pre", "action": "modify", "fn": damped},
+    "every": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "every": 2},
+    "when": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "when": {"stat": "std", "above": 0.4}},
+}
+
+
+def change_by_hand(module: nn.Module, name: str, step: Callable[[], int]) -> None:
+    """Register PyTorch's hooks that do the same as a change of `CHANGES`."""
+    outputs: dict[str, Callable[[Tensor], Tensor]] = {
+        "output": lambda y: y * 0.5,
+        "clipped": lambda y: y.clamp(-0.2, 0.2),
+        "function": lambda y: y * (0.5 if step() % 2 else 0.75),
+        "every": lambda y: y * 0.5 if step() % 2 == 0 else y,
+        "when": lambda y: y * 0.5 if y.std(correction=0) > 0.4 else y,
+    }
+    if name in outputs:
+        module.register_forward_hook(lambda m, args, y: outputs[name](y))
+    elif name == "input":
+        module.register_forward_pre_hook(lambda m, args: (args[0] * 0.5,))
+    elif name == "gradient":
+        module.register_full_backward_pre_hook(lambda m, gradients: (gradients[0].clamp(-1e-3, 1e-3),))
+    elif name == "input_gradient":
+        module.register_full_backward_hook(
+            lambda m, given, gradients: tuple(None if g is None else g * 0.5 for g in given)
+        )
+    else:
+        value: list[Tensor] = []
+        module.register_forward_hook(lambda m, args, y: value.__setitem__(slice(None), [y.detach()]))
+        module.register_full_backward_pre_hook(lambda m, gradients: (gradients[0] * value[0].tanh(),))
+
+
+@pytest.mark.parametrize("change", tiered(list(CHANGES), quick=["clipped", "gradient", "function", "when"]))
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_interventions_train_like_pytorch_hooks(change: str) -> None:
+    by_hand, model, plain = make("layers"), make("layers"), make("layers")
+    step = 0
+    for module in by_hand.children():
+        change_by_hand(module, change, lambda: step)
+    optimizer = torch.optim.SGD(by_hand.parameters(), 0.1)
+    for step, batch in enumerate(batches()):
+        by_hand(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    specs = {change: CHANGES[change]}
+    probe = train(model, torch.compile(model, backend="aot_eager", fullgraph=True), specs)
+    for one, other in zip(model.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    eager = train(plain, plain, specs)
+    assert probe.coverage() == eager.coverage()
+    order = ["step", "layer", "call"]
+    effects, expected = (
+        each.effects.sort_values(order).reset_index(drop=True).drop(columns="position") for each in (probe, eager)
+    )
+    pd.testing.assert_frame_equal(effects, expected, check_exact=True)
+
+
+def test_schedules_switch_between_two_graphs() -> None:
+    model = make("layers")
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    specs = {
+        "often": {"layers": "*", "kind": "forward", "action": "record", "every": 2},
+        "rarely": {"layers": "*", "kind": "forward", "action": "record", "every": 4},
+    }
+    with instrument.attach(called, specs) as probe:
+        for _ in range(9):
+            called(torch.ones(4, WIDTH))
+            probe.end_step()
+    assert graphs() == 2
+    found = {name: sorted(set(rows.step)) for name, rows in probe.stats.groupby("hook")}
+    assert found == {"often": [0, 2, 4, 6, 8], "rarely": [0, 4, 8]}
+
+
+def test_compiled_blocks_share_their_graph() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(12)])
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    specs = {
+        "out": {"layers": "*.*", "kind": "forward", **RECORD},
+        "flow": {"layers": "*.*", **GRADIENTS["grad_output"]},
+    }
+    specs["flow"]["layers"] = "*.*"
+    expected: dict[str, Tensor] = {}
+    reference = copy.deepcopy(model)
+    for name, module in reference.named_modules():
+        module._compiled_call_impl = None
+        module.register_forward_hook(lambda m, args, y, name=name: expected.__setitem__(name, y.detach()))
+    batch = torch.ones(2, WIDTH)
+    reference(batch)
+    with instrument.attach(model, specs) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    assert graphs() == 2  # the input of the first block requires no gradient
+    rows = [row for row in probe.sink.records("tensors") if row["hook"] == "out"]
+    assert len(rows) == 24
+    assert all(torch.equal(row["values"], expected[row["layer"]]) for row in rows)
+    assert [row["fired"] for row in probe.coverage()] == [1] * 48
+
+
+def test_sizes_are_dynamic() -> None:
+    model = make("layers").eval()
+    called = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    with instrument.attach(called, VALUES) as probe:
+        for size in (3, 5, 7):
+            called(torch.ones(size, WIDTH))
+            probe.end_step()
+    assert graphs() == 1
+    sizes = {(row["step"], row["values"].shape[0]) for row in probe.sink.records("tensors")}
+    assert sizes == {(0, 3), (1, 5), (2, 7)}
+
+
+def test_gradients_are_those_of_the_loss_under_a_gradient_scaler() -> None:
+    model, plain = make("layers"), make("layers")
+    results = []
+    for called in (plain, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        own = getattr(called, "_orig_mod", called)
+        optimizer, scaler = torch.optim.SGD(own.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        with instrument.attach(called, GRADIENTS, optimizer=optimizer, scaler=scaler) as probe:
+            for batch in batches():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = called(batch).float().square().mean()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                probe.end_step()
+        rows = probe.sink.records("tensors")
+        results.append({tuple(row[name] for name in KEY): row["values"] for row in rows})
+    eager, compiled = results
+    assert eager.keys() == compiled.keys()
+    for key, values in eager.items():
+        torch.testing.assert_close(compiled[key], values, rtol=0, atol=0)
+
+
+def test_other_models_of_the_class_keep_their_code() -> None:
+    with instrument.attach(nn.Linear(1, 1), VALUES):
+        pass  # from here on, code is compiled with guards on hooks
+    bare, hooked = make("layers"), make("layers")
+    batch = torch.ones(4, WIDTH)
+    compiled = [torch.compile(model, backend="aot_eager", fullgraph=True) for model in (bare, hooked)]
+    with instrument.attach(hooked, {"half": CHANGES["output"], **VALUES}) as probe:
+        outputs = [model(batch) for model in compiled]
+        probe.end_step()
+    assert graphs() == 2
+    assert torch.equal(outputs[0], make("layers")(batch))
+    assert {row["fired"] for row in probe.coverage()} == {1}
+
+
+def test_nothing_is_left_after_detach() -> None:
+    model = make("layers").eval()
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    batch = torch.ones(4, WIDTH)
+    expected = make("layers").eval()(batch)
+    with instrument.attach(called, {"half": CHANGES["output"]}) as probe:
+        assert not torch.equal(called(batch), expected)
+        probe.end_step()
+    rows = len(probe.effects)
+    del probe
+    gc.collect()
+    assert torch.equal(called(batch), expected)
+    assert rows == 5
+
+
+def test_evaluation_has_its_own_schedule() -> None:
+    model = make("layers")
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    specs = {"seen": {"layers": "0", "kind": "forward", "action": "record", "phase": "eval"}}
+    with instrument.attach(called, specs) as probe:
+        for _ in range(2):
+            called(torch.ones(4, WIDTH)).sum().backward()
+            probe.end_step()
+            with probe.evaluating(), torch.no_grad():
+                called(torch.ones(4, WIDTH))
+    assert list(probe.stats.phase) == ["eval"] * 2
+
+
+REFUSED = {
+    "total": ({"kind": "tensor", "role": "input", "action": "record"}, "role", "role: grad_input"),
+    "function": ({"kind": "function", "functions": "linear", "action": "record"}, "kind", "hook the modules instead"),
+    "module": (
+        {"kind": "full_backward", "role": "grad_output", "via": "module", "action": "record"},
+        "via",
+        "remove 'via'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hooks_that_break_graphs_are_refused_with_the_alternative(name: str) -> None:
+    spec, key, fix = REFUSED[name]
+    called = torch.compile(make("layers"), backend="aot_eager", fullgraph=True)
+    with pytest.raises(ConfigError) as caught, instrument.attach(called, {"h": {"layers": "0", **spec}}):
+        pass
+    (problem,) = caught.value.problems
+    assert problem.where == f"hooks.h.{key}"
+    assert "breaks the graphs of torch.compile" in problem.message
+    assert problem.fix is not None
+    assert fix in problem.fix
+    assert ("fullgraph=False" in problem.fix) == (name != "function")
+
+
+def test_hooks_break_graphs_where_that_is_allowed() -> None:
+    called = torch.compile(make("layers"), backend="aot_eager")
+    specs = {"total": {"layers": "2", "kind": "tensor", "role": "input", "action": "record"}}
+    with instrument.attach(called, specs) as probe:
+        called(torch.ones(4, WIDTH)).sum().backward()
+        probe.end_step()
+    assert [row["fired"] for row in probe.coverage()] == [1]
+    messages = {row["rule"]: row["message"] for row in probe.sink.records("events")}
+    assert "hook 'total' breaks them" in messages["compiled"]
+    assert "graph breaks" in messages["graph_break"]
+
+
+def test_errors_of_hooks_have_their_place() -> None:
+    def fails(tensor: Tensor, ctx: Any) -> Tensor:
+        raise ValueError("no")
+
+    called = torch.compile(make("layers"), backend="aot_eager", fullgraph=True)
+    specs = {"bad": {"layers": "2", "kind": "forward", "action": "modify", "fn": fails}}
+    with (
+        pytest.raises(
+            instrument.HookError, match=r"hook 'bad' \(forward\) on layer '2' at step 0 failed: ValueError: no"
+        ),
+        instrument.attach(called, specs),
+    ):
+        called(torch.ones(4, WIDTH))
