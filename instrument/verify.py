@@ -58,12 +58,12 @@ def certify(config: DictConfig) -> None:
         certificate = verify(parsed)
         path = Path(job.folder) / "certificate.json"
         path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
-        print(_summary(certificate, path))
+        print(_summary(certificate, path, is_compiled=parsed.train.compile is not None))
         if not certificate.holds:
             raise SystemExit(1 if certificate.unrepeated is None else NOT_REPEATABLE)
 
 
-def _summary(certificate: Certificate, path: Path) -> str:
+def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
     lines = [
         f"{certificate.steps} steps and {certificate.evaluations} evaluations, without hooks and with "
         f"{len(certificate.hooks)} record hooks at {certificate.sites} locations "
@@ -75,7 +75,11 @@ def _summary(certificate: Certificate, path: Path) -> str:
         lines.append(f"not verified, since they change values by design: {', '.join(certificate.left_out)}")
     verdict = "EQUAL: all values are bit-identical"
     if certificate.difference is not None:
-        verdict = f"NOT EQUAL: {certificate.difference}"
+        assert certificate.largest is not None, "it is computed if anything differs"
+        size, name = certificate.largest
+        verdict = f"NOT EQUAL: {certificate.difference}\nat the end, parameters differ by at most {size:.3g} ({name})"
+        if is_compiled:
+            verdict += ". In a compiled model, hooks change which operations are fused, and with it their rounding"
     elif certificate.unrepeated is not None:
         verdict = (
             f"NOT REPEATABLE: two trainings without hooks differ at {certificate.unrepeated}. The model is not "

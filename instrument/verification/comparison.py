@@ -52,6 +52,7 @@ class Certificate:
         rows: The number of recorded rows.
         difference: The first difference between the trainings with and without hooks. None if they are bit-identical,
             or if the training without hooks is not reproducible.
+        largest: The largest absolute difference of a parameter at the end, and the parameter; None if nothing differs.
         unrepeated: The first difference between two trainings without hooks. None if they are bit-identical, or if a
             second training was not needed.
     """
@@ -64,6 +65,7 @@ class Certificate:
     sites: int
     rows: int
     difference: Difference | None
+    largest: tuple[float, str] | None = None
     unrepeated: Difference | None = None
 
     @property
@@ -89,17 +91,23 @@ def verify(config: RunConfig) -> Certificate:
     """
     recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
-    baseline, _, _ = trace(config, {})
-    with_hooks, sites, rows = trace(config, recording)
-    difference = unrepeated = None
+    bare, hooked = trace(config, {}), trace(config, recording)
+    baseline, with_hooks = bare.fingerprints, hooked.fingerprints
+    difference = unrepeated = largest = None
     if first_difference(baseline, with_hooks) is not None:
-        unrepeated = first_difference(baseline, trace(config, {})[0])
+        largest = max(
+            ((one - hooked.parameters[name]).abs().max().item(), name)
+            for name, one in bare.parameters.items()
+            if one.numel()
+        )
+        unrepeated = first_difference(baseline, trace(config, {}).fingerprints)
         difference = None if unrepeated is not None else _find_cause(config, recording, baseline, with_hooks)
     steps = [fingerprint for fingerprint in baseline if fingerprint.phase == "train"]
     tensors = sum(bool(where) for _, where in steps[-1].digests)
     evaluations = len(baseline) - len(steps)
     return Certificate(
-        len(steps), evaluations, tuple(recording), left_out, tensors, sites, rows, difference, unrepeated
+        *(len(steps), evaluations, tuple(recording), left_out, tensors),
+        *(hooked.sites, hooked.rows, difference, largest, unrepeated),
     )
 
 
@@ -128,7 +136,7 @@ def _find_cause(
         number for number, pair in enumerate(zip_longest(baseline, with_hooks), 1) if pair[0] != pair[1]
     )
     for name, spec in hooks.items():
-        with_one_hook, _, _ = trace(config, {name: spec}, max_fingerprints)
+        with_one_hook = trace(config, {name: spec}, max_fingerprints).fingerprints
         if (difference := first_difference(baseline[: len(with_one_hook)], with_one_hook, name)) is not None:
             return difference
     return first_difference(baseline, with_hooks, "+".join(hooks))

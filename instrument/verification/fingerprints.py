@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import new_class
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,22 +47,33 @@ class Fingerprint:
     digests: Mapping[Key, str]
 
 
+class Trace(NamedTuple):
+    """What a training gave.
+
+    Attributes:
+        fingerprints: The fingerprint after each step and each evaluation.
+        sites: The number of sites.
+        rows: The number of recorded rows.
+        parameters: The parameters at the end, by name, on the CPU.
+    """
+
+    fingerprints: list[Fingerprint]
+    sites: int
+    rows: int
+    parameters: Mapping[str, Tensor]
+
+
 class _StopTrainingError(Exception):
     """The required number of fingerprints is reached."""
 
 
-def trace(
-    config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: int | None = None
-) -> tuple[list[Fingerprint], int, int]:
+def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: int | None = None) -> Trace:
     """Train an experiment and compute a fingerprint after each step and each evaluation.
 
     Args:
         config: The experiment.
         hooks: The hooks to attach instead of those in the configuration.
         max_fingerprints: The number of fingerprints after which the training stops. Default: None, no limit.
-
-    Returns:
-        The fingerprints, the number of sites, and the number of recorded rows.
     """
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
@@ -78,7 +89,9 @@ def trace(
 
         with suppress(_StopTrainingError), probe:
             train(experiment, probe, append_fingerprint)
-    return fingerprints, len(experiment.plan.sites), sum(len(sink.rows[table]) for table in ("stats", "tensors"))
+    rows = sum(len(sink.rows[table]) for table in ("stats", "tensors"))
+    parameters = {name: each.detach().cpu() for name, each in experiment.model.named_parameters()}
+    return Trace(fingerprints, len(experiment.plan.sites), rows, parameters)
 
 
 class _OutputProbe(Probe):

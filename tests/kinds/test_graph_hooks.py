@@ -156,7 +156,7 @@ def by_pytorch(model: nn.Module) -> dict[tuple[str, int, str, int, int], Tensor]
         module.register_forward_hook(after, with_kwargs=True)
         module.register_full_backward_hook(backward)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step, batch in enumerate(batches()):
+    for step, batch in enumerate(batches()):  # noqa: B007  # the hooks read the step
         calls.clear()
         model(batch).square().mean().backward()
         optimizer.step()
@@ -253,7 +253,7 @@ def test_interventions_train_like_pytorch_hooks(change: str) -> None:
     for module in by_hand.children():
         change_by_hand(module, change, lambda: step)
     optimizer = torch.optim.SGD(by_hand.parameters(), 0.1)
-    for step, batch in enumerate(batches()):
+    for step, batch in enumerate(batches()):  # noqa: B007  # the hooks read the step
         by_hand(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -144,9 +144,11 @@ def test_changing_hook_is_found_with_step_and_location(monkeypatch: pytest.Monke
             tensor.mul_(1.5)
 
     monkeypatch.setattr(Record, "__call__", writes_in_place)
-    difference = verify(parse_config(config_of(MLP, hooks, steps=1))).difference
-    assert difference is not None
-    assert str(difference) == "step 0: the gradient differs at layers.1.bias, with hook 'gradients'"
+    certificate = verify(parse_config(config_of(MLP, hooks, steps=1)))
+    assert str(certificate.difference) == "step 0: the gradient differs at layers.1.bias, with hook 'gradients'"
+    assert certificate.largest is not None
+    assert certificate.largest[0] > 0.0
+    assert certificate.largest[1] == "layers.1.bias"
 
 
 class Drifting(nn.Module):
@@ -260,7 +262,7 @@ def test_state_of_every_optimizer_is_compared() -> None:
             "optimizers": {"layers.0": part, "layers.1": part},
         },
     ):
-        fingerprints, _, _ = trace(parse_config(config | {"optimizer": optimizer}), {}, 1)
+        fingerprints = trace(parse_config(config | {"optimizer": optimizer}), {}, 1).fingerprints
         sizes.append([what for what, _ in fingerprints[0].digests].count("the optimizer state"))
     assert sizes[0] == sizes[1] > 0
 
@@ -343,6 +345,7 @@ def test_verify_command_fails_if_the_trainings_differ(
     answer = verify_command(cli, monkeypatch, *SMALL)
     assert answer.code == 1
     assert "NOT EQUAL: step 0: the random state differs, with hook 'activations'" in answer.out
+    assert "at the end, parameters differ by at most 0 (" in answer.out
 
 
 def test_verify_command_exits_with_3_if_not_repeatable(
