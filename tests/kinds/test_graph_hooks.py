@@ -439,3 +439,59 @@ def test_errors_of_hooks_have_their_place() -> None:
         instrument.attach(called, specs),
     ):
         called(torch.ones(4, WIDTH))
+
+
+def test_every_table_and_statistic_is_that_of_the_uncompiled_model() -> None:
+    spec = {
+        "layers": "*",
+        "kind": "forward",
+        "action": "record",
+        "stats": ["default", "l1", "kurtosis", "negative_fraction", "dead_fraction"],
+        "quantiles": [0.25, 0.5],
+        "histogram": 5,
+        "tensors": True,
+        "when": {"stat": "std", "above": 0.2},
+    }
+    model, plain = make("layers").eval(), make("layers").eval()
+    eager = train(plain, plain, {"all": spec})
+    probe = train(model, torch.compile(model, backend="aot_eager", fullgraph=True), {"all": spec})
+    for table in ("stats", "distributions"):
+        rows, expected = (pd.DataFrame(each.sink.records(table)).to_dict("records") for each in (probe, eager))
+        assert rows
+        assert [str(row) for row in rows] == [str(row) for row in expected]
+    assert len(probe.sink.records("tensors")) == len(eager.sink.records("tensors")) > 0
+
+
+def test_kept_tensors_stay_as_they_were() -> None:
+    """The memory of a tensor in a graph is used again. A kept tensor is a copy."""
+    kept: dict[str, Tensor] = {}
+
+    def note(tensor: Tensor, ctx: Any) -> Tensor:
+        kept["first"] = ctx.tensors["seen"]["0"].clone()
+        return tensor
+
+    called = torch.compile(make("layers").eval(), backend="aot_eager", fullgraph=True)
+    specs = {
+        "seen": {"layers": "0", "kind": "forward", "action": "record", "keep_as": "seen"},
+        "reader": {"layers": "4", "kind": "forward", "action": "modify", "fn": note},
+    }
+    (batch,) = batches(1)
+    expected = make("layers").eval()[0](batch)  # type: ignore[index]
+    with instrument.attach(called, specs) as probe, torch.no_grad():
+        called(batch)
+        probe.end_step()
+    assert torch.equal(kept["first"], expected)
+
+
+def test_interfaces_of_pytorch_exist() -> None:
+    """If this fails after an update of PyTorch, `lazy_compiler.py`, `graph_operators.py` or `compiled_models.py` has to change."""
+    from torch._C._dynamo import eval_frame
+
+    assert callable(eval_frame.set_code_exec_strategy), (
+        "lazy_compiler._skip: hooks run outside of graphs without being compiled"
+    )
+    assert {"SKIP", "DEFAULT"} <= set(dir(eval_frame._FrameAction)), "lazy_compiler._skip"
+    assert callable(eval_frame.get_eval_frame_callback), "lazy_compiler.exclude_from_graphs"
+    assert torch._dynamo.config.skip_nnmodule_hook_guards in (True, False), "compiled_models._guard_hooks"
+    assert hasattr(torch.Tag, "cudagraph_unsafe"), "graph_operators: CUDA graphs are captured between the operators"
+    assert callable(torch.utils._pytree.tree_flatten_with_path), "graph_operators.traced_call: the paths of tensors"
