@@ -136,10 +136,14 @@ def recorded_tensors(run: RunTables | pd.DataFrame) -> list[RecordedTensor]:
     return [
         RecordedTensor(
             RecordedSeries(*(row[key] for key in KEYS)),
-            *(row[name] for name in PLACE),
+            row["layer"],
+            row["path"],
+            row["call"],
+            row["backward"],
             Batch(*(row[name] for name in Batch._fields)),
             row["dtype"],
-            *(tuple(map(int, row[name])) for name in ("shape", "source_shape")),
+            tuple(map(int, row["shape"])),
+            tuple(map(int, row["source_shape"])),
         )
         for row in frame.to_dict("records")
     ]
