@@ -245,12 +245,6 @@ class FullySharded(DataParallel):
         if config.train.precision == "fp16":
             message = "the gradient scaler of fp16 does not support sharded parameters"
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
-        if config.train.compile:
-            message, fix = (
-                "torch.compile is not supported for sharded models",
-                "set train.parallel=ddp to compile the model",
-            )
-            problems.append(Problem("train.compile", message, True, "false", fix=fix))
         return problems + shard_problems(config.hooks)
 
     def shard(self, model: nn.Module) -> bool:

@@ -216,6 +216,28 @@ def test_diff_with_rows_per_rank_compares_averaged_values(runs: Runs) -> None:
     assert "rows only in B at common locations" in str(found)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_compiled_runs_have_the_rows_of_uncompiled_ones(tmp_path: Path, parallel: str) -> None:
+    small = ["model=mlp", "data=digits", "model.sizes=[64,16,10]", "train.steps=2", f"train.parallel={parallel}"]
+    hooks = [
+        "+hooks.seen={layers:'**',kind:forward,action:record}",
+        "+hooks.flow={layers:'**',kind:full_backward,role:grad_output,action:record}",
+        "+hooks.used={layers:'**',kind:parameter_grad,action:record}",
+    ]
+    tables = []
+    for name, compiles in (("eager", "false"), ("compiled", "true")):
+        more = ["reduce=global", f"train.compile={compiles}", f"hydra.run.dir={name}"]
+        done = distributed_runs.run_processes(tmp_path, *small, *hooks, *more, processes=2)
+        assert done.returncode == 0, done.stderr
+        tables.append(instrument.load(tmp_path / name).stats)
+    both = tables[0].merge(tables[1], on=KEYS, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
+    assert (both["_merge"] == "both").all()
+    assert len(both) == len(tables[0]) > 0
+    off = (both["l2"] - both["l2_there"]).abs()
+    assert (off <= 1e-5 * both["l2"] + 1e-12).all()
+
+
 def test_distributed_run_has_one_folder(runs: Runs) -> None:
     run = runs["ddp2"]
     assert run.info["ranks"] == 2
@@ -458,7 +480,6 @@ def hook(**fields: Any) -> dict[str, Any]:
             r"hooks.h.kind: a penalty on the loss has no effect on[\s\S]*parameter_grad",
         ),
         ({"train": {"steps": 1, "precision": "fp16"}}, "train.precision: the gradient scaler of fp16"),
-        ({"train": {"steps": 1, "compile": True}}, "train.compile: torch.compile is not supported for sharded models"),
     ],
 )
 def test_unsupported_options_of_sharding_are_refused(changes: dict[str, Any], expected: str) -> None:
