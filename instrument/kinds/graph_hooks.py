@@ -189,10 +189,7 @@ class GraphHooks:
                 if not firing.recompute and self._fired.get(attached) != at:
                     self._fired[attached] = at
                     attached.count_firing()
-                # The memory of a value is used again after the operator.
-                given = value.clone() if attached.site.spec.keep_as is not None else value
-                new = attached.fire(given, path, firing, value=owner)
-                value = value if new is given else new
+                value = attached.fire(value, path, firing, value=owner)
         return value
 
     def _due(self, stage: int, value: Tensor, path: str) -> list[AttachedHook]:
