@@ -107,7 +107,7 @@ def test_run_with_compile_has_its_hooks_inside_graphs(
     answer = cli(*SMALL, "train.compile={fullgraph: true, dynamic: false}", hook, "hydra.run.dir=out")
     assert answer.code == 0, answer.err
     (line,) = [line for line in answer.out.splitlines() if line.startswith("compile ")]
-    assert line == "compile     compiled: 1 hooks inside graphs"
+    assert line == "compile     compiled: 1 hook inside graphs"
     run = instrument.load("out")
     assert run.coverage.fired.tolist() == [3]
     assert run.events.query("rule == 'graph_break'").empty
