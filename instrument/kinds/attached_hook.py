@@ -30,6 +30,7 @@ from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
+from .hook_timer import HookTimer
 from .module_calls import is_first_reentrant_pass, recomputed_segment
 from .reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 
@@ -95,18 +96,17 @@ class AttachedHook(HookCoverage):
 
     def compose(self) -> None:
         """Determine what it does with plain tensors, after a change of its schedule or its action."""
-        self.direct = direct_of(self) if self.is_scheduled else None
+        direct = direct_of(self) if self.is_scheduled else None
+        self.direct = direct if direct is None or self.clock.timer is None else self._timed(direct, self.clock.timer)
 
-    def try_direct(self, tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
-        """Act on a plain tensor. Return the tensor that replaces it; None if `fire` has to act."""
-        if self.direct is None:
-            return None
-        if (timer := self.clock.timer) is None:
-            return self.direct(tensor, path, firing)
-        with timer.measure_time(self):
-            new = self.direct(tensor, path, firing)
-        timer.firings[self] += new is not None
-        return new
+    def _timed(self, direct: Direct, timer: HookTimer[Any]) -> Direct:
+        def timed(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
+            with timer.measure_time(self):
+                new = direct(tensor, path, firing)
+            timer.firings[self] += new is not None
+            return new
+
+        return timed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the coverage counts and the state of the schedule between two micro-steps."""
@@ -184,7 +184,8 @@ class AttachedHook(HookCoverage):
             HookError: The action failed or returned an invalid result. The message contains hook, kind, layer and step.
             ConfigError: The spec does not fit the shape of the site's first tensor.
         """
-        if amp_scale is None and (new := self.try_direct(tensor, path, firing)) is not None:
+        direct = self.direct if amp_scale is None else None
+        if direct is not None and (new := direct(tensor, path, firing)) is not None:
             return new
         shard = is_sharded(tensor)
         self.check_shape(path, tensor)

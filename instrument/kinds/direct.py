@@ -56,35 +56,30 @@ def direct_of(attached: AttachedHook) -> Direct | None:
     )
 
 
-def _slots(attached: AttachedHook, slot_of: Callable[[tuple[object, ...]], int]) -> Callable[[str, Firing], int]:
-    """Return a function that returns the slot of a firing."""
-    module, slots = attached.site.layer.module, dict[tuple[str, Firing], int]()
-    known = type(module)  # a parametrization changes it
+class _Slots(dict[tuple[str, Firing, type], int]):
+    """The slots of the rows of a site: by the path, the firing and the class of the module, which a parametrization changes."""
 
-    def slot(path: str, firing: Firing) -> int:
-        nonlocal known
-        if type(module) is not known:
-            slots.clear()
-            known = type(module)
-        found = slots.get((path, firing))
-        if found is None:
-            found = slots[path, firing] = slot_of(attached.context(path, firing).site)
-        return found
+    def __init__(self, attached: AttachedHook, slot_of: Callable[[tuple[object, ...]], int]) -> None:
+        super().__init__()
+        self._attached, self._slot_of = attached, slot_of
 
-    return slot
+    def __missing__(self, key: tuple[str, Firing, type]) -> int:
+        path, firing, _ = key
+        self[key] = slot = self._slot_of(self._attached.context(path, firing).site)
+        return slot
 
 
 def _recording(attached: AttachedHook, action: Record) -> Direct:
     names, with_magnitudes = action.measurement.names, action.measurement.with_magnitudes
     record, clock = action.rows.record_plain, attached.clock
-    slot = _slots(attached, lambda site: action.rows.slot("stats", site, names))
+    slots, module = _Slots(attached, lambda site: action.rows.slot("stats", site, names)), attached.site.layer.module
     is_boundary, is_gradient = attached.frequency == "step", attached.site.spec.definition.gradient
 
     def direct(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
         if firing.recompute and not is_gradient:
             return None  # recorded in the original pass
         moment = clock.boundary if is_boundary else clock.moment
-        return tensor if record(tensor, slot(path, firing), moment, with_magnitudes) else None
+        return tensor if record(tensor, slots[path, firing, type(module)], moment, with_magnitudes) else None
 
     return direct
 
@@ -92,7 +87,7 @@ def _recording(attached: AttachedHook, action: Record) -> Direct:
 def _changing(attached: AttachedHook, action: Intervention) -> Direct:
     change, clock, rows = action.change, attached.clock, cast(Rows, action.rows)
     held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
-    slot = _slots(attached, lambda site: rows.slot("effects", site, ()))
+    slots, module = _Slots(attached, lambda site: rows.slot("effects", site, ())), attached.site.layer.module
     context = attached.context("", FIRST_CALL).without_tensors()
     is_repeated = KINDS[attached.site.spec.kind].repeats
 
@@ -105,7 +100,8 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
         new, factor = call_action(change, tensor, context)
         number = factor.item() if isinstance(factor, Tensor) else factor
         is_nan = number != number  # noqa: PLR0124
-        if is_nan or not rows.record_plain_effect(tensor, new, slot(path, firing), moment, number, held):
+        slot = slots[path, firing, type(module)]
+        if is_nan or not rows.record_plain_effect(tensor, new, slot, moment, number, held):
             effect = effect_of(tensor, new, number, tensor.numel())
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)

@@ -154,7 +154,7 @@ class HookedFunctions(FunctionMode):
                     if not attached.is_record_hook and attached.matches_path(full_path):
                         running.obstacles[attached] = attached.no_tensor_reason(tensor, full_path)
                     continue
-                new = attached.try_direct(tensor, full_path, running.call.firing())
+                new = None if attached.direct is None else attached.direct(tensor, full_path, running.call.firing())
                 if new is not None:
                     running.fired.add(attached)
                     tensor = new

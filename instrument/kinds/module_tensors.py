@@ -222,7 +222,7 @@ class ModuleHooks(InertWhenCopied):
         firing = call.firing()
         if type(value) is Tensor and not call.is_recomputed:  # most often, it is one plain tensor
             for at, attached in enumerate(attached_hooks):
-                new = attached.try_direct(value, "", firing)
+                new = None if attached.direct is None else attached.direct(value, "", firing)
                 if new is None:
                     attached_hooks = attached_hooks[at:]
                     break
