@@ -22,7 +22,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from .analysis.feature_files import FEATURE_WRITERS
+from .analysis.exports import FEATURE_WRITERS, write_csv
 from .analysis.features import Selection, features_of
 from .analysis.load import load
 from .analysis.replay import replay
@@ -155,8 +155,6 @@ def _track(files: RunFiles, name: str, output: Path) -> str:
 
 
 def _csv(files: RunFiles, output: Path) -> str:
-    from .analysis.csv_export import write_csv
-
     with _temporary_folder(output) as temporary:
         temporary.mkdir(parents=True)
         write_csv(files, temporary)

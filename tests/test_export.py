@@ -247,8 +247,8 @@ def test_features_are_exported_with_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: bool, ids: Callable[[int], object]
 ) -> None:
     expected = make_features(tmp_path / "run", targets=targets, ids=ids)
-    monkeypatch.setattr("instrument.analysis.feature_files.CHUNK_BYTES", 16)  # two samples
-    monkeypatch.setattr("instrument.analysis.feature_files.ROWS", 4)
+    monkeypatch.setattr("instrument.analysis.exports.CHUNK_BYTES", 16)  # two samples
+    monkeypatch.setattr("instrument.analysis.exports.ROWS", 4)
     for to in ("csv", "npz", "zarr"):
         assert (
             export.main([str(tmp_path / "run"), "--to", to, "--features", "0", "--select", "hook=f", "step=0:2"]) == 0

@@ -1,12 +1,25 @@
-"""Conversion of rows to DataFrames: plain labels, tensors as arrays, and columns for overrides."""
+"""Conversion of rows and configuration values to columns of DataFrames.
+
+The files contain custom statistics and metrics in one column, by name.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ..spec.record import names_of_custom_statistics
+from ..spec.statistics import REMAINDERS
+from ..spec.tables import CUSTOM
 from .run_files import RunFiles
 from .tensor_decoding import array_of, is_known
+
+LARGEST = 2**63  # the smallest positive integer that does not fit into int64
 
 
 def plain_labels(table: pa.Table) -> pa.Table:
@@ -50,3 +63,104 @@ def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index:
     for key, values in overrides.items():
         name = f"override.{key}" if key in frame.columns else key
         frame[name] = values.iloc[[index] * len(frame)].set_axis(frame.index)
+
+
+def typed(values: Sequence[Any]) -> pd.Series:
+    """Return values as a column of integers, floats, booleans or strings if all are of this type, otherwise of objects.
+
+    Integers among floats are converted to floats. Columns with nulls use the pandas types Int64 and boolean, so that
+    nulls do not change the type.
+    """
+    present = [value for value in values if value is not None]
+    kinds = {_kind(value) for value in present}
+    if kinds == {"integer"}:
+        return pd.Series(list(values), dtype="int64" if len(present) == len(values) else "Int64")
+    if kinds == {"boolean"}:
+        return pd.Series(list(values), dtype="bool" if len(present) == len(values) else "boolean")
+    if kinds <= {"integer", "float"}:
+        return pd.Series(list(values), dtype="float64")
+    return pd.Series(list(values), dtype="str" if kinds == {"string"} else "object")
+
+
+def typed_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return rows as a DataFrame with typed columns.
+
+    Keys that a row lacks are null. In object columns a missing key is NaN, and a null value is None.
+    """
+    names: Iterable[str] = dict.fromkeys(name for row in rows for name in row)
+    return pd.DataFrame({name: _column(rows, name) for name in names}, index=range(len(rows)))
+
+
+def _column(rows: Sequence[Mapping[str, Any]], name: str) -> pd.Series:
+    column = typed([row.get(name) for row in rows])
+    if column.dtype == object:
+        return pd.Series([row.get(name, math.nan) for row in rows], dtype=object)
+    return column
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int):
+        return "integer" if -LARGEST <= value < LARGEST else "other"
+    return {float: "float", str: "string"}.get(type(value), "other")
+
+
+def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the names of the custom statistics of some runs, each once.
+
+    Args:
+        infos: The content of run.json of each run.
+    """
+    configs = (info.get("config") for info in infos)
+    hooks = (config.get("hooks") for config in configs if isinstance(config, Mapping))
+    return tuple(dict.fromkeys(name for each in hooks for name in names_of_custom_statistics(each)))
+
+
+def custom_metrics_of(files: RunFiles) -> list[str]:
+    """Return the names of the custom metrics of a run, in the order of their first values."""
+    return custom_metrics_in(batch.column(0) for batch in files.scan("metrics", [CUSTOM.name]))
+
+
+def custom_metrics_in(parts: Iterable[pa.Array]) -> list[str]:
+    """Return the names in the column that contains the custom metrics, in the order of their first values."""
+    names: dict[str, None] = {}
+    for cells in parts:
+        if cells.null_count < len(cells):
+            names |= dict.fromkeys(pc.unique(cells.drop_null().keys).to_pylist())
+    return list(names)
+
+
+def column_names(columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the columns of a table with the custom ones in place of the column that contains them."""
+    return [name for column in columns for name in (names if column == CUSTOM.name else [column])]
+
+
+def with_custom_columns(rows: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Replace the column that contains the custom statistics or metrics, if there is one, by one column per name."""
+    index = rows.schema.get_field_index(CUSTOM.name)
+    if index < 0:
+        return rows
+    cells = rows.column(index)
+    rows = rows.remove_column(index)
+    for i, name in enumerate(names):
+        rows = rows.add_column(index + i, name, pc.map_lookup(cells, pa.scalar(name), "first"))
+    return rows
+
+
+def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
+    """Replace the extremes that float64 rounds by exact integers, in place. Such a column then has the dtype object.
+
+    Args:
+        frame: Rows of `stats`.
+        rows: The same rows as they are stored, with the remainders among the custom statistics.
+    """
+    index = rows.schema.get_field_index(CUSTOM.name)
+    if index < 0 or rows.column(index).null_count == len(rows):
+        return
+    for name, remainder in REMAINDERS.items():
+        rests = pc.map_lookup(rows.column(index), pa.scalar(remainder), "first").to_pylist()
+        if any(rests):
+            values = zip(frame[name].tolist(), rests, strict=True)
+            exact = [value if rest is None else int(value) + int(rest) for value, rest in values]
+            frame[name] = pd.Series(exact, index=frame.index, dtype=object)

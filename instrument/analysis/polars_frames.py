@@ -15,7 +15,7 @@ from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..sinks.remote_folder import is_address
 from ..spec.tables import CUSTOM, TABLES
-from .custom_columns import column_names
+from .frames import column_names
 from .query_sources import RunsToQuery, TableFiles
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 
 from ..spec.tables import TABLES
-from .custom_columns import column_names
+from .frames import column_names
 from .run_files import RunFiles
 
 Columns = dict[str, pa.Array]
@@ -93,11 +93,8 @@ class RunsToQuery:
         rows = pa.concat_tables([TABLES[table].schema.empty_table(), *journals]).unify_dictionaries()
         owners = np.repeat(np.array(writers, np.int64), [len(journal) for journal in journals])
         before, after = self.columns(table)
-        for name, values in before.items():
-            rows = rows.add_column(0, name, values.take(owners))
-        for name, values in after.items():
-            rows = rows.append_column(name, values.take(owners))
-        return rows
+        first, last = ([values.take(owners) for values in columns.values()] for columns in (before, after))
+        return pa.table([*first, *rows.columns, *last], names=[*before, *rows.schema.names, *after])
 
 
 def columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> Columns:

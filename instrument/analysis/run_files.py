@@ -18,15 +18,16 @@ from ..errors import InstrumentWarning
 from ..sinks.checksums import REMEDY, column_ranges, open_checked
 from ..sinks.journal_truncation_check import DAMAGED, truncation_problem
 from ..sinks.lock import is_locked
-from ..sinks.missing_journals import lost_journals, rows_written
 from ..sinks.parts import (
     JOURNALS,
     Part,
     as_written,
     foreign_files,
     journals_of,
+    lost_journals,
     part_files,
     read_journal,
+    rows_written,
 )
 from ..sinks.remote_folder import arrow_name, is_address, moved_to
 from ..sinks.row_batches import as_table

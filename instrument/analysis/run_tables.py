@@ -14,10 +14,18 @@ import pyarrow.dataset as ds
 
 from ..sinks.remote_folder import is_address
 from ..spec.tables import CUSTOM, SHAPE, TABLES
-from .config_columns import typed_frame
 from .config_fields import split_overrides
-from .custom_columns import custom_metrics_of, custom_statistics_of, set_exact_integers, with_custom_columns
-from .frames import add_overrides, plain_labels, with_arrays, without_unknown_types
+from .frames import (
+    add_overrides,
+    custom_metrics_of,
+    custom_statistics_of,
+    plain_labels,
+    set_exact_integers,
+    typed_frame,
+    with_arrays,
+    with_custom_columns,
+    without_unknown_types,
+)
 from .run_files import RunFiles
 
 OBJECTIVE_KEY = (

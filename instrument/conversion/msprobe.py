@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import Experiment
+from .experiment import EVERYTHING, Experiment, layers_with_text
 from .msprobe_monitor import convert_monitor, is_monitor
-from .selection import EVERYTHING, layers_with_text
 from .source import Fields, read_ranges, reading
 
 TASKS = (

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .experiment import Experiment
-from .selection import EVERYTHING, multiples
+from .experiment import EVERYTHING, Experiment, multiples
 from .source import Fields, reading
 
 STATISTICS = {"norm": "l2", "min": "min", "max": "max", "mean": "mean", "nans": "nan_count", "zeros": "zero_fraction"}

@@ -11,8 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import Experiment
-from .selection import EVERYTHING, layers_containing, layers_with_text, multiples
+from .experiment import EVERYTHING, Experiment, layers_containing, layers_with_text, multiples
 from .source import MOST_NUMBERS, Fields, read_ranges, reading
 
 LINEAR = "*Linear"

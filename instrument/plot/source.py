@@ -7,18 +7,16 @@ from typing import TypeVar
 
 import pandas as pd
 
-from ..analysis.attention_maps import AttentionTensor
 from ..analysis.load import Run
-from ..analysis.plot_data import KEYS, RecordedSeries, statistics_in
+from ..analysis.plot_data import KEYS, RecordedSeries, RecordedTensor, statistics_in
 from ..analysis.series_selection import check_choice, series_where
-from ..analysis.tensor_images import Maps
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
 from ..spec.tables import TABLES
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MOST_RUNS = 6  # maximum number of run names in an error message
-T = TypeVar("T", AttentionTensor, Maps)
+T = TypeVar("T", bound=RecordedTensor)
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:

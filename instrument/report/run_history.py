@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..analysis.custom_columns import custom_metrics_in, custom_statistics_of, with_custom_columns
 from ..analysis.finite import FINITE_STATISTICS, not_finite_in
+from ..analysis.frames import custom_metrics_in, custom_statistics_of, with_custom_columns
 from ..analysis.load import Run
 from ..analysis.plot_data import RecordedSeries, in_forward_order
 from ..rules.step_rows import location_name
@@ -291,18 +291,7 @@ def _floats(column: pa.ChunkedArray) -> np.ndarray:
 
 def _combinations(rows: pa.Table) -> Iterator[tuple[dict[str, str], np.ndarray]]:
     """Yield each combination of hook, kind, role, phase, layer and path with the indices of its rows, by first row."""
-    codes = np.zeros(rows.num_rows, np.int64)
-    labels = []
-    for name in WHERE:
-        (cells,) = rows[name].chunks
-        codes = codes * max(1, len(cells.dictionary)) + cells.indices.to_numpy()
-        labels.append(cells.dictionary.to_pylist())
-    order = np.argsort(codes, kind="stable")
-    found, starts = np.unique(codes[order], return_index=True)
-    groups = zip(found.tolist(), np.split(order, starts[1:]), strict=True)
-    for code, index in sorted(groups, key=lambda group: int(group[1][0])):
-        names = []
-        for values in reversed(labels):
-            code, at = divmod(code, max(1, len(values)))  # noqa: PLW2901
-            names.append(values[at])
-        yield dict(zip(WHERE, reversed(names), strict=True)), index
+    numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
+    groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
+    for cells, index in zip(groups.select(WHERE).to_pylist(), groups["index_list"], strict=True):
+        yield cells, index.values.to_numpy()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from ..spec.tables import AS_WRITTEN, ORDER, TABLES, Table
 from .checksums import add_checksums
 from .journal import SUFFIX, JournalReader
-from .journal_truncation_check import NAME, truncation_problem
+from .journal_truncation_check import NAME, read_counts, truncation_problem
 from .row_batches import as_table, with_positions
 
 JOURNALS = "journal"
@@ -145,6 +145,42 @@ def row_counts_of(folder: Path, rank: int) -> Path:
     return folder / JOURNALS / f"rows.{rank:04d}"
 
 
+def row_counts_in(folder: Path) -> dict[Path, int]:
+    """Return the row count files of all processes, each with its rank."""
+    names = {name: NAME.fullmatch(name) for name in names_in(folder / JOURNALS)}
+    return {folder / JOURNALS / name: int(match[1]) for name, match in names.items() if match}
+
+
+def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]:
+    """Return the minimum number of rows written to each journal, by table and part, and the damaged row count files."""
+    counts: dict[tuple[str, Part], int] = {}
+    damaged = []
+    for path, rank in row_counts_in(folder).items():
+        found = read_counts(path)
+        if found is None:
+            damaged.append(path)
+        counts |= {(table, Part(rank, number)): rows for (table, number), rows in (found or {}).items()}
+    return counts, damaged
+
+
+def lost_journals(folder: Path, table: str) -> dict[Path, str]:
+    """Return the missing journals of a table whose rows are in no part, each with a message."""
+
+    def found() -> dict[Path, str]:
+        written, _ = rows_written(folder)
+        return {
+            part.journal(folder, name): f"the file is missing, with {rows:,} rows"
+            for (name, part), rows in written.items()
+            if name == table
+            and not part.journal(folder, name).exists()
+            and not any(later.covers(part) for later in part_files(folder, name))
+        }
+
+    lost = found()
+    # Checked twice: a run that resumes removes journals in between.
+    return {path: problem for path, problem in found().items() if path in lost} if lost else {}
+
+
 def foreign_files(folder: Path, subfolder: str) -> list[Path]:
     """Return the files in a folder of a run that no run has written and no reader uses.
 
@@ -238,8 +274,7 @@ def in_order(table: Table, rows: pa.Table) -> pa.Table:
     """Sort rows as in the files of the table. Rows of one step and layer keep their order."""
     if not table.is_sorted:
         return rows
-    keys = pa.table({name: _plain(rows.column(name)) for name in ORDER})
-    return rows.take(pc.sort_indices(keys, [(name, "ascending") for name in ORDER]))
+    return _sorted_by(rows, ORDER)
 
 
 def as_written(rows: pa.Table) -> pa.Table:
@@ -247,12 +282,13 @@ def as_written(rows: pa.Table) -> pa.Table:
 
     Rows without a position keep their order.
     """
-    keys = pa.table({name: _plain(rows.column(name)) for name in AS_WRITTEN})
-    return rows.take(pc.sort_indices(keys, [(name, "ascending") for name in AS_WRITTEN]))
+    return _sorted_by(rows, AS_WRITTEN)
 
 
-def _plain(cells: pa.ChunkedArray) -> pa.ChunkedArray:
-    return cells.cast(cells.type.value_type) if pa.types.is_dictionary(cells.type) else cells
+def _sorted_by(rows: pa.Table, names: Iterable[str]) -> pa.Table:
+    columns = {name: rows.column(name) for name in names}
+    keys = {name: c.cast(c.type.value_type) if pa.types.is_dictionary(c.type) else c for name, c in columns.items()}
+    return rows.take(pc.sort_indices(pa.table(keys), [(name, "ascending") for name in keys]))
 
 
 def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

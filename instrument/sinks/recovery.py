@@ -10,15 +10,17 @@ from pathlib import Path
 
 from ..spec.tables import TABLES
 from .journal_truncation_check import DAMAGED
-from .missing_journals import lost_journals, row_counts_in, rows_written
 from .parts import (
     JOURNALS,
     Part,
     convert_journal,
     disk_reserve_files,
     journals_of,
+    lost_journals,
     new_part,
     part_files,
+    row_counts_in,
+    rows_written,
 )
 from .remote_folder import moved_to
 

@@ -148,7 +148,7 @@ def test_report_contains_custom_statistics(sweep: instrument.Run) -> None:
 
 
 def test_export_and_trackers_contain_custom_statistics(tmp_path: Path) -> None:
-    from instrument.analysis.csv_export import write_csv
+    from instrument.analysis.exports import write_csv
     from instrument.analysis.run_files import RunFiles
 
     probe = record({"mine": hook(spread)})

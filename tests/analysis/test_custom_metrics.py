@@ -15,7 +15,7 @@ from run_folders import CLIP, write_run
 from torch import nn
 
 import instrument
-from instrument.analysis.csv_export import write_csv
+from instrument.analysis.exports import write_csv
 from instrument.analysis.rule_events import rule_events
 from instrument.analysis.run_files import RunFiles
 from instrument.comparison.compare import _metrics

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from run_folders import write_run
 
 import instrument
-from instrument.analysis.config_columns import typed, typed_frame
+from instrument.analysis.frames import typed, typed_frame
 
 VALUE = st.one_of(
     st.none(),

@@ -1,4 +1,4 @@
-"""Files with the features of a layer, and the ids and targets of their samples: CSV, NumPy's `.npz`, and Zarr."""
+"""Files for other programs: the tables of a run as CSV, and the features of a layer as CSV, NumPy's `.npz` or Zarr."""
 
 from __future__ import annotations
 
@@ -12,13 +12,45 @@ import pyarrow as pa
 import pyarrow.csv
 
 from ..errors import ConfigError, Problem
+from ..spec.tables import TABLES
 from .features import Features
+from .frames import with_custom_columns
+from .run_files import RunFiles
+from .run_tables import RunTables
 
 CHUNK_BYTES = 16 * 2**20
 ROWS = 1024  # rows of a CSV file that are converted at once
 
 
-def write_csv(features: Features, file: Path) -> None:
+def write_csv(files: RunFiles, folder: Path) -> None:
+    """Write all tables except `tensors` into an existing folder; lists are written as JSON.
+
+    Raises:
+        OSError: A file cannot be written.
+    """
+    run = RunTables(files.folder, [files.folder], [files])
+    for name, table in TABLES.items():
+        if name == "tensors":
+            continue
+        columns = with_custom_columns(table.schema.empty_table(), run.custom_columns(name)).schema
+        schema = pa.schema([pa.field(column.name, _csv_type(column.type)) for column in columns])
+        with pyarrow.csv.CSVWriter(folder / f"{name}.csv", schema) as writer:
+            for batch in run.scan(name, columns.names):
+                cells = [_csv_cells(values, field.type) for values, field in zip(batch.columns, schema, strict=True)]
+                writer.write_batch(pa.RecordBatch.from_arrays(cells, schema=schema))
+
+
+def _csv_type(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if pa.types.is_list(kind) or pa.types.is_dictionary(kind) else kind
+
+
+def _csv_cells(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    if pa.types.is_list(values.type):
+        return pa.array([None if cell is None else json.dumps(cell) for cell in values.to_pylist()], pa.string())
+    return values.cast(kind)
+
+
+def write_features_csv(features: Features, file: Path) -> None:
     """Write one row per sample: `sample`, `target` if there are targets, and the flattened features `f0`, `f1`, ...
 
     Raises:
@@ -88,7 +120,7 @@ def _arrays(features: Features) -> dict[str, np.ndarray[Any, Any]]:
 
 
 FEATURE_WRITERS: dict[str, Callable[[Features, Path], None]] = {
-    "csv": write_csv,
+    "csv": write_features_csv,
     "npz": write_npz,
     "zarr": write_zarr,
 }
