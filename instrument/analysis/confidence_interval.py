@@ -10,40 +10,32 @@ MIN_RESAMPLED = 5  # Fewer numbers have too few different resamples: 3 numbers h
 CELLS = 256  # means that are resampled at a time, which takes 20 MB per array
 
 
-def half_width(squares: np.ndarray, counts: np.ndarray, confidence: float = CONFIDENCE) -> np.ndarray:
-    """Return half the width of Student's confidence interval of a mean; NaN for fewer than two numbers.
+def student(
+    means: np.ndarray, squares: np.ndarray, counts: np.ndarray, confidence: float = CONFIDENCE
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return half the width of Student's confidence interval of a mean, and the two-sided p-value of the test that it is zero.
 
-    The half width is t((1 + confidence) / 2, n - 1) * s / sqrt(n).
-
-    Args:
-        squares: Sum of the squared distances of the numbers to their mean, (n - 1) s^2; any shape.
-        counts: How many numbers there are, n; same shape.
-        confidence: Confidence level between 0 and 1.
-    """
-    from scipy.special import stdtrit
-
-    freedom = np.maximum(counts - 1, 1)
-    width = stdtrit(freedom, (1 + confidence) / 2) * np.sqrt(squares / freedom / np.maximum(counts, 1))
-    return np.where((counts > 1) & np.isfinite(width), width, np.nan)
-
-
-def p_values(means: np.ndarray, squares: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the two-sided p-value of Student's test that a mean is zero; NaN for fewer than two numbers.
-
-    It is below 1 - confidence where the interval of `half_width` does not contain zero.
+    The half width is t((1 + confidence) / 2, n - 1) * s / sqrt(n). The p-value is below 1 - confidence where the interval does
+    not contain zero.
 
     Args:
         means: The means; any shape.
-        squares: Sum of the squared distances of the numbers to their mean; same shape.
-        counts: How many numbers there are; same shape.
+        squares: Sum of the squared distances of the numbers to their mean, (n - 1) s^2; same shape.
+        counts: How many numbers there are, n; same shape.
+        confidence: Confidence level between 0 and 1.
+
+    Returns:
+        Both in the same shape; NaN for fewer than two numbers.
     """
-    from scipy.special import stdtr
+    from scipy.special import stdtr, stdtrit
 
     freedom = np.maximum(counts - 1, 1)
     error = np.sqrt(squares / freedom / np.maximum(counts, 1))
+    known = (counts > 1) & np.isfinite(error)
     with np.errstate(divide="ignore", invalid="ignore"):  # equal numbers have no error
         t = np.where(means == 0, 0.0, np.abs(means) / error)
-    return np.where((counts > 1) & np.isfinite(error) & np.isfinite(means), 2 * stdtr(freedom, -t), np.nan)
+        width = stdtrit(freedom, (1 + confidence) / 2) * error
+    return np.where(known, width, np.nan), np.where(known & np.isfinite(means), 2 * stdtr(freedom, -t), np.nan)
 
 
 def adjusted(p_values: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
-from .confidence_interval import adjusted, bootstrapped, half_width, p_values
+from .confidence_interval import adjusted, bootstrapped, student
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, averaged_columns, keys_of, means_of
 from .run_matching import RunMatches, match_runs
 from .run_tables import RunTables
@@ -196,9 +196,8 @@ class _Comparison:
                 low, high, p_value = (values.reshape(difference.shape) for values in flat)
             else:
                 squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
-                width = half_width(squares, seed_counts, confidence)
+                width, p_value = student(difference, squares, seed_counts, confidence)
                 low, high = difference - width, difference + width
-                p_value = p_values(difference, squares, seed_counts)
         return {
             "n": seed_counts,
             "mean_baseline": before,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.confidence_interval import CONFIDENCE, adjusted, half_width, p_values
+from ..analysis.confidence_interval import CONFIDENCE, adjusted, student
 from ..analysis.config_comparison import HOOKS, trainings
 from ..analysis.config_fields import differing_fields, to_yaml
 from ..analysis.load import Run
@@ -130,14 +129,13 @@ def _paired(pairs: pd.DataFrame) -> dict[str, Any]:
     seeds = pd.DataFrame([rows.mean(skipna=False) for _, rows in pairs.groupby("seed")])  # keeps NaN of a diverged run
     means = seeds.mean(skipna=False)
     squares = ((seeds["difference"] - means["difference"]) ** 2).sum(skipna=False)
-    numbers = (np.array(squares), np.array(len(seeds)))
-    width = float(half_width(*numbers))
+    width, p_value = student(np.array(means["difference"]), np.array(squares), np.array(len(seeds)))
     ends = [format_number(means["difference"] + side * width, sign=True) for side in (-1, 1)]
     return {
         "without": format_number(means["without"]),
         "treated": format_number(means["treated"]),
         "difference": format_number(means["difference"], sign=True),
-        "interval": "" if math.isnan(width) else f"{ends[0]} to {ends[1]}",
-        "p_value": float(p_values(np.array(means["difference"]), *numbers)),
+        "interval": "" if np.isnan(width) else f"{ends[0]} to {ends[1]}",
+        "p_value": float(p_value),
         "each": "  ".join(format_number(difference, sign=True) for difference in pairs["difference"]),
     }

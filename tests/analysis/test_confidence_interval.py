@@ -8,7 +8,7 @@ import scipy
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from instrument.analysis.confidence_interval import adjusted, bootstrapped, half_width, p_values
+from instrument.analysis.confidence_interval import adjusted, bootstrapped, student
 
 
 @given(numbers=st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), confidence=st.floats(0.01, 0.999))
@@ -17,12 +17,12 @@ def test_interval_equals_that_of_scipy(numbers: list[float], confidence: float) 
     mean, squares = sample.mean(), ((sample - sample.mean()) ** 2).sum()
     assume(sample.std() > 1e-6 * (1 + abs(mean)))
     interval = scipy.stats.ttest_1samp(sample, 0.0).confidence_interval(confidence)
-    width = half_width(squares, np.array(len(numbers)), confidence)
+    width, _ = student(mean, squares, np.array(len(numbers)), confidence)
     assert [mean - width, mean + width] == pytest.approx([interval.low, interval.high], rel=1e-6, abs=1e-9)
 
 
 def test_interval_of_few_or_equal_numbers() -> None:
-    found = half_width(np.array([0.0, 0.0, 0.0, np.inf]), np.array([0, 1, 2, 2]))
+    found, _ = student(np.ones(4), np.array([0.0, 0.0, 0.0, np.inf]), np.array([0, 1, 2, 2]))
     assert np.isnan(found).tolist() == [True, True, False, True]
     assert found[2] == 0.0
 
@@ -32,12 +32,12 @@ def test_p_value_equals_that_of_scipy(numbers: list[float]) -> None:
     sample = np.array(numbers)
     mean, squares = sample.mean(), ((sample - sample.mean()) ** 2).sum()
     assume(sample.std() > 1e-6 * (1 + abs(mean)))
-    found = p_values(mean, squares, np.array(len(numbers)))
+    _, found = student(mean, squares, np.array(len(numbers)))
     assert found == pytest.approx(scipy.stats.ttest_1samp(sample, 0.0).pvalue, rel=1e-6, abs=1e-12)
 
 
 def test_p_value_of_few_or_equal_numbers() -> None:
-    found = p_values(np.array([3.0, 3.0, 0.0, 3.0]), np.array([0.0, 0.0, 0.0, np.inf]), np.array([1, 2, 2, 2]))
+    _, found = student(np.array([3.0, 3.0, 0.0, 3.0]), np.array([0.0, 0.0, 0.0, np.inf]), np.array([1, 2, 2, 2]))
     assert np.isnan(found).tolist() == [True, False, False, True]
     assert found[1:3].tolist() == [0.0, 1.0]
 
@@ -52,7 +52,7 @@ def test_adjusted_p_values() -> None:
 def test_bootstrap_of_a_sample_is_between_the_extremes_of_its_resamples() -> None:
     sample = np.array([0.2, 0.3, 0.4, 0.6, 1.0, 5.0])[:, None]
     low, high, p = bootstrapped(sample)
-    width = half_width(((sample - sample.mean()) ** 2).sum(), np.array(6))
+    width, _ = student(sample.mean(), ((sample - sample.mean()) ** 2).sum(), np.array(6))
     assert sample.mean() - width < low[0] < sample.mean()
     assert high[0] > sample.mean() + width  # The long tail is above.
     assert 0 < p[0] < 0.05
@@ -86,7 +86,7 @@ def test_coverage_of_the_intervals(
     sample = {"normal": rng.normal(1, 1, (10, 4000)), "lognormal": rng.lognormal(0, 1, (10, 4000))}[name]
     true = {"normal": 1.0, "lognormal": np.exp(0.5)}[name]
     mean = sample.mean(0)
-    width = half_width(((sample - mean) ** 2).sum(0), np.full(4000, 10))
+    width, _ = student(mean, ((sample - mean) ** 2).sum(0), np.full(4000, 10))
     low, high, _ = bootstrapped(sample)
     assert by_student[0] < (abs(mean - true) <= width).mean() < by_student[1]
     assert by_bootstrap[0] < ((low <= true) & (true <= high)).mean() < by_bootstrap[1]
@@ -101,7 +101,7 @@ def test_false_discoveries_among_many_intervals() -> None:
         sample = rng.normal(0, 1, (8, 1000))
         sample[:, :100] += 2.0
         mean = sample.mean(0)
-        p = p_values(mean, ((sample - mean) ** 2).sum(0), np.full(1000, 8))
+        _, p = student(mean, ((sample - mean) ** 2).sum(0), np.full(1000, 8))
         assert (p[100:] < 0.05).sum() > 20  # without the adjustment
         survives = adjusted(p) < 0.05
         shares.append(survives[100:].sum() / max(survives.sum(), 1))
