@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..errors import ConfigError
 from ..spec.base import HookBase, parse_slice
 from ..spec.kinds import KINDS
-from ..spec.parse import parse_hooks
 from ..spec.selection import SelectionError, selected_indices
+from .config_comparison import hooks_of
 from .plot_data import Batch, RecordedTensor, recorded_tensors
 from .run_tables import RunTables
 
@@ -150,12 +149,7 @@ def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length
 
 def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
     """Return the hooks of a run by name; empty for a DataFrame, or if this version cannot parse them."""
-    if not isinstance(run, RunTables):
-        return {}
-    try:
-        return parse_hooks((run.info.get("config") or {}).get("hooks") or {})
-    except ConfigError:
-        return {}
+    return (hooks_of(run.info) or {}) if isinstance(run, RunTables) else {}
 
 
 def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tuple[tuple[int, ...], ...] | None:

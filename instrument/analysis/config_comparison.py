@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..spec.base import ACTIONS, ObservationSpec
+from ..spec.hooks import HookSpec
 from ..spec.parse import parse_hooks
 from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables
@@ -94,8 +95,12 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
         return "its run.json has no configuration"
     if info["seed"] is None:
         return "its run.json has no seed"
-    if (specs := _hooks(config)) is None:
+    if (found := hooks_of(info)) is None:
         return "its hooks cannot be parsed by this version"
+    specs = {
+        name: spec.model_dump(exclude_unset=True, by_alias=True, mode="json", exclude={"name"})
+        for name, spec in found.items()
+    }
     rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)}
     interventions = {
         name: spec for name, spec in specs.items() if not issubclass(ACTIONS[spec["action"]], ObservationSpec)
@@ -163,16 +168,16 @@ def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
     return used
 
 
-def _hooks(config: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
-    """Return the settings of each hook; None if this version cannot parse them."""
+def hooks_of(info: Mapping[str, Any]) -> Mapping[str, HookSpec] | None:
+    """Return the hooks of a run by name; None if this version cannot parse them.
+
+    Args:
+        info: The content of run.json.
+    """
     try:
-        specs = parse_hooks(config.get(HOOKS) or {})
-    except ConfigError:
+        return parse_hooks((info.get("config") or {}).get(HOOKS) or {})
+    except (ConfigError, AttributeError):  # for example, run.json is damaged
         return None
-    return {
-        name: spec.model_dump(exclude_unset=True, by_alias=True, mode="json", exclude={"name"})
-        for name, spec in specs.items()
-    }
 
 
 def _without(mapping: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,8 +125,7 @@ def features_of(files: RunFiles, selection: Selection, out: Path | None = None) 
     """
     rows = _select(files, selection)
     samples = _samples_of(files, rows)
-    cut = _cut_of(files, rows["hook"].iloc[0])
-    batches = list(_batches(files, rows, samples, cut, selection))
+    batches = list(_batches(files, rows, samples, selection))
     shape, dtype = _common_shape(batches, selection), _common_dtype(rows)
     read = np.concatenate([batch.samples for batch in batches])
     ids, first = _in_dataset_order(samples.iloc[read], selection)
@@ -226,38 +225,21 @@ def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
     return samples.sort_values([*_BATCH, "position"], kind="stable", ignore_index=True)
 
 
-class _Cut(NamedTuple):
-    """The fields of a record hook that select a part of the tensor."""
-
-    samples: int | tuple[int, ...] | None
-    slice: str | None
-    max_elements: int | None
-
-    @classmethod
-    def of(cls, spec: Mapping[str, Any]) -> _Cut:
-        samples = spec.get("samples")
-        return cls(
-            tuple(samples) if isinstance(samples, list) else samples, spec.get("slice"), spec.get("max_elements")
-        )
-
-
-def _cut_of(files: RunFiles, hook: str) -> _Cut:
-    """Return the part of the tensors that a hook records, from the configuration of the run."""
+def _settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
+    """Return the settings of a hook in the configuration of the run."""
     hooks = (files.info().get("config") or {}).get("hooks") or {}
     if not isinstance(hooks, Mapping):
         hooks = {spec.get("name"): spec for spec in hooks}
-    spec = hooks.get(hook) or {}
-    return _Cut.of(spec)
+    return hooks.get(hook) or {}
 
 
-@lru_cache
-def _recorded_positions(recorded: Shape, shape: Shape, cut: _Cut) -> Array | None:
+def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -> Array | None:
     """Return the index in the batch of each entry of dimension 0 of a recorded tensor.
 
     Args:
         recorded: The shape of the recorded tensor.
         shape: The shape of the tensor in the model.
-        cut: The recorded part.
+        spec: The settings of the hook, which may select a part of the tensor.
 
     Returns:
         The indices; None if dimension 0 of the recorded tensor is not that of the samples.
@@ -266,11 +248,12 @@ def _recorded_positions(recorded: Shape, shape: Shape, cut: _Cut) -> Array | Non
         return None
     # A view in which each element has the index of its sample: its stride is 0 along all other dimensions.
     samples = np.arange(shape[0])
-    samples = samples[[*cut.samples]] if isinstance(cut.samples, tuple) else samples[: cut.samples]
+    chosen, part, most = (spec.get(name) for name in ("samples", "slice", "max_elements"))
+    samples = samples[chosen] if isinstance(chosen, list) else samples[:chosen]
     index = np.broadcast_to(samples.reshape(-1, *[1] * (len(shape) - 1)), (len(samples), *shape[1:]))
-    index = index if cut.slice is None else index[parse_slice(cut.slice)]
-    if cut.max_elements is not None and index.size > cut.max_elements and len(recorded) == 1:
-        return index[: cut.max_elements] if index.ndim == 1 else None
+    index = index if part is None else index[parse_slice(part)]
+    if most is not None and index.size > most and len(recorded) == 1:
+        return index[:most] if index.ndim == 1 else None
     if not index.ndim or any(
         stride for size, stride in zip(index.shape[1:], index.strides[1:], strict=True) if size > 1
     ):
@@ -284,15 +267,15 @@ def _recorded_positions(recorded: Shape, shape: Shape, cut: _Cut) -> Array | Non
     return index
 
 
-def _batches(
-    files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, cut: _Cut, selection: Selection
-) -> Iterator[_Batch]:
+def _batches(files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: Selection) -> Iterator[_Batch]:
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example.
 
     Raises:
         ConfigError: The tensors have no samples in dimension 0, or no batch has known samples.
     """
     groups = samples.groupby(_BATCH, sort=False).indices
+    spec = _settings_of(files, rows["hook"].iloc[0])
+    positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
     unknown = []
     for cells in rows[[*_BATCH, "shape", "source_shape"]].itertuples(index=False, name=None):
         key, shape, source = cells[:3], tuple(map(int, cells[3])), tuple(map(int, cells[4]))
@@ -300,7 +283,7 @@ def _batches(
         if group is None:
             unknown.append(key)
             continue
-        positions = _recorded_positions(shape, source, cut)
+        positions = positions_of(shape, source)
         if positions is None or not shape or len(positions) != shape[0] or source[0] != len(group):
             message = (
                 f"the tensors of layer {selection.layer!r} have no samples in dimension 0: shape {list(shape)}"
@@ -308,9 +291,9 @@ def _batches(
                 + f" in a batch of {len(group)} samples"
             )
             fix = "run.tensors() reads them"
-            if cut.max_elements is not None:
+            if spec.get("max_elements") is not None:
                 fix += "; for features, record the layer without 'max_elements'"
-            elif cut.slice is not None:
+            elif spec.get("slice") is not None:
                 fix += "; for features, 'slice' must keep dimension 0"
             raise ConfigError(Problem("layer", message, selection.layer, fix=fix))
         yield _Batch(key, shape, np.asarray(group)[positions])

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from ..errors import ConfigError, InstrumentError
+from ..errors import InstrumentError
 from ..kinds.reasons import is_incomplete
 from ..rules.dead_units import DeadUnits
 from ..rules.non_finite import LOSS_NOT_FINITE
@@ -29,8 +29,9 @@ from ..rules.step_rows import location_name
 from ..rules.watch import ADVICE as WATCH_ADVICE
 from ..spec.description import describe_action
 from ..spec.kinds import KINDS
-from ..spec.parse import parse_hooks, parse_rules
+from ..spec.parse import parse_rules
 from ..spec.rules import RULES, default_rules
+from .config_comparison import hooks_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .rule_events import rule_events
 from .run_tables import RunTables
@@ -240,26 +241,16 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
 def _interventions(run: RunTables) -> Iterator[Finding]:
     """Yield how many elements each intervention changed."""
     effects = changed(run)
-    descriptions = _described(run) if effects else {}
+    specs = (hooks_of(run.info) or {}) if effects else {}
     for hook, effect in effects.items():
-        locations = f"{effect.location_count} location{'s' if effect.location_count > 1 else ''}"
+        locations = f"{len(effect.locations)} location{'s' if len(effect.locations) > 1 else ''}"
         norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
         few = 0 < effect.changed_fraction < FEW
         amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
         held = f", condition held in {effect.held:,}" if effect.conditional else ""
         where = f"{locations}, {effect.firings:,} firing{'s' if effect.firings > 1 else ''}{held} ({hook})"
-        yield Finding(
-            descriptions.get(hook, "changed"), where, None, f"{amount} changed{norms}", number=effect.changed_fraction
-        )
-
-
-def _described(run: RunTables) -> dict[str, str]:
-    """Return a short description of the action of each hook, if the configuration is readable."""
-    try:
-        specs = parse_hooks(run.info["config"]["hooks"])
-    except (ConfigError, KeyError, TypeError):  # a hook was passed as an object, or run.json is damaged
-        return {}
-    return {name: describe_action(spec) for name, spec in specs.items()}
+        what = describe_action(specs[hook]) if hook in specs else "changed"
+        yield Finding(what, where, None, f"{amount} changed{norms}", number=effect.changed_fraction)
 
 
 def _where(row: _Row) -> str:

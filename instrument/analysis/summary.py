@@ -53,11 +53,6 @@ class InterventionSummary:
     locations: set[tuple[str, str]] = field(default_factory=set)
 
     @property
-    def location_count(self) -> int:
-        """Number of locations."""
-        return len(self.locations)
-
-    @property
     def changed_fraction(self) -> float:
         """Fraction of the elements that were changed."""
         return self.changed / max(1, self.elements)

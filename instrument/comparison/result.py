@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -98,18 +98,6 @@ class Diff:
     def is_within_tolerance(self) -> bool:
         """Whether no difference of a tensor or of a loss is above the tolerance."""
         return self.first is None and self.other_losses.empty
-
-    def only(self, locations: pd.Index) -> Diff:
-        """Return the differences of some rows of `layers`."""
-        place = {old: new for new, old in enumerate(locations)}
-        tensors = self.tensors[self.tensors.index.isin(locations)]
-        return replace(
-            self,
-            layers=self.layers.loc[locations].reset_index(drop=True),
-            steps=self.steps.loc[locations].reset_index(drop=True),
-            tensors=tensors.rename(index=place),
-            first=None if self.first is None else replace(self.first, location=place[self.first.location]),
-        )
 
     def __str__(self) -> str:
         return "\n".join(summary(self))

@@ -79,6 +79,11 @@ class LiveRun(RunHistory):
         steps = train.get("steps") if isinstance(train, Mapping) else None
         return steps if isinstance(steps, int) else None
 
+    @property
+    def progress(self) -> str:
+        """The number of completed steps, and of all steps if it is known."""
+        return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
+
     def findings(self) -> list[Finding]:
         """Return warnings and errors, the most severe ones first; events of the same rule and layer are one finding."""
         advice = advice_by_rule((self.info.get("config") or {}).get("rules") or {}, self.info)

@@ -30,8 +30,7 @@ class JobView:
     """The progress of a job.
 
     Attributes:
-        step: The number of completed steps.
-        steps: The number of steps of the job; None if it is unknown.
+        progress: The number of completed steps, and of all steps if it is known.
         losses: The training loss over the groups of steps; NaN for missing values.
         last: The last metrics, those of an evaluation if there was one, by name; None without a value.
         info: The content of run.json.
@@ -39,18 +38,12 @@ class JobView:
         version: The version of the sweep at the last change.
     """
 
-    step: int
-    steps: int | None
+    progress: str
     losses: np.ndarray
     last: dict[str, float | None]
     info: dict[str, Any]
     curves: dict[str, Any]
     version: int
-
-    @property
-    def progress(self) -> str:
-        """The number of completed steps, and of all steps if it is known."""
-        return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
 
 
 class LiveSweep:
@@ -134,7 +127,7 @@ class LiveSweep:
         for name in SHOWN:
             found = [live.last_metric(phase, name) for phase in ("eval", "train", "forward")]
             last[name] = next((value for value in found if value is not None), None)
-        return JobView(live.step, live.steps, losses, last, live.info, metric_curves(live), self.version)
+        return JobView(live.progress, losses, last, live.info, metric_curves(live), self.version)
 
     def frame(self, height: int | None = None) -> RenderableType:
         """Return the table of the jobs, running jobs first.

@@ -103,7 +103,7 @@ def _progress(live: LiveRun) -> Text:
         (str(live.info.get("name") or live.folder.name), "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow"))
     )
     steps = live.steps
-    text.append(f"  step {live.step:,}" + (f" of {steps:,}" if steps else ""))
+    text.append(f"  step {live.progress}")
     seconds = live.last_metric("train", "seconds")
     if live.is_running and steps and seconds:
         text.append(f"  {timedelta(seconds=round(max(0, steps - live.step) * seconds))} left")

@@ -8,22 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from ..analysis.config_comparison import hooks_of
 from ..analysis.plot_data import RecordedSeries, rank_in
+from ..spec.description import describe_action
 from .distribution_history import COLUMNS, LocationDistributions
 from .numbers import rounded
 from .run_history import RunHistory
 from .step_history import StepHistory
 
-# Fields of an intervention that are not among its settings on the page: where and when it acts.
-NOT_SETTINGS = (
-    *("layers", "kind", "role", "name", "types", "params", "exclude"),
-    *("every", "start", "stop", "steps", "phase"),
-)
-
 
 def charts(history: RunHistory) -> dict[str, Any]:
     """Return the data of all charts. Each part has groups of steps, and by statistic one row for each location."""
-    settings = _intervention_settings(history.info)
+    specs = hooks_of(history.info) or {}
+    settings = {name: describe_action(spec) for name, spec in specs.items()}
     changes = changed_charts(history)
     parts = {
         "series": [{**_about(series), **_locations(history, each)} for series, each in history.series.items()],
@@ -133,20 +130,4 @@ def _distributions(found: LocationDistributions, since: int) -> dict[str, Any]:
         "of": found.step_count,
         "several": found.has_several,
         "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in COLUMNS},
-    }
-
-
-def _intervention_settings(info: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of each intervention as one line."""
-    hooks = (info.get("config") or {}).get("hooks") or {}
-    if not isinstance(hooks, Mapping):
-        hooks = {str(spec.get("name")): spec for spec in hooks}
-    return {
-        name: " ".join(
-            str(value) if key == "action" else f"{key} {value}"
-            for key, value in spec.items()
-            if key not in NOT_SETTINGS
-        )
-        for name, spec in hooks.items()
-        if isinstance(spec, Mapping)
     }

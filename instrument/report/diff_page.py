@@ -6,13 +6,10 @@ import base64
 from io import BytesIO
 from typing import Any
 
-import pandas as pd
-
 from ..comparison.result import Diff, number_text, place_cells, records, summary, ulp_text
 from ..plot.diff import diff as plot_diff
 
 DPI = 110
-MOST_PICTURED = 400  # locations; a longer chart is not readable
 TENSOR_COLUMNS = ("tensors", "elements", "l2", "cosine", "max_abs", "max_rel")
 
 
@@ -36,12 +33,7 @@ def content(difference: Diff) -> dict[str, Any]:
 
 
 def _picture(difference: Diff) -> str:
-    """Return the chart as base64; of many locations, those with the largest differences."""
-    largest = difference.layers["difference"].fillna(0.0).nlargest(MOST_PICTURED).index
-    shown = pd.Index(difference.layers.index[difference.layers.index.isin(largest)])
-    first = difference.first
-    if first is not None and first.location not in shown:
-        shown = shown.append(pd.Index([first.location])).sort_values()
+    """Return the chart as base64."""
     file = BytesIO()
-    plot_diff(difference.only(shown)).savefig(file, format="png", dpi=DPI)
+    plot_diff(difference).savefig(file, format="png", dpi=DPI)
     return base64.b64encode(file.getvalue()).decode()

@@ -139,8 +139,35 @@ def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str])
 
 
 def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of the charts with the properties of statistics and the names of locations."""
-    return {**numbers, **_vocabulary(numbers), "names": _names(numbers)}
+    """Return the data of the charts with the names of locations, and the properties of statistics, metrics and colors.
+
+    A location has axis labels for wide and narrow pages.
+    """
+    series = numbers.get("series", [])
+    locations = list(
+        dict.fromkeys(location for one in [*series, *numbers.get("effects", [])] for location in one["locations"])
+    )
+    wide, narrow = (short_names(locations, letters) for letters in LETTERS)
+    recorded = (name for one in series for name in one["statistics"])
+    statistics = {
+        name: {
+            "axis": axis_name(name),
+            "formula": statistic.meaning,
+            "merged": statistic.merged,
+            "bounds": [0, 1] if statistic.unit in ("fraction", "units") else None,
+        }
+        for name, statistic in ((name, statistic_of(name)) for name in dict.fromkeys((*STATISTICS, *recorded)))
+    }
+    median = {"axis": "median", "formula": "quantile at 0.5", "merged": "mean", "bounds": None}
+    return {
+        **numbers,
+        "names": {location: [wide[location], narrow[location]] for location in locations},
+        "statistics": {**statistics, "median": median},
+        "metricNames": list(METRIC_UNITS),
+        "metricUnits": METRIC_UNITS,
+        "colours": CATEGORIES,
+        "usualUpdates": USUAL_UPDATE_RATIOS,
+    }
 
 
 def check_packages() -> None:
@@ -151,39 +178,6 @@ def check_packages() -> None:
     """
     _templates()
     _plotly_script()
-
-
-def _names(numbers: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the axis labels of each location for wide and narrow pages."""
-    locations = dict.fromkeys(
-        location for part in ("series", "effects") for one in numbers.get(part, []) for location in one["locations"]
-    )
-    wide, narrow = (short_names(list(locations), letters) for letters in LETTERS)
-    return {location: [wide[location], narrow[location]] for location in locations}
-
-
-def _vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the properties of statistics, metrics and colors that the charts need."""
-    recorded = (name for one in numbers.get("series", []) for name in one["statistics"])
-    statistics = {
-        name: {
-            "axis": axis_name(name),
-            "formula": statistic.meaning,
-            "merged": statistic.merged,
-            "bounds": [0, 1] if statistic.unit in ("fraction", "units") else None,
-        }
-        for name, statistic in ((name, statistic_of(name)) for name in dict.fromkeys((*STATISTICS, *recorded)))
-    }
-    return {
-        "statistics": {
-            **statistics,
-            "median": {"axis": "median", "formula": "quantile at 0.5", "merged": "mean", "bounds": None},
-        },
-        "metricNames": list(METRIC_UNITS),
-        "metricUnits": METRIC_UNITS,
-        "colours": CATEGORIES,
-        "usualUpdates": USUAL_UPDATE_RATIOS,
-    }
 
 
 @cache

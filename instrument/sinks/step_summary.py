@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-    from .tensor_tiles import PendingTiles
+    from ..capture.device_copy import HostCopy
 
 _KIND = TABLES["tensors"].names.index("kind")
 
@@ -83,19 +83,24 @@ class SummaryCollector:
 class _CollectedStep:
     scalars: defaultdict[tuple[str, Fold], list[float]] = field(default_factory=lambda: defaultdict(list))
     histograms: defaultdict[str, list[Histogram]] = field(default_factory=lambda: defaultdict(list))
-    pictures: dict[str, PendingTiles] = field(default_factory=dict)
+    pictures: dict[str, HostCopy] = field(default_factory=dict)
     texts: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def is_complete(self) -> bool:
         if self.pictures and not self.scalars:  # the step has not ended
             return False
-        return all(tiles.copy.is_complete for tiles in self.pictures.values())
+        return all(copy.is_complete for copy in self.pictures.values())
 
     def summary(self) -> StepSummary:
+        drawn = {}
+        if self.pictures:
+            from .tensor_tiles import draw_tiles
+
+            drawn = {tag: draw_tiles(copy.wait().numpy()) for tag, copy in self.pictures.items()}
         return StepSummary(
             {tag: values[0] if len(values) == 1 else fold(values) for (tag, fold), values in self.scalars.items()},
             {tag: merge_histograms(several) for tag, several in self.histograms.items()},
-            {tag: tiles.draw() for tag, tiles in self.pictures.items()},
+            drawn,
             {tag: "\n\n".join(lines) for tag, lines in self.texts.items()},
         )

@@ -11,7 +11,7 @@ and white is the maximum. Values that are not finite are red; the lines between 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,26 +29,7 @@ WHITE, NOT_FINITE, BETWEEN = 253, 254, 255  # indices in the palette; black is 0
 PALETTE = [round(grey * 255 / WHITE) for grey in range(WHITE + 1) for _ in "rgb"] + [220, 40, 40] + [40, 60, 110]
 
 
-class PendingTiles(NamedTuple):
-    """Tiles in CPU memory, or being copied to it.
-
-    Attributes:
-        copy: The copy: float32, shape [tiles, height, width].
-    """
-
-    copy: HostCopy
-
-    def wait(self) -> np.ndarray[Any, Any]:
-        """Return the tiles. Wait for the copy if necessary."""
-        found: np.ndarray[Any, Any] = self.copy.wait().numpy()
-        return found
-
-    def draw(self) -> Image.Image:
-        """Return the tiles as one image. Wait for the copy if necessary."""
-        return draw_tiles(self.wait())
-
-
-def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> PendingTiles | None:
+def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> HostCopy | None:
     """Copy the displayed part of a tensor without waiting for its device.
 
     Args:
@@ -57,14 +38,14 @@ def tiles_of(kind: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Pen
         dtype: The dtype in which it is recorded; None for its own.
 
     Returns:
-        The tiles; None if the tensor cannot be drawn.
+        The copy of the tiles, float32, shape [tiles, height, width]; None if the tensor cannot be drawn.
     """
     shown = _cut(tensor.detach(), filters=kind in KINDS and KINDS[kind].family != "module")
     if shown is None:
         return None
     shown = shown.to(dtype or shown.dtype)
     shown = shown.abs() if shown.is_complex() else shown
-    return PendingTiles(HostCopy(shown.to(torch.float32)))
+    return HostCopy(shown.to(torch.float32))
 
 
 def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:

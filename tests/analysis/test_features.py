@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
-from instrument.analysis.features import _Cut, _recorded_positions
+from instrument.analysis.features import _recorded_positions
 from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.base import parse_slice
@@ -403,7 +403,9 @@ def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
 )
 def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int] | None) -> None:
     is_cut = cut[2] is not None and math.prod(shape) > cut[2]
-    positions = _recorded_positions((cut[2],) if is_cut else shape, shape, _Cut(*cut))
+    samples = list(cut[0]) if isinstance(cut[0], tuple) else cut[0]
+    spec = {"samples": samples, "slice": cut[1], "max_elements": cut[2]}
+    positions = _recorded_positions((cut[2],) if is_cut else shape, shape, spec)
     assert (None if positions is None else positions.tolist()) == wanted
     if wanted is not None and cut[1] is not None:
         numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) + np.zeros(shape)
@@ -411,7 +413,7 @@ def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int
 
 
 def test_selected_units_with_few_elements_keep_their_samples() -> None:
-    positions = _recorded_positions((4, 1), (4, 3), _Cut(None, None, 5))
+    positions = _recorded_positions((4, 1), (4, 3), {"max_elements": 5})
     assert positions is not None
     assert positions.tolist() == [0, 1, 2, 3]
 

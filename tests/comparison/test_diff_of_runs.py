@@ -23,7 +23,6 @@ from instrument.analysis.load import Run
 from instrument.comparison import recorded_differences
 from instrument.comparison.result import Diff
 from instrument.errors import ConfigError
-from instrument.report import make
 
 HOOKS: dict[str, Any] = {
     "inputs": {"layers": ".", "kind": "forward_pre", "action": "record"},
@@ -433,19 +432,6 @@ def test_figure_shows_the_layers_and_the_steps() -> None:
     assert profile.get_yticklabels()[0].get_text() == "stem  output"
     assert by_step.get_xlabel() == "step"
     assert len(instrument.plot.diff(replace(found, steps=found.steps[[0]])).axes) == 1
-
-
-@pytest.mark.slow
-def test_long_page_pictures_the_largest_differences(different: Diff, monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument.report import diff_page
-
-    monkeypatch.setattr(diff_page, "MOST_PICTURED", 2)
-    pictured = []
-    monkeypatch.setattr(diff_page, "plot_diff", lambda diff: pictured.append(diff) or instrument.plot.diff(diff))
-    make(different)
-    (shown,) = pictured
-    assert len(shown.layers) in (2, 3)
-    assert shown.layers.loc[shown.first.location, "layer"] == "blocks.1.activation"
 
 
 PROBLEMS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], str, str]] = {

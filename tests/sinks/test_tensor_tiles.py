@@ -16,7 +16,7 @@ RED, BLUE, GREY, BLACK, WHITE = (220, 40, 40), (40, 60, 110), (128, 128, 128), (
 
 def tiles(tensor: Tensor, kind: str = "forward", dtype: torch.dtype | None = None) -> np.ndarray[Any, Any] | None:
     found = tiles_of(kind, tensor, dtype)
-    return None if found is None else found.wait()
+    return None if found is None else found.wait().numpy()
 
 
 def colours(values: Any) -> np.ndarray[Any, Any]:
@@ -112,4 +112,4 @@ def test_gpu_tensor_is_drawn_without_synchronisation() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert found is not None
-    assert np.array_equal(found.wait(), expected.numpy())
+    assert np.array_equal(found.wait().numpy(), expected.numpy())
