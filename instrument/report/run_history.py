@@ -293,5 +293,5 @@ def _combinations(rows: pa.Table) -> Iterator[tuple[dict[str, str], np.ndarray]]
     """Yield each combination of hook, kind, role, phase, layer and path with the indices of its rows, by first row."""
     numbered = rows.select(WHERE).append_column("index", pa.array(np.arange(rows.num_rows)))
     groups = numbered.group_by(list(WHERE), use_threads=False).aggregate([("index", "list")])
-    for cells, index in zip(groups.select(WHERE).to_pylist(), groups["index_list"], strict=True):
-        yield cells, index.values.to_numpy()
+    indices = (cells.values.to_numpy() for cells in groups["index_list"])
+    yield from sorted(zip(groups.select(WHERE).to_pylist(), indices, strict=True), key=lambda group: int(group[1][0]))
