@@ -93,7 +93,7 @@ class _CollectedStep:
         return all(copy.is_complete for copy in self.pictures.values())
 
     def summary(self) -> StepSummary:
-        drawn = {}
+        drawn: dict[str, Image] = {}
         if self.pictures:
             from .tensor_tiles import draw_tiles
 
