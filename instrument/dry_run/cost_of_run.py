@@ -18,11 +18,10 @@ from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.schedule import STEP_PHASES
+from ..spec.schedule import STEP_PHASES, Schedule
 from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
-from .sample_rows import sample_rows
 from .size_estimates import Sample, bytes_of_rows, bytes_of_tensors
 
 
@@ -108,7 +107,42 @@ def _result(
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
-    return Forecast(cost, without, without + fixed + added, sample_rows(experiment, tensor_bytes))
+    return Forecast(cost, without, without + fixed + added, _sample_rows(experiment, tensor_bytes))
+
+
+def _sample_rows(experiment: Experiment, tensors: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the number of rows of the tables with one row per sample, over all processes.
+
+    Args:
+        experiment: The experiment.
+        tensors: By spec, one entry for each tensor that it recorded in the dry run.
+    """
+    length, names_all = experiment.length, experiment.config.data.ids == "all"
+    rows = {"samples": 0, "generated": 0}
+    for phase in experiment.inferred_by_phase:
+        every = range(length.steps) if phase in STEP_PHASES else length.evaluations.steps_in(Schedule(phase="eval"))
+        # The probe batch runs if a hook of its phase is scheduled, also one without tensors.
+        schedules = [
+            firings_of(spec, length).steps
+            for name, spec in experiment.plan.specs.items()
+            if spec.phase == phase and (names_all or (tensors[name] and spec.definition.frequency == "micro_step"))
+        ]
+        named = every if names_all and phase != "probe" else sorted(set().union(*schedules))
+        rows["samples"] += _samples_in(experiment, phase, named)
+        if phase in experiment.generating_phases:
+            rows["generated"] += _samples_in(experiment, phase, every)
+    return rows
+
+
+def _samples_in(experiment: Experiment, phase: str, steps: Sequence[int]) -> int:
+    """Return the number of samples in all batches of these steps, evaluations, or passes of the probe batch."""
+    length, batches = experiment.length, experiment.batches
+    if phase in STEP_PHASES:
+        missing = batches.micro_batches_per_epoch * batches.batch_size - batches.length  # in the last batch of an epoch
+        return length.micro_steps(steps) * batches.batch_size - missing * length.epoch_ends(steps)
+    if phase == "eval":
+        return len(steps) * (0 if experiment.eval_loader is None else experiment.eval_loader.length)
+    return len(steps) * (0 if experiment.probe_batch is None else experiment.probe_batch.samples)
 
 
 def _memory(spec: HookSpec, name: str, profile: Profile) -> int:

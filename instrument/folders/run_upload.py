@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 from ..capture.collectives import own_rank
 from ..errors import ConfigError, Problem
@@ -19,21 +18,6 @@ from ..spec.config import SinkConfig
 from .run_record import PREVIOUS_ATTEMPTS
 
 
-class Reporter(Protocol):
-    """The output for messages about uploads: a terminal, or Python warnings."""
-
-    def warn(self, message: str) -> None:
-        """Show a warning."""
-
-    def uploaded(self, address: str, size: int) -> None:
-        """Show that the upload is complete.
-
-        Args:
-            address: The address of the remote folder.
-            size: The number of uploaded bytes.
-        """
-
-
 class RemoteCopy:
     """Uploads a run to a remote folder, in the background and at the end. Does nothing without a remote address.
 
@@ -42,7 +26,8 @@ class RemoteCopy:
     Args:
         folder: The folder of the run.
         sink: The `sink` section: the remote address and whether local files are kept.
-        reporter: The output for messages.
+        warn: Called with the text of each warning.
+        uploaded: Called with the remote address and the number of bytes when the upload is complete. Default: nothing is called.
         where: The configuration key of the address, for error messages. Default: `sink.remote`.
 
     Attributes:
@@ -52,10 +37,18 @@ class RemoteCopy:
         ConfigError: The address is invalid, or a required package is missing.
     """
 
-    def __init__(self, folder: Path, sink: SinkConfig, reporter: Reporter, *, where: str = REMOTE_KEY) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        sink: SinkConfig,
+        warn: Callable[[str], None],
+        uploaded: Callable[[str, int], object] = lambda *_: None,
+        *,
+        where: str = REMOTE_KEY,
+    ) -> None:
         self.folder = folder
         self.keep_local = sink.keep_local
-        self.reporter = reporter
+        self.warn, self.uploaded = warn, uploaded
         check_remote(sink.remote, where)
         self.address = None if sink.remote is None else remote_address_of(folder, sink.remote)
         self._remote = None if self.address is None else RemoteFolder(self.address, where)
@@ -147,8 +140,8 @@ class RemoteCopy:
             first = f"{name}: {problem}" if name else problem
             more = f", and {len(result.failed) - 1} more" if len(result.failed) > 1 else ""
             command = f"python -m instrument.upload {shlex.quote(str(self.folder))}"
-            self.reporter.warn(
+            self.warn(
                 f"the upload to {self.address} is incomplete ({first}{more}); upload the missing files with: {command}"
             )
         elif own_rank() == 0:
-            self.reporter.uploaded(str(self.address), result.bytes)
+            self.uploaded(str(self.address), result.bytes)

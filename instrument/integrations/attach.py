@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,16 +222,6 @@ def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
     return files if own is None else TeeSink(files, {own.name: own}, required=[own.name])
 
 
-class _Warnings:
-    """Display of uploads that issues warnings and ignores successful uploads."""
-
-    def warn(self, message: str) -> None:
-        warnings.warn(message, InstrumentWarning, stacklevel=2)
-
-    def uploaded(self, address: str, size: int) -> None:
-        pass
-
-
 def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
     """Return the remote copy of a run; it does nothing if `remote` is None.
 
@@ -240,7 +231,8 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
     if out is None and remote is not None:
         message = "the rows are kept in memory, so there are no files to upload"
         raise ConfigError(Problem("remote", message, fix="pass out=FOLDER"))
-    return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), _Warnings(), where="remote")
+    warn = partial(warnings.warn, category=InstrumentWarning)
+    return RemoteCopy(Path(out or "."), SinkConfig(remote=remote), warn, where="remote")
 
 
 def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
 
 from ..formatting import shorten
 from ..nested import iter_tensors
@@ -73,34 +73,17 @@ class LossOutput:
         used = next((path for path, tensor in tensors.items() if tensor is main), None)
         if used is None:  # It is no entry, but computed by the output.
             return None
-        edges = _edges(loss)
-        unused = [path for path, tensor in tensors.items() if tensor.requires_grad and _edge(tensor) not in edges]
+        unused = [path for path, tensor in tensors.items() if tensor.requires_grad]
+        if loss.requires_grad and unused:
+            having = [tensors[path] for path in unused]
+            gradients = torch.autograd.grad(loss, having, retain_graph=True, allow_unused=True)
+            unused = [path for path, gradient in zip(unused, gradients, strict=True) if gradient is None]
         all_paths, without_gradient = (shorten([*map(repr, paths)], MOST_PATHS) for paths in (tensors, unused))
         message = f"the loss uses output {used!r} of the {len(tensors)} tensors that the model returns"
         if loss.requires_grad and unused:
             message += f"; {without_gradient} {'gets' if len(unused) == 1 else 'get'} no gradient from it"
         message += f"; set task.output to {used!r} to confirm this, or to another one of {all_paths}"
         return OutputNotice(message, "warning" if loss.requires_grad and unused else "info")
-
-
-def _edge(tensor: Tensor) -> tuple[Node, int]:
-    """Return the node of the graph that gets the gradient of a tensor, and the index of the gradient."""
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def _edges(loss: Tensor) -> set[tuple[Node, int]]:
-    """Return the edges of the graph of a loss. Each of them carries a gradient in a backward pass."""
-    edges: set[tuple[Node, int]] = set()
-    waiting = [_edge(loss)] if loss.requires_grad else []
-    visited: set[Node] = set()
-    while waiting:
-        edge = waiting.pop()
-        edges.add(edge)
-        if edge[0] not in visited:
-            visited.add(edge[0])
-            waiting += [(node, number) for node, number in edge[0].next_functions if node is not None]
-    return edges
 
 
 def main_output(output: Any) -> Tensor:

@@ -96,7 +96,7 @@ def run(
     with synced_errors(processes):
         strategy = choose_strategy(config, processes)
         require({name: f"sink.{name}" for name in config.sink.trackers})
-        copy = RemoteCopy(folder, config.sink, terminal)
+        copy = RemoteCopy(folder, config.sink, terminal.warn, terminal.uploaded)
         if config.report:
             _check_report_packages()
         own_folder = (

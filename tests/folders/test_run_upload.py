@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,13 +261,12 @@ def test_keep_local_false_without_a_remote_is_refused(cli: Cli) -> None:
 
 def test_ranks_upload_their_parts_and_rank_0_the_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_upload, "CHECK_SECONDS", 0.01)
-    folder, reporter, uploaded = write_run(tmp_path / "run"), SimpleNamespace(warn=pytest.fail), list[str]()
-    reporter.uploaded = lambda address, size: uploaded.append(address)
+    folder, uploaded = write_run(tmp_path / "run"), list[str]()
     sink = SinkConfig(remote=f"memory:/{tmp_path}/there")
     copies = []
     for rank in (0, 1):
         monkeypatch.setattr(run_upload, "own_rank", lambda rank=rank: rank)
-        copies.append(RemoteCopy(folder, sink, reporter))
+        copies.append(RemoteCopy(folder, sink, pytest.fail, lambda address, size: uploaded.append(address)))
         copies[rank].begin()
         with new_part(folder, TABLES["stats"], Part(rank, 0)):
             pass
