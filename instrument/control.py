@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from .errors import InstrumentError
-from .folders.control_request import request_changes
+from .folders.control_folder import request_changes
 from .spec.run_changes import ALLOWED
 
 

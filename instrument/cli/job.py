@@ -79,8 +79,8 @@ def job(config: DictConfig) -> float | None:
             show_plan(parsed, None)
             return None
         with importing():
+            from ..sweeps.objective import score_job
             from ..sweeps.optuna_checks import is_search, worst_score
-            from ..sweeps.score import score_job
             from ..training.runner import run
             from ..training.terminal import Terminal
 

@@ -272,18 +272,10 @@ class WorkerRunFolder:
             raise ConfigError(Problem(where, message, given=str(path)))
 
     @contextmanager
-    def recording(
-        self,
-        has_started: Callable[[], bool],  # noqa: ARG002
-        stop_reason: Callable[[], str | None] = lambda: None,  # noqa: ARG002
-    ) -> Iterator[None]:
-        """Release the lock at the end of the block.
+    def recording(self, **_: object) -> Iterator[None]:
+        """Release the lock at the end of the block. The arguments of `RunFolder.recording` are ignored.
 
         If rank 0 died before it wrote a final status, this method writes the failure to run.json.
-
-        Args:
-            has_started: Ignored; see `RunFolder.recording`.
-            stop_reason: Ignored.
         """
         try:
             yield

@@ -19,7 +19,6 @@ from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.collectives import Ranks, own_rank
 from ..capture.deferred_interrupts import signal_safe_contextmanager
 from ..capture.optimizer_checks import Optimizers
-from ..capture.probe import Probe
 from ..capture.sink_interface import Sink
 from ..distributed.process_group import report_dead_ranks
 from ..distributed.unsupported import reduce_problems, shard_problems
@@ -43,7 +42,7 @@ from ..spec.parse import parse_budget
 from ..spec.spec_file import Specs, read_rules, read_specs
 from ..stats.device_choice import measured_by
 from ..stats.kernel import KERNEL
-from ..training.compiled_models import describe_graph_breaks, graph_breaks, prepare_compiled
+from ..training.compiled_models import prepare_compiled, reported_graph_breaks
 from .attached_probe import AttachedProbe
 
 
@@ -173,7 +172,9 @@ def attach(
     try:
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
-            with _events_of_compiler(probe, notice):
+            if notice is not None:
+                probe.event("compiled", notice, severity="info")
+            with reported_graph_breaks(probe):
                 yield probe
             for message in copy.messages():
                 probe.event("remote", message)
@@ -181,17 +182,6 @@ def attach(
         probe.detach()  # if a signal arrived before the probe's block ended
         for message in probe.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=4)
-
-
-@contextmanager
-def _events_of_compiler(probe: Probe, notice: str | None) -> Iterator[None]:
-    """Write an event for a compiled model (`notice`) and one for the graph breaks of the block."""
-    if notice is not None:
-        probe.event("compiled", notice, severity="info")
-    breaks = graph_breaks()
-    yield
-    if message := describe_graph_breaks(breaks):
-        probe.event("graph_break", message, severity="info")
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import pandas as pd
 from torch import Tensor
@@ -133,28 +133,9 @@ class AttachedProbe(Probe):
     custom_metrics = _OfRun(lambda run: run.custom_metrics)
     problems = _OfRun(lambda run: run.problems)
     tensors = _OfRun(lambda run: run.tensors)
+    features = _OfRun(lambda run: cast("Callable[..., Features]", run.features))  # of one run
     read = _OfRun(lambda run: run.read)
     scan = _OfRun(lambda run: run.scan)
     count = _OfRun(lambda run: run.count)
     sql = _OfRun(lambda run: run.sql)
     lazy = _OfRun(lambda run: run.lazy)
-
-    def features(
-        self,
-        layer: str,
-        *,
-        hook: str | None = None,
-        role: str = "output",
-        phase: str | None = None,
-        step: int | Collection[int] | None = None,
-        epoch: int | Collection[int] | None = None,
-        call: int | None = None,
-        path: str | None = None,
-        out: str | Path | None = None,
-    ) -> Features:
-        """Join the recorded tensors of a layer over all batches; see `Run.features`."""
-        features = self.run.features(
-            layer, hook=hook, role=role, phase=phase, step=step, epoch=epoch, call=call, path=path, out=out
-        )
-        assert isinstance(features, Features), "a probe records one run"
-        return features

@@ -18,15 +18,7 @@ from .attached_probe import AttachedProbe
 
 
 class TrainerCallbackBase:
-    """Hook specs, the output folder, and the probe after attaching.
-
-    Args:
-        specs: The hooks, as for `instrument.attach`.
-        out: Folder of the run. Default: rows are kept in memory.
-        overwrite: Whether to replace the run in `out`, as for `instrument.attach`. Default: False.
-        seed: Seed of interventions that draw random numbers.
-        rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training.
-    """
+    """Hook specs, the output folder, and the probe after attaching. Its subclasses describe the arguments."""
 
     _watch: PhaseWatch  # while the hooks are attached
 

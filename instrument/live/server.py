@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ..errors import InstrumentError
-from ..folders.control_folder import MOST_BYTES
-from ..folders.control_request import request_changes
+from ..folders.control_folder import MOST_BYTES, request_changes
 from ..pip_extras import pip_command
 from ..report import check_packages
 from ..report.numbers import as_json

@@ -15,8 +15,7 @@ from ..spec.field_types import Selection
 from ..spec.globs import matches
 from ..spec.hooks import HookSpec
 from .attention_heads import check_heads
-from .layer_selection import select_layers
-from .modules import Layer, Layers
+from .modules import Layer, Layers, select_layers
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from .gan import WassersteinGAN
 from .generation import Generate
 from .keywords import HuggingFace, LossDict
 from .language import NextToken
-from .loss_output import main_output
+from .model_output import main_output
 from .reconstruction import Reconstruction
 from .supervised import KLDivergence, Supervised, soft_targets
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import Outcome, Task, call_task
-from .output_unit import OutputUnit, captured_outputs, last_output
+from .model_output import OutputUnit, captured_outputs, last_output
 
 
 class Forward(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..nested import structure
 from .base import Generated, Outcome
-from .loss_output import main_output
+from .model_output import main_output
 
 
 class Tokenizer(Protocol):

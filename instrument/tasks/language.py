@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import IGNORED, Outcome, inputs_of, pair_of
-from .loss_output import LossOutput
+from .model_output import LossOutput
 
 
 class NextToken:

@@ -7,8 +7,8 @@ from typing import Any
 from torch import nn
 
 from .base import Outcome, inputs_of
-from .loss_output import LossOutput
 from .loss_terms import HasLoss, Loss, number_of_terms
+from .model_output import LossOutput
 
 
 class Reconstruction(HasLoss):

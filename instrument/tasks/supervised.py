@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .base import Outcome, pair_of
-from .loss_output import LossOutput
 from .loss_terms import HasLoss, Loss, counted_targets, number_of_terms
+from .model_output import LossOutput
 
 
 class Supervised(HasLoss):

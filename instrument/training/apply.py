@@ -13,8 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
 from ..plan.hook_plan import is_selected
-from ..plan.layer_selection import select_layers
-from ..plan.modules import Layer, Layers
+from ..plan.modules import Layer, Layers, select_layers
 from ..plan.shape_inference import without_side_effects
 from ..spec.apply import (
     AddParameterSpec,

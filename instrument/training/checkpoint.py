@@ -40,7 +40,7 @@ from .experiment import Experiment
 if TYPE_CHECKING:
     from ..distributed.process_group import Processes
 
-VERSION = 5
+VERSION = 6
 TEMPORARY_SUFFIX = ".tmp"
 
 

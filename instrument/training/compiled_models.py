@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from ..capture.probe import Probe
 from ..errors import ConfigError
 from ..plan.hook_plan import HookPlan
 from ..spec.config import CompileConfig
@@ -66,21 +69,17 @@ def place_of_hooks(plan: HookPlan) -> str:
     return f"{text}; {reasons}" if outside else text
 
 
-def graph_breaks() -> Counter[str]:
+@contextmanager
+def reported_graph_breaks(probe: Probe) -> Iterator[None]:
+    """Write an event for the graph breaks of the block: their number, and the reasons that the compiler reports."""
+    before = _graph_breaks()
+    yield
+    breaks = _graph_breaks() - before
+    if reasons := [f"{count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items()]:
+        probe.event("graph_break", f"{breaks.total()} graph breaks: {'; '.join(reasons)}", severity="info")
+
+
+def _graph_breaks() -> Counter[str]:
     """Return the number of graph breaks in this process, by the reason that the compiler reports."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return Counter() if compiler is None else Counter(compiler.counters["graph_break"])
-
-
-def describe_graph_breaks(before: Counter[str]) -> str:
-    """Describe the graph breaks since an earlier call of `graph_breaks`.
-
-    Args:
-        before: The result of the earlier call.
-
-    Returns:
-        The number of graph breaks with the reasons; an empty string without graph breaks.
-    """
-    breaks = graph_breaks() - before
-    reasons = [f"{count} x {reason.strip().splitlines()[0]}" for reason, count in breaks.items()]
-    return f"{breaks.total()} graph breaks: {'; '.join(reasons)}" if reasons else ""

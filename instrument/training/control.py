@@ -11,7 +11,7 @@ from ..distributed.process_group import Processes
 from ..errors import ConfigError
 from ..folders.control_folder import Answer, ControlFolder, MessageError
 from ..spec.run_changes import Request, Settings, parse_changes
-from .learning_rate_scale import LearningRateScale
+from .schedulers import LearningRateScale
 
 SENT_TOO_EARLY = "the message was sent before the run was started or resumed"
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..spec.config import DataConfig, SliceSpec, TrainConfig
 from ..spec.field_types import Target
 from ..targets import build, build_callable
-from .dataset_splits import is_iterable, load_split
+from .dataset_slices import is_iterable, load_split, slice_indices
 from .datasets import DatasetMissingError
 from .loader import (
     DEFAULT_OPTIONS,
@@ -27,7 +27,6 @@ from .loader import (
     preserved_random_states,
     seed_random_states,
 )
-from .slice_indices import slice_indices
 
 DIGITS_AS_MNIST = Target.model_validate({"_target_": "instrument.training.datasets.digits", "size": 28})
 

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
 from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
-from ..distributed.strategies import Strategy
-from ..distributed.unused_parameters import has_unused_parameters
+from ..distributed.strategies import Strategy, has_unused_parameters
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import structure, to_device
 from ..plan.cost import Length, firings_of
@@ -36,8 +35,7 @@ from ..spec.schedule import Evaluations
 from ..targets import argument_names, build
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
-from ..tasks.loss_output import LossOutput, OutputNotice
-from ..tasks.output_unit import OutputUnit, captured_outputs, last_output
+from ..tasks.model_output import LossOutput, OutputNotice, OutputUnit, captured_outputs, last_output
 from .apply import apply_specs, build_module
 from .compiled_models import compile_model
 from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
@@ -46,11 +44,11 @@ from .function_trials import FunctionCheck
 from .hook_batch_checks import PhaseBatches, check_batch_shapes
 from .initial_weights import InitialWeights, LoadedWeights
 from .input_gradients import with_input_gradients
-from .learning_rate_scale import LearningRateScale
 from .loader import LoadedBatch, Loader, LoaderOptions
 from .loss_checks import check_loss_of_parts
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
+from .schedulers import LearningRateScale
 
 _TRIED_STEPS = 1000  # of a scheduler, before the run
 _ROUNDING = 1e-9  # a learning rate that decreases to 0 may be slightly negative

@@ -19,7 +19,7 @@ from .experiment import Experiment
 from .input_gradients import with_input_gradients
 from .loop import Progress, StepObserver
 
-CUSTOM, WEIGHT = "custom ", "weight of "  # prefixes of the sums of a custom metric
+WEIGHT = "weight of "  # prefix of the sum of the weights of a metric
 
 
 def run_forward(
@@ -98,11 +98,8 @@ def forward_step(
     return row, total, means.classified
 
 
-_SUMS = ("loss", "accuracy", "weight", "classified", "seconds", "samples")
-
-
 class _Sums(Mapping[str, "float | None"]):
-    """The weighted sums of the metrics of all batches so far. The row of a batch is read at the next batch.
+    """The weighted sums of the metrics of all batches so far, and of their weights. The row of a batch is read at the next batch.
 
     A row on a GPU is complete by then, so that the host does not wait for the device.
 
@@ -112,7 +109,7 @@ class _Sums(Mapping[str, "float | None"]):
     """
 
     def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:
-        self._sums: dict[str, float | None] = {**dict.fromkeys(_SUMS, 0.0), **sums}
+        self._sums: dict[str, float | None] = dict(sums)
         self._adds_losses = adds_losses
         self._pending: tuple[Mapping[str, float | None], float, Tensor | float, int] | None = None
 
@@ -131,19 +128,16 @@ class _Sums(Mapping[str, "float | None"]):
     def _read_pending(self) -> None:
         if self._pending is None:
             return
-        (row, weight, targets, samples), self._pending = self._pending, None
-        loss, accuracy, seconds, classified = row["loss"], row["accuracy"], row["seconds"], float(targets)
-        self._add("loss", None if loss is None else loss * weight)
-        self._add("accuracy", None if accuracy is None else accuracy * classified)
-        self._add("weight", weight)
-        self._add("classified", classified)
-        self._add("seconds", seconds)
+        (row, weight, classified, samples), self._pending = self._pending, None
+        custom = (name for name, value in custom_metrics_in(row).items() if value is not None)
+        weights = {"loss": weight, "accuracy": float(classified)}
+        weights |= dict.fromkeys(custom, samples if self._adds_losses else weight)
+        for name, of_metric in weights.items():
+            value = row[name]
+            self._add(name, None if value is None else value * of_metric)
+            self._add(f"{WEIGHT}{name}", of_metric)
+        self._add("seconds", row["seconds"])
         self._add("samples", samples)
-        of_metrics = samples if self._adds_losses else weight
-        for name, value in custom_metrics_in(row).items():
-            if value is not None:
-                self._add(f"{CUSTOM}{name}", value * of_metrics)
-                self._add(f"{WEIGHT}{name}", of_metrics)
 
     def _add(self, name: str, value: float | None) -> None:
         """Add a value to a sum; without a value, the sum is None."""
@@ -152,22 +146,19 @@ class _Sums(Mapping[str, "float | None"]):
 
     def means(self) -> dict[str, float | None]:
         """Return the metrics of all batches."""
-        loss, accuracy, weight, classified, seconds, samples = (self[name] for name in _SUMS)
-        loss = None if loss is None else loss / (1.0 if self._adds_losses else weight or 1.0)
-        accuracy = None if accuracy is None else accuracy / (classified or 1.0)
-        seconds, samples = seconds or 0.0, samples or 0.0
-        custom = {
-            name: (self[f"{CUSTOM}{name}"] or 0.0) / (self[f"{WEIGHT}{name}"] or 1.0)
-            for name in (key.removeprefix(CUSTOM) for key in self if key.startswith(CUSTOM))
-        }
-        speed = samples / seconds
-        return {"loss": loss, "accuracy": accuracy, "seconds": seconds, "samples_per_second": speed, **custom}
+        means: dict[str, float | None] = {}
+        for name in (key.removeprefix(WEIGHT) for key in self if key.startswith(WEIGHT)):
+            total, weight = self[name], 1.0 if name == "loss" and self._adds_losses else self[f"{WEIGHT}{name}"]
+            means[name] = None if total is None else total / (weight or 1.0)
+        seconds, samples = self["seconds"] or 0.0, self["samples"] or 0.0
+        return {**means, "seconds": seconds, "samples_per_second": samples / seconds}
 
     def __getitem__(self, name: str) -> float | None:
         self._read_pending()
         return self._sums[name]
 
     def __iter__(self) -> Iterator[str]:
+        self._read_pending()
         return iter(self._sums)
 
     def __len__(self) -> int:

@@ -370,44 +370,16 @@ class _RecordingCheck:
             yield Problem(f"{self.where}.run", message, self.spec.run)
 
     def _batch_problem(self, location: TensorLocation, step: int) -> Problem:
-        """Return the problem that the batches of a step differ between the runs.
-
-        The message contains the settings that make them equal.
-        """
-        phase = self.spec.phase
-        evaluates = phase not in STEP_PHASES
+        """Return the problem that the batches of a step differ between the runs."""
         scales = self.spec.definition.family == "module" and self.tensors[location][1][:1] == (self.batches.samples,)
-        by_step: dict[int, list[int | None]] = {}
-        for (source, _), tensors in sorted(self.recorded[location].items()):
-            shape = tensors[0].source
-            by_step.setdefault(source, []).append(shape[0] if shape and scales else None)
-        recorded_sizes, here = by_step.get(self._source_step(step), []), list(self.batches.sizes(step))
+        source = self._source_step(step)
+        of_step = sorted((batch, each) for (at, batch), each in self.recorded[location].items() if at == source)
+        sources = [tensors[0].source for _, tensors in of_step]
         message = (
-            f"{location} was recorded in {_batches(recorded_sizes)} at step {self._source_step(step)}, "
-            f"but this run has {_batches(here)}"
+            f"{location} was recorded in {_batches([shape[0] if shape and scales else None for shape in sources])} at step "
+            f"{source}, but this run has {_batches(self.batches.sizes(step))}"
         )
-        usual_sizes = list(self.batches.sizes(0))
-        most_recorded_sizes = max(by_step.values(), key=lambda sizes: (len(sizes), sum(filter(None, sizes))))
-        settings = []
-        if most_recorded_sizes[0] not in (None, usual_sizes[0]):
-            key = {"eval": "train.eval_batch_size", "probe": "data.probe_batch"}.get(phase, "train.batch_size")
-            settings.append(f"{key}={most_recorded_sizes[0]}")
-        if not evaluates and len(most_recorded_sizes) != len(usual_sizes):
-            settings.append(f"train.accumulate={len(most_recorded_sizes)}")
-        if phase == "eval" and None not in recorded_sizes and (total := sum(filter(None, recorded_sizes))) != sum(here):
-            settings.append(f"a data.eval_slice of {total} samples")
-        if settings:
-            fix = "set " + " and ".join(settings)
-        elif evaluates or None in recorded_sizes:
-            fix = f"use batches of the same sizes: {_batches(recorded_sizes)}"
-        elif recorded_sizes == usual_sizes:
-            fix = (
-                "set a schedule (steps, every, start, stop) that omits the steps with smaller batches; "
-                f"or a data.slice whose number of samples is a multiple of {sum(usual_sizes)}"
-            )
-        else:
-            fix = f"set a schedule (steps, every, start, stop) of steps with {_batches(recorded_sizes)}"
-            fix += "; or another 'step'" if self.spec.step is not None else ""
+        fix = "use the batches of the other run, or a schedule (steps, every, start, stop) of steps that have the same ones"
         return Problem(f"{self.where}.run", message, self.spec.run, fix=fix)
 
 

@@ -33,11 +33,10 @@ from ..stats.device_choice import measured_by
 from ..stats.kernel import KERNEL
 from ..targets import build
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
-from .compiled_models import describe_graph_breaks, graph_breaks
+from .compiled_models import reported_graph_breaks
 from .control import Control
-from .dataset_hash import dataset_hashes
 from .device_and_seed import process_state
-from .environment import code_hashes, hardware
+from .environment import code_hashes, dataset_hashes, hardware
 from .experiment import Experiment, prepare
 from .forward import run_forward
 from .loop import train
@@ -292,8 +291,7 @@ class _Training:
             recording stopped (None otherwise).
         """
         experiment, probe = self.experiment, self.probe
-        with probe, self.terminal.progress(experiment.steps) as show:
-            breaks = graph_breaks()
+        with probe, self.terminal.progress(experiment.steps) as show, reported_graph_breaks(probe):
             last = None
             if self.source is not None:
                 rule = "counterfactual" if self.source.counterfactual else "replay"
@@ -320,8 +318,6 @@ class _Training:
                 probe.event("init_from", changes)
             loop = train if experiment.config.mode == "train" else run_forward
             metrics = loop(experiment, probe, show, self._end_step, last)
-            if message := describe_graph_breaks(breaks):
-                probe.event("graph_break", message, severity="info")
         return metrics, self.sink.failure
 
     def begin(self) -> None:

@@ -8,8 +8,7 @@ import pytest
 from torch import nn
 
 from instrument.errors import ConfigError, Problem
-from instrument.plan.layer_selection import select_layers
-from instrument.plan.modules import Layers
+from instrument.plan.modules import Layers, select_layers
 from instrument.spec.field_types import Selection
 
 

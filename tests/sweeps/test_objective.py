@@ -18,8 +18,7 @@ import instrument
 from instrument.cli.sweep_checks import check_objective
 from instrument.configuration.search_path import config_loader
 from instrument.errors import ConfigError
-from instrument.sweeps.objective import read_objective
-from instrument.sweeps.score import score_job
+from instrument.sweeps.objective import read_objective, score_job
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=3", "train.eval_every=1")

@@ -22,7 +22,7 @@ from waiting import wait_until
 import instrument
 from instrument import ConfigError, HookError, control
 from instrument.actions.base import Context
-from instrument.folders import control_folder, control_request
+from instrument.folders import control_folder
 from instrument.folders.control_folder import ControlFolder, MessageError, send
 from instrument.sinks.lock import FolderLock
 from instrument.spec.run_changes import Change, Settings, parse_changes
@@ -183,7 +183,7 @@ def test_only_a_run_in_progress_is_changed(tmp_path: Path, running: Path, capsys
 def test_message_is_withdrawn_if_the_run_ends(
     running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(control_request, "is_locked", lambda folder: False)
+    monkeypatch.setattr(control_folder, "is_locked", lambda folder: False)
     assert control.main([str(running), "stop"]) == 1
     assert "the run ended before it read the message" in capsys.readouterr().err
     assert list((running / "control").iterdir()) == []

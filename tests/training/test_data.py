@@ -16,8 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 from instrument import ConfigError
 from instrument.spec.config import DataConfig, SliceSpec, TrainConfig
 from instrument.training.data import Batches, first_batch, load_data
+from instrument.training.dataset_slices import slice_indices
 from instrument.training.datasets import digits, random_tensors
-from instrument.training.slice_indices import slice_indices
 
 CLASSES = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
 

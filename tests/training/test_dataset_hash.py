@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from instrument.training.dataset_hash import SAMPLES, content_hash
+from instrument.training.environment import SAMPLES, content_hash
 from instrument.training.loader import Slice, Stream
 
 

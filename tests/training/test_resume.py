@@ -187,7 +187,7 @@ def test_invalid_checkpoint_is_refused_without_unpickling(cli: Cli, out: Path, c
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: state.update(version=2), "the checkpoint must have version 5, but has version 2"),
+        (lambda state: state.update(version=2), "the checkpoint must have version 6, but has version 2"),
         (lambda state: state["probe"].pop("phases"), "the checkpoint does not match this experiment"),
         (lambda state: state["probe"]["hooks"].pop(), "the checkpoint does not match this experiment"),
     ],

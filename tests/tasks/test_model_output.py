@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import instrument
 from instrument import ConfigError
 from instrument.tasks import NextToken, Reconstruction, Supervised
-from instrument.tasks.loss_output import LossOutput
+from instrument.tasks.model_output import LossOutput
 
 Cli = Callable[..., Any]
 
