@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from ..analysis.run_files import RunFiles
 from ..errors import ConfigError, InstrumentError, Problem
 from ..sinks.lock import is_locked
 from ..sinks.remote_folder import check_is_local
@@ -216,6 +215,8 @@ def request_changes(
         InstrumentError: The run is not in progress, belongs to another user, or ended before it read the message, or the time
             is over.
     """
+    from ..analysis.run_files import RunFiles  # Imported late: it imports pandas, which a run needs only at its end.
+
     check_is_local(run, "RUN", "a run can only be changed in its local folder", fix="run this command on its machine")
     folder = Path(run)
     if not (folder / "run.json").exists():

@@ -14,8 +14,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, Problem, RankError, SinkError
 from ..sinks.lock import FolderLock, is_locked
 from ..sinks.remote_folder import check_is_local
-from .folder_snapshot import Snapshot
-from .replaced_run import ReplacedRun
+from .folder_snapshot import ReplacedRun, Snapshot
 from .run_record import (
     PACKAGES,
     Status,

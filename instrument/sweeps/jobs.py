@@ -185,24 +185,13 @@ def error_of(info: Mapping[str, Any]) -> str | None:
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
-class _RecordLoader(yaml.CSafeLoader):  # type: ignore[misc]
-    """Loader for the YAML that OmegaConf writes, which is several times faster than OmegaConf's own one."""
-
-
-for _name in ("Path", "PosixPath", "WindowsPath"):
-    _RecordLoader.add_constructor(
-        f"tag:yaml.org,2002:python/object/apply:pathlib.{_name}",
-        lambda loader, node: Path(*loader.construct_sequence(node)),
-    )
-
-
 @lru_cache(maxsize=1)
 def _parse_record(text: str) -> DictConfig:
     """Parse the text of a sweep record. Every job reads the record of its sweep, and a process often runs many jobs.
 
     The result is read-only, because all readers of the same text share it.
     """
-    record: DictConfig = OmegaConf.create(yaml.load(text, _RecordLoader))
+    record = OmegaConf.create(text)
     OmegaConf.set_readonly(record, True)
     return record
 
@@ -220,7 +209,7 @@ def read_sweep(folder: Path) -> DictConfig:
         with (folder / SWEEP_RECORD).open() as file:
             record = _parse_record(file.read())
         reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
-    except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, AssertionError) as error:
         reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
     if reason:
         message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"

@@ -17,7 +17,6 @@ from typing import Any
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 from ..folders.run_record import read_record, write_json
 from ..pip_extras import pip_command
-from ..sinks.parts import part_files
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import REMOTE_KEY, RemoteFolder, folder_at, moved_to
 from ..spec.messages import is_misspelled
@@ -222,6 +221,8 @@ def score_job(
 
 def _incomplete_reason(folder: Path, record: Mapping[str, Any]) -> str:
     """Return why the available rows are not all rows of the run; empty if they are complete."""
+    from ..sinks.parts import part_files  # Imported late: it imports pyarrow.
+
     if stopped := record.get("recording_stopped"):
         return f"recording stopped: {stopped}"
     if moved_to(record) is not None and any(part_files(folder, table) for table in NUMERIC_TABLES):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from instrument import ConfigError
-from instrument.folders.replaced_run import ASIDE
+from instrument.folders.folder_snapshot import ASIDE
 from instrument.folders.run_folder import DiscardedRunError, RunFolder
 
 PART = "stats/part-0000-000000.parquet"
