@@ -17,8 +17,7 @@ from ..analysis.run_files import RunFiles
 from ..configuration.search_path import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.control_folder import ControlFolder
-from ..folders.environment_differences import REQUIRED
-from ..folders.run_record import checkpoint_steps, read_record
+from ..folders.run_record import REQUIRED, checkpoint_steps, read_record
 from ..sinks.remote_folder import check_is_local
 from ..spec.base import ObservationSpec
 from ..spec.config import TRACKERS, SinkConfig

@@ -7,6 +7,7 @@ averaged. A gradient inside the model therefore has the same scale as in a run w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -336,20 +337,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
                 search(child)
 
     search(model)
-    owners: dict[int, int] = {}
-    for block in found:
-        for parameter in {id(parameter) for parameter in block.parameters()}:
-            owners[parameter] = owners.get(parameter, 0) + 1
-    outside = _parameters_outside(model, found)
-    unique = dict.fromkeys(found)
-    return [block for block in unique if all(owners[id(p)] == 1 and id(p) not in outside for p in block.parameters())]
-
-
-def _parameters_outside(model: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Return the `id` of every parameter that belongs to a module outside all blocks."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    others = [module for module in model.modules() if id(module) not in inside]
-    return {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    inside = {id(module) for block in found for module in block.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    owners = Counter(id(parameter) for block in found for parameter in block.parameters())
+    owners.update(id(parameter) for module in outside for parameter in module.parameters(recurse=False))
+    return [block for block in dict.fromkeys(found) if all(owners[id(p)] == 1 for p in block.parameters())]
 
 
 def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:

@@ -97,7 +97,6 @@ def _result(
     cost = {
         name: Cost(
             len(due.steps),
-            rows[name] * due.times_per_step,
             rows[name] * due.times,
             round(sizes[name]),
             seconds.get(name, 0.0),

@@ -60,13 +60,15 @@ class Snapshot:
         """
         if is_locked(self.folder):
             return
-        for path in self.folder.glob("*"):
-            if path.name not in self.names and not path.is_symlink():
-                if path.name == SWEEP_RECORD:
-                    path.unlink()
-                elif path.name == SUBMITTED or (_has(path, ".hydra", REFUSED) and not _has(path, "run.json")):
-                    shutil.rmtree(path, ignore_errors=True)  # a job of a sweep that did not start
-        _remove([file for file in _run_files(self.folder) if file.relative_to(self.folder).parts[0] not in self.names])
+        new = [path for path in self.folder.glob("*") if path.name not in self.names and not path.is_symlink()]
+        for path in new:
+            if path.name == SWEEP_RECORD:
+                path.unlink()
+            elif path.name == SUBMITTED or (_has(path, ".hydra", REFUSED) and not _has(path, "run.json")):
+                shutil.rmtree(path, ignore_errors=True)  # a job of a sweep that did not start
+        if new:
+            files = _run_files(self.folder)
+            _remove([file for file in files if file.relative_to(self.folder).parts[0] not in self.names])
         for name in RECORDS:
             if name not in self.records and (self.folder / name).is_file():
                 (self.folder / name).unlink()

@@ -1,4 +1,4 @@
-"""The record of a run, run.json: reading, writing, and its final status."""
+"""The record of a run, run.json: reading, writing, its final status, and the differences between two runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +17,9 @@ from typing import Any, Literal
 
 from ..errors import ConfigError, Problem
 
+# Entries of run.json, or of one of its mappings, without which a run cannot be repeated exactly.
+REQUIRED = ("versions", "hardware", "data")
+DECISIVE_VERSIONS = ("torch", "torchvision", "numpy")
 CHECKPOINTS = "checkpoints"  # Subfolder of the run folder.
 Status = Literal["running", "done", "stopped", "failed", "interrupted", "killed"]
 # Subfolder of a sweep with the previous attempts of repeated jobs: 3.1, 3.2, ... for job 3.
@@ -122,3 +127,56 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+@dataclass(frozen=True)
+class EnvironmentDifference:
+    """A difference between the environments of two runs.
+
+    Attributes:
+        what: The entry of run.json, such as `versions.torch`.
+        recorded: Its value in the first run.
+        present: Its value in the second run.
+        is_decisive: Whether the second run cannot be expected to give the same bits.
+    """
+
+    what: str
+    recorded: object
+    present: object
+    is_decisive: bool
+
+    def __str__(self) -> str:
+        return f"{self.what} is {_text(self.present)}, but was {_text(self.recorded)}"
+
+
+def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[EnvironmentDifference]:
+    """Return the differences between the environments of two runs, the decisive ones first.
+
+    An entry that the first run does not have is not compared.
+
+    Args:
+        recorded: The content of run.json of the first run.
+        present: That of the second run.
+    """
+    pairs = [("device", recorded.get("device"), present.get("device"), True)]
+    for section in ("hardware", "versions", "code"):
+        ours, theirs = present.get(section) or {}, recorded.get(section) or {}
+        pairs += [
+            (f"{section}.{name}", value, ours.get(name), section == "hardware" or name in DECISIVE_VERSIONS)
+            for name, value in theirs.items()
+            if section != "code" or name in ours  # Hooks with other custom code may have been left out.
+        ]
+    data, own_data = recorded.get("data") or {}, present.get("data") or {}
+    pairs += [(f"data.{name}", data.get(name), own_data.get(name), True) for name in ("dataset", "train_samples")]
+    hashes, own_hashes = data.get("hashes") or {}, own_data.get("hashes") or {}
+    pairs += [(f"content of the {name} samples", hashes.get(name), own_hashes.get(name), True) for name in hashes]
+    weights, own_weights = recorded.get("init_from") or {}, present.get("init_from") or {}
+    if weights and own_weights:
+        pairs.append(("content of init_from", weights["sha256"], own_weights["sha256"], True))
+    pairs.append(("git_revision", recorded.get("git_revision"), present.get("git_revision"), False))
+    found = [EnvironmentDifference(*pair) for pair in pairs if pair[1] != pair[2]]
+    return sorted(found, key=lambda difference: not difference.is_decisive)
+
+
+def _text(value: object) -> str:
+    return "missing" if value is None else str(value)

@@ -49,7 +49,6 @@ class Cost:
 
     Attributes:
         firings: The number of steps, or evaluations, at which it is scheduled.
-        rows_per_step: Rows per scheduled step. The last step of an epoch may have fewer.
         rows: Rows in total.
         bytes: Bytes on disk in total.
         seconds: The time that it adds to a scheduled step, in seconds; 0 for the phases eval and probe.
@@ -57,7 +56,6 @@ class Cost:
     """
 
     firings: int
-    rows_per_step: int
     rows: int
     bytes: int
     seconds: float
@@ -98,26 +96,24 @@ class Firings:
         steps: The scheduled steps. For the phases eval and probe: the numbers of steps completed before the scheduled
             evaluations, or passes of the probe batch.
         times: How often it acts on each of its tensors in total: once per micro-batch, or once per optimizer step.
-        times_per_step: How often it acts in one complete step.
     """
 
     steps: Sequence[int]
     times: int
-    times_per_step: int
 
 
 def firings_of(spec: HookSpec, length: Length) -> Firings:
     """Return the schedule of a spec in a run of a given length."""
     if spec.phase == "eval":
         steps = length.evaluations.steps_in(spec.schedule)
-        return Firings(steps, len(steps) * length.eval_batches, length.eval_batches)
+        return Firings(steps, len(steps) * length.eval_batches)
     if spec.phase == "probe":
         steps = spec.schedule.steps_in(range(length.steps + 1))
-        return Firings(steps, len(steps), 1)
+        return Firings(steps, len(steps))
     steps = spec.schedule.steps_in(range(length.steps))
     if spec.definition.frequency == "occasion":
-        return Firings(steps, 0, 0)
+        return Firings(steps, 0)
     if spec.definition.frequency == "step":
         stateless = spec.kind == "step_pre" and spec.tensor_role.startswith("state.") and 0 in steps
-        return Firings(steps, len(steps) - stateless, 1)  # before its first step, an optimizer has no state
-    return Firings(steps, length.micro_steps(steps), length.accumulate)
+        return Firings(steps, len(steps) - stateless)  # before its first step, an optimizer has no state
+    return Firings(steps, length.micro_steps(steps))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -28,9 +26,7 @@ from .remarks import remarks
 from .shape_inference import InferredCalls, function_calls_of
 from .tree import execution_order, module_tree
 
-UNLIMITED_WIDTH = 10_000  # columns: wide enough for any table
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-COLUMNS = ("hook", "kind", "action", "at", "when", "rows/step", "rows", "bytes", "time")
 
 
 def plan_view(
@@ -56,7 +52,7 @@ def plan_view(
     parts: list[RenderableType] = [
         module_tree(plan, next(iter(inferred_by_phase.values()), {}), colours),
         Text(),
-        Costs(plan, forecast, steps, colours),
+        _costs(plan, forecast, steps, colours),
         Text(
             f"mean time per step on this machine: {human_seconds(forecast.baseline_seconds)} without hooks, "
             f"{human_seconds(forecast.hooked_seconds)} with hooks ({forecast.slowdown:+.1%})",
@@ -97,69 +93,38 @@ def _uncalled_functions(plan: HookPlan) -> Iterator[Text]:
         yield Text(f"without the functions of action call, which a plan does not call: {', '.join(names)}", style="dim")
 
 
-@dataclass(frozen=True)
-class Costs:
-    """A table with one row per spec: action, sites, schedule, rows, bytes and overhead.
-
-    It adapts to the available width.
-    """
-
-    plan: HookPlan
-    forecast: Forecast
-    steps: int
-    colours: Mapping[str, str]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        wide_table = self._table(narrow=False)
-        fits = Measurement.get(console, options.update_width(UNLIMITED_WIDTH), wide_table).maximum <= options.max_width
-        yield wide_table if fits else self._table(narrow=True)
-
-    def _table(self, *, narrow: bool) -> Table:
-        """Build the table. The narrow one combines kind and action and omits rows per step."""
-        counts = ((len(self.plan.specs), "hook"), (self.steps, "step"))
-        title = " in ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-        columns = [name for name in COLUMNS if not (narrow and name in ("kind", "rows/step"))]
-        for name in columns:
-            left_aligned = name in ("hook", "kind", "action", "when")
-            folds = narrow and name in ("action", "when")
-            table.add_column(name, justify="left" if left_aligned else "right", no_wrap=not folds, overflow="fold")
-        for name, spec in self.plan.specs.items():
-            cells = self._cells(name, spec)
-            if narrow:
-                cells["action"] = f"{cells['kind']}: {cells['action']}"
-            table.add_row(*(cells[column] for column in columns))
-        if self.plan.specs:
-            table.add_section()
-            total = self._total()
-            table.add_row(*(total.get(column, "") for column in columns))
-        return table
-
-    def _cells(self, name: str, spec: HookSpec) -> dict[str, str]:
-        estimate = self.forecast.cost[name]
+def _costs(plan: HookPlan, forecast: Forecast, steps: int, colours: Mapping[str, str]) -> Table:
+    """Return a table with one row per spec: kind and action, sites, schedule, rows, bytes and overhead."""
+    counts = ((len(plan.specs), "hook"), (steps, "step"))
+    title = " in ".join(f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts)
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("hook", "action", "at", "when", "rows", "bytes", "time"):
+        folds = name in ("action", "when")
+        table.add_column(
+            name, justify="left" if folds or name == "hook" else "right", no_wrap=not folds, overflow="fold"
+        )
+    for name, spec in plan.specs.items():
+        estimate = forecast.cost[name]
         schedule = escape(str(spec.schedule) + _condition(spec))
-        return {
-            "hook": f"[{self.colours[name]}]{name}[/]",
-            "kind": spec.kind,
-            "action": escape(describe_action(spec)),
-            "at": str(len(self.plan.of(name))),
-            "when": schedule if estimate.firings else f"[red]never[/]: {schedule}",
-            "rows/step": f"{estimate.rows_per_step:,}",
-            "rows": f"{estimate.rows:,}",
-            "bytes": human_bytes(estimate.bytes),
-            "time": "" if spec.phase not in STEP_PHASES else f"+{self.forecast.share(name, self.steps):.1%}",
-        }
-
-    def _total(self) -> dict[str, str]:
-        cost = self.forecast.cost.values()
-        return {
-            "hook": "[bold]total[/]",
-            "at": str(len(self.plan.sites)),
-            "rows/step": f"{sum(estimate.rows_per_step for estimate in cost):,}",
-            "rows": f"[bold]{sum(estimate.rows for estimate in cost):,}[/]",
-            "bytes": f"[bold]{human_bytes(sum(estimate.bytes for estimate in cost))}[/]",
-            "time": f"[bold]{self.forecast.slowdown:+.1%}[/]",
-        }
+        table.add_row(
+            f"[{colours[name]}]{name}[/]",
+            f"{spec.kind}: {escape(describe_action(spec))}",
+            str(len(plan.of(name))),
+            schedule if estimate.firings else f"[red]never[/]: {schedule}",
+            f"{estimate.rows:,}",
+            human_bytes(estimate.bytes),
+            "" if spec.phase not in STEP_PHASES else f"+{forecast.share(name, steps):.1%}",
+        )
+    if plan.specs:
+        cost = forecast.cost.values()
+        total = (
+            f"{sum(each.rows for each in cost):,}",
+            human_bytes(sum(each.bytes for each in cost)),
+            f"{forecast.slowdown:+.1%}",
+        )
+        table.add_section()
+        table.add_row("[bold]total[/]", "", str(len(plan.sites)), "", *(f"[bold]{number}[/]" for number in total))
+    return table
 
 
 def _condition(spec: HookSpec) -> str:

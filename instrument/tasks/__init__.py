@@ -19,8 +19,7 @@ from .generation import Generate
 from .keywords import HuggingFace, LossDict
 from .language import NextToken
 from .model_output import main_output
-from .reconstruction import Reconstruction
-from .supervised import KLDivergence, Supervised, soft_targets
+from .supervised import KLDivergence, Reconstruction, Supervised, soft_targets
 
 __all__ = [
     "CountsTerms",

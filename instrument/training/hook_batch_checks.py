@@ -48,18 +48,8 @@ class PhaseBatches:
     split: str | None
 
 
-class TensorLocation(NamedTuple):
-    """The location of a tensor in the model.
-
-    Attributes:
-        layer: The name of the module.
-        path: The path of the tensor in nested inputs or outputs; empty for a single tensor.
-        call: The index of the call of the module within one forward pass, from 0.
-    """
-
-    layer: str
-    path: str
-    call: int
+class TensorLocation(Place):
+    """The location of a tensor in the model, with a text for messages."""
 
     def __str__(self) -> str:
         named = repr(self.layer or ".") + (f" {self.path}" if self.path else "")
@@ -113,7 +103,7 @@ def check_batch_shapes(
         archive.open(spec.run, spec.hook, f"hooks.{name}")
         batches, due = batches_by_phase[spec.phase], firings_of(spec, length).steps
         tensors = {
-            TensorLocation(site.layer.name, info.path, call): (site, info.shape)
+            TensorLocation(site.layer.name, spec.tensor_role, info.path, call): (site, info.shape)
             for site in plan.of(name)
             for call, info in tensors_at(site, batches.inferred)
             if info.dtype.is_floating_point
@@ -165,9 +155,8 @@ def _sample_problems(
             message = f"dimension 0 of {location} does not contain the {batches.samples} samples of a batch: shape {list(shape)}"
             yield Problem(f"{where}.match", message, given="id", fix="remove 'match'")
             return
-        place = Place(location.layer, spec.tensor_role, location.path, location.call)
         try:
-            recorded = archive.by_sample(spec.run, spec.hook, spec.step, place, where)
+            recorded = archive.by_sample(spec.run, spec.hook, spec.step, location, where)
         except ConfigError as error:
             missing_tensors += error.problems[:1]
             continue
@@ -207,8 +196,8 @@ def _recorded_rows(spec: RecordedSpec, archive: RunArchive) -> pd.DataFrame:
 def _recording_hooks(rows: pd.DataFrame) -> dict[TensorLocation, list[str]]:
     """Return the hooks that recorded each location, with their phases."""
     hooks: dict[TensorLocation, list[str]] = {}
-    for layer, path, call, hook, phase in rows[["layer", "path", "call", "hook", "phase"]].drop_duplicates().to_numpy():
-        hooks.setdefault(TensorLocation(layer, path, call), []).append(f"{hook} (phase {phase})")
+    for *location, hook, phase in rows[[*Place._fields, "hook", "phase"]].drop_duplicates().to_numpy():
+        hooks.setdefault(TensorLocation(*location), []).append(f"{hook} (phase {phase})")
     return hooks
 
 
@@ -219,7 +208,7 @@ def _recorded_tensors(
     recorded: dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]] = {}
     for row in rows.sort_values("rank", kind="stable").to_dict("records"):
         batch = row["micro_step"] if spec.definition.frequency == "micro_step" else ONCE
-        by_step = recorded.setdefault(TensorLocation(row["layer"], row["path"], row["call"]), {})
+        by_step = recorded.setdefault(TensorLocation(*(row[name] for name in Place._fields)), {})
         tensors = by_step.setdefault((row["step"], batch), [])
         is_shard = row["scope"] == "shard"
         shape, source = (None if is_shard else tuple(map(int, row[column])) for column in ("shape", "source_shape"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from ..folders.environment_differences import environment_differences
+from ..folders.run_record import environment_differences
 from ..spec.run_changes import RepeatedChanges
 
 

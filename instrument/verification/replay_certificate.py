@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..analysis.run_files import RunFiles
-from ..folders.environment_differences import environment_differences
+from ..folders.run_record import environment_differences
 from ..spec.schedule import STEP_PHASES
 
 COMPARED = ("loss", "accuracy", "grad_norm", "lr")  # in the order in which a difference spreads

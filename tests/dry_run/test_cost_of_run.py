@@ -230,14 +230,13 @@ def test_predicted_rows_generated_in_evaluations(tmp_path: Path) -> None:
     assert rows_of(folder, "generated") == 2 * 70
 
 
-def test_rows_per_step_and_number_of_scheduled_steps(tmp_path: Path) -> None:
+def test_number_of_scheduled_steps(tmp_path: Path) -> None:
     hooks = {name: HOOKS[name] for name in ("every_third", "never", "in_eval", "gradients", "sums")}
     cost, folder = run_of(tmp_path, hooks, {"steps": 4, "batch_size": 16, "accumulate": 2, "eval_batch_size": 32})
     stats = load(folder).stats
     for name, spent in cost.items():
         rows = stats[stats["hook"] == name].groupby("step").size()
         assert spent.firings == len(rows), name
-        assert not len(rows) or spent.rows_per_step == rows.iloc[0], name
     assert (cost["never"].firings, cost["never"].rows, cost["never"].bytes) == (0, 0, 0)
 
 
