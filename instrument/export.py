@@ -155,9 +155,12 @@ def _track(files: RunFiles, name: str, output: Path) -> str:
 
 
 def _csv(files: RunFiles, output: Path) -> str:
-    with _temporary_folder(output) as temporary:
+    _check_empty(output)
+    with _temporary_path(output) as temporary:
         temporary.mkdir(parents=True)
         write_csv(files, temporary)
+        if output.exists():
+            output.rmdir()
     return f"tables exported as CSV to {output}; recorded tensors are not included: instrument.load(RUN).tensors() reads them"
 
 
@@ -196,19 +199,6 @@ def _temporary_path(output: Path) -> Iterator[Path]:
     except BaseException:
         remove()
         raise
-
-
-@contextmanager
-def _temporary_folder(output: Path) -> Iterator[Path]:
-    """Yield a temporary folder.
-
-    When the block ends, the folder is renamed to `output`. If the block raises an error, the folder is deleted.
-    """
-    _check_empty(output)
-    with _temporary_path(output) as temporary:
-        yield temporary
-        if output.exists():
-            output.rmdir()
 
 
 def _check_empty(output: Path) -> None:

@@ -30,7 +30,8 @@ from .cli.job import report_errors
 from .cli.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from .cli.validated_config import read_config, read_overrides
 from .distributed.torchrun import is_rank_zero
-from .errors import ConfigError, InstrumentError, Problem
+from .errors import ConfigError, InstrumentError
+from .folders.run_folder import check_process_count
 from .spec.config import InitFromConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_intermixed_args(arguments)
     try:
         run = RecordedRun.open(args.run, force=args.force)
-        _check_processes(run)
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
         window = run.window(args.steps, args.before_failure, is_counterfactual=args.intervene)
         store_config(run, args.overrides)
     except InstrumentError as error:
@@ -87,22 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         sys.argv = command_line
     return 0
-
-
-def _check_processes(run: RecordedRun) -> None:
-    """Check that the number of processes is that of the run.
-
-    Raises:
-        ConfigError: The numbers differ.
-    """
-    ranks, present = run.record.get("ranks", 1), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks != present:
-        message = (
-            f"the run had {ranks} {'process' if ranks == 1 else 'processes'}, and its replay requires the same number"
-        )
-        program = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
-        fix = f"{program} -m instrument.replay {run.folder}"
-        raise ConfigError(Problem(RUN, message, given=present, allowed=str(ranks), fix=fix))
 
 
 def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool) -> None:

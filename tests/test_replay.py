@@ -450,7 +450,7 @@ def test_replay_requires_as_many_processes(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     answer = replay_in(place, "done")
     assert answer.code == 2
-    assert "the run had 1 process, and its replay requires the same number" in answer.err
+    assert "the run was started with one process, and the same number is required" in answer.err
     assert "python -m instrument.replay done" in answer.err
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,13 @@ from ..configuration.search_path import conf_folder
 from ..distributed.torchrun import is_rank_zero
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..folders.folder_snapshot import REFUSED
-from ..folders.run_record import read_record
 from ..spec.config import RunConfig
-from ..sweeps.jobs import BASIC_SWEEPER, Sweep
-from ..sweeps.objective import read_objective
+from ..sweeps.jobs import BASIC_SWEEPER, RUNNING, Sweep, SweepJob, recorded_overrides
+from ..sweeps.objective import read_objective, score_job
+from ..sweeps.optuna_checks import is_search, worst_score
 from .hydra_errors import composition_problem
 from .import_without_gc import importing
-from .validated_config import read_config, read_overrides, swept_overrides
+from .validated_config import read_config, read_overrides
 
 STOPPED = 3
 """The exit code of a run that a rule stopped."""
@@ -79,17 +79,12 @@ def job(config: DictConfig) -> float | None:
             show_plan(parsed, None)
             return None
         with importing():
-            from ..sweeps.objective import score_job
-            from ..sweeps.optuna_checks import is_search, worst_score
             from ..training.runner import run
             from ..training.terminal import Terminal
 
-        overrides = read_overrides()
-        label = (
-            swept_overrides(Sweep(folders.sweep).swept, _original_overrides(parsed, overrides)) if folders.sweep else ""
-        )
+        label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
         terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
-        result = run(parsed, folders.folder, terminal, raw=raw, overrides=overrides)
+        result = run(parsed, folders.folder, terminal, raw=raw, overrides=read_overrides())
         hydra: Any = HydraConfig.get()
         searched = folders.is_sweep_job and hydra.sweeper["_target_"] != BASIC_SWEEPER
         if result.is_pruned and is_search(hydra):
@@ -101,9 +96,10 @@ def job(config: DictConfig) -> float | None:
     raise JobFailedError(STOPPED, folders.folder) if folders.is_sweep_job else SystemExit(STOPPED)
 
 
-def _original_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the overrides with which a run was first started, also if it is resumed."""
-    return overrides if config.resume is None else read_record(Path(config.resume), "resume").get("overrides", {})
+def _label(sweep: Sweep, folder: Path) -> str:
+    """Return the overrides in which a job differs from the others: those with which it was first started."""
+    overrides = recorded_overrides(folder) or tuple(HydraConfig.get().overrides.task)
+    return sweep.label(SweepJob(folder.name, folder, overrides, RUNNING, None))
 
 
 def _is_own(resume: str, folders: JobFolders) -> bool:

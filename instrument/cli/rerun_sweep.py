@@ -23,7 +23,7 @@ from ..analysis.config_comparison import IGNORED_KEYS
 from ..analysis.config_fields import leaves_of
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, Problem
-from ..folders.run_record import CHECKPOINTS, PREVIOUS_ATTEMPTS, git_revision, read_record
+from ..folders.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, git_revision, read_record
 from ..sinks.lock import FolderLock
 from ..sweeps.jobs import BASIC_SWEEPER, DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
@@ -161,17 +161,13 @@ def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
 def _overrides(sweep_job: SweepJob) -> list[str]:
     """Return the overrides with which a job runs again. A job without a checkpoint is archived first."""
     subdir = f"hydra.sweep.subdir={sweep_job.name}"
-    if _has_checkpoint(sweep_job.folder):
+    if (sweep_job.folder / "run.json").exists() and checkpoint_steps(sweep_job.folder):
         kept = [override for override in sweep_job.overrides if override.partition("=")[0] in KEPT_ON_RESUME]
         # `hydra.output_subdir=null` keeps the record that Hydra wrote when the run started.
         return [folder_override("resume", sweep_job.folder), *kept, subdir, "hydra.output_subdir=null"]
     if sweep_job.folder.exists():
         _archive(sweep_job.folder)
     return [*sweep_job.overrides, subdir]
-
-
-def _has_checkpoint(folder: Path) -> bool:
-    return (folder / "run.json").exists() and any((folder / CHECKPOINTS).glob("step-*.pt"))
 
 
 def _archive(folder: Path) -> None:

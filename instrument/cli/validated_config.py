@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..analysis.config_fields import differing_fields, to_yaml
 from ..configuration.override_loader import parse_overrides
 from ..errors import ConfigError, Problem
 from ..folders.run_record import read_record
@@ -88,21 +87,6 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
         key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
         for key, value in found.items()
     }
-
-
-def swept_overrides(swept: Mapping[str, Sequence[Any]], overrides: Mapping[str, Any]) -> str:
-    """Format the overrides in which a job differs from the other jobs of its sweep: `seed=1 hooks.tame.norm=0.1`.
-
-    Args:
-        swept: Keys whose values differ between jobs, each with its values; see `instrument.sweeps.jobs.Jobs`.
-        overrides: Overrides of the job, by key.
-    """
-    return " ".join(
-        f"{name}={to_yaml(item)}"
-        for key, value in overrides.items()
-        if key in swept
-        for name, item in differing_fields(key, value, swept[key]).items()
-    )
 
 
 def _plain(value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, Problem
 from ..folders.run_folder import check_process_count
+from ..folders.run_record import read_record
 from ..spec.config import RunConfig
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     """
     ranks, parallel = 1 if processes is None else processes.size, config.train.parallel
     if config.resume is not None:
-        check_process_count(Path(config.resume), ranks)
+        record = read_record(Path(config.resume), "resume")
+        check_process_count(record, ranks, "resume", f"instrument resume={config.resume}")
     if ranks == 1 and parallel is not None:
         message = "this requires several processes, but the run has one"
         fix = "start the run with torchrun --nproc-per-node N -m instrument ..."

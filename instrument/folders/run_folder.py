@@ -54,26 +54,25 @@ def create_free_folder(folder: Path, where: str) -> None:
         raise ConfigError(Problem(where, message, str(folder), fix=f"set {where} to a writable folder")) from None
 
 
-def check_process_count(path: Path, process_count: int) -> None:
-    """Check that a run is resumed with the same number of processes.
+def check_process_count(record: Mapping[str, Any], present: int, where: str, command: str) -> None:
+    """Check that a run is resumed or repeated with the same number of processes.
 
     Args:
-        path: The folder of the run.
-        process_count: The number of processes now.
+        record: The content of its run.json.
+        present: The number of processes now.
+        where: The configuration key or argument of the run, for error messages.
+        command: The command after `python -m`, for error messages.
 
     Raises:
-        ConfigError: The number is different, or the folder contains no run.
+        ConfigError: The number is different.
     """
-    original_count = read_record(path, "resume").get("ranks", 1)
-    if original_count != process_count:
-        many, torchrun = (
-            ("one process", "")
-            if original_count == 1
-            else (f"{original_count} processes", f"torchrun --nproc-per-node {original_count} ")
+    count = record.get("ranks", 1)
+    if count != present:
+        many, program = (
+            ("one process", "python") if count == 1 else (f"{count} processes", f"torchrun --nproc-per-node {count}")
         )
-        message = f"the run was started with {many} and must be resumed with the same number, not with {process_count}"
-        fix = f"run {torchrun or 'python '}-m instrument resume={path}"
-        raise ConfigError(Problem("resume", message, given=str(path), fix=fix))
+        message = f"the run was started with {many}, and the same number is required"
+        raise ConfigError(Problem(where, message, given=present, allowed=str(count), fix=f"run {program} -m {command}"))
 
 
 class DiscardedRunError(Exception):

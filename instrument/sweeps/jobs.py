@@ -146,7 +146,7 @@ class Sweep(PlannedJobs):
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
         recorded = {
-            str(folder.relative_to(self.folder)): _read_overrides(folder) for folder in _jobs_below(self.folder)
+            str(folder.relative_to(self.folder)): recorded_overrides(folder) for folder in _jobs_below(self.folder)
         }
         planned = {}
         if self.has_known_jobs:
@@ -307,7 +307,7 @@ def _jobs_below(sweep: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
 
 
-def _read_overrides(folder: Path) -> tuple[str, ...]:
+def recorded_overrides(folder: Path) -> tuple[str, ...]:
     """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
     try:
         overrides = yaml.load((folder / ".hydra" / "overrides.yaml").read_text(), yaml.CSafeLoader)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..analysis.saved_weights import WEIGHTS
 from ..dtensor import join_shards
 from ..errors import ConfigError, Problem, similar_names
-from ..folders.run_record import CHECKPOINTS, read_record
+from ..folders.run_record import CHECKPOINTS, checkpoint_steps, read_record
 from ..formatting import shorten
 
 WHERE = "init_from"
@@ -148,13 +148,14 @@ def _files_of_run(folder: Path) -> list[Path]:
     read_record(folder, WHERE)
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
-    latest = sorted((folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
-    if not latest:
+    if not (steps := checkpoint_steps(folder)):
         message = (
             f"the run saved no weights: it has no {WEIGHTS} (train.save) and no checkpoint (train.checkpoint.every)"
         )
         raise ConfigError(Problem(WHERE, message, given=str(folder)))
-    return [latest[-1], *sorted(latest[-1].parent.glob(f"{latest[-1].stem}-*.pt"))]
+    return sorted(
+        (folder / CHECKPOINTS).glob(f"step-{steps[-1]:08d}*.pt"), key=lambda file: (len(file.name), file.name)
+    )
 
 
 def _state_dict(file: Path) -> Mapping[str, Any] | None:
