@@ -192,6 +192,7 @@ def _parse_record(text: str) -> DictConfig:
     The result is read-only, because all readers of the same text share it.
     """
     record = OmegaConf.create(text)
+    assert isinstance(record, DictConfig), "a record is a mapping"
     OmegaConf.set_readonly(record, True)
     return record
 
