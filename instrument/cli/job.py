@@ -10,9 +10,8 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -69,7 +68,7 @@ def job(config: DictConfig) -> float | None:
     """
     score = None
     with report_errors() as folders:
-        if folders.is_sweep_job and config.get("resume") is not None and not _is_own(config.resume, folders):
+        if folders.sweep is not None and config.get("resume") is not None and not _is_own(config.resume, folders):
             raise ConfigError(
                 Problem("resume", "only single runs can be resumed", given=config.resume, fix="remove -m")
             )
@@ -83,17 +82,17 @@ def job(config: DictConfig) -> float | None:
             from ..training.terminal import Terminal
 
         label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
-        terminal = Terminal(quiet=parsed.quiet, brief=folders.is_sweep_job, job=label)
+        terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
         result = run(parsed, folders.folder, terminal, raw=raw, overrides=read_overrides())
         hydra: Any = HydraConfig.get()
-        searched = folders.is_sweep_job and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
         if result.is_pruned and is_search(hydra):
             score = worst_score(hydra)
-        elif folders.is_sweep_job:
+        elif folders.sweep is not None:
             score = score_job(objective, folders.folder, result.metrics, searched=searched)
     if result.stopped is None or searched:  # a search continues with the score
         return score
-    raise JobFailedError(STOPPED, folders.folder) if folders.is_sweep_job else SystemExit(STOPPED)
+    raise JobFailedError(STOPPED, folders.folder) if folders.sweep is not None else SystemExit(STOPPED)
 
 
 def _label(sweep: Sweep, folder: Path) -> str:
@@ -131,8 +130,7 @@ def raise_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-@dataclass(frozen=True)
-class JobFolders:
+class JobFolders(NamedTuple):
     """The folders of a job.
 
     Attributes:
@@ -142,11 +140,6 @@ class JobFolders:
 
     folder: Path
     sweep: Path | None
-
-    @property
-    def is_sweep_job(self) -> bool:
-        """Whether the job belongs to a sweep."""
-        return self.sweep is not None
 
 
 @contextmanager
@@ -179,7 +172,7 @@ def report_errors() -> Iterator[JobFolders]:
         code = print_error(error)
         if code == 1:
             print(_saved_data_message(folder), file=sys.stderr)
-        if folders.is_sweep_job:
+        if folders.sweep is not None:
             has_started = (folder / "run.json").exists()
             if not has_started:
                 (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
