@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -71,13 +71,6 @@ class LiveRun(RunHistory):
         """The files that cannot be read, each with the reason, and the error of an unreachable remote folder."""
         unreachable = [] if self.unreachable is None else [self.unreachable]
         return [*unreachable, *self._files.problems, *(problem for each in self._readers for problem in each.problems)]
-
-    @property
-    def steps(self) -> int | None:
-        """The number of steps of the run; None if the configuration does not contain it."""
-        train = (self.info.get("config") or {}).get("train")
-        steps = train.get("steps") if isinstance(train, Mapping) else None
-        return steps if isinstance(steps, int) else None
 
     @property
     def progress(self) -> str:

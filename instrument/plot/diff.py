@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,9 +47,13 @@ def diff(difference: Diff) -> Figure:
     Raises:
         InstrumentError: matplotlib is not installed.
     """
-    cells = [place_cells({**row, "layer_b": row["layer"]}) for row in records(difference.layers)]
+    rows = records(difference.layers)
+    cells = [place_cells({**row, "layer_b": row["layer"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
-    names = [f"{name} #{index}" if names.index(name) != index else name for index, name in enumerate(names)]
+    several_hooks = {name for name, count in Counter(names).items() if count > 1}
+    names = [
+        f"{name} ({row['hook']})" if name in several_hooks else name for name, row in zip(names, rows, strict=True)
+    ]
     values = np.fmin(difference.steps.to_numpy(np.float64), LARGEST)
     values[difference.steps.isna().to_numpy()] = np.nan
     several = values.shape[1] > 1

@@ -129,6 +129,13 @@ class RunHistory:
             (history.last_step for phase, history in self.metrics.items() if phase in STEP_PHASES), default=-1
         )
 
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of the run; None if the configuration does not contain it."""
+        train = (self.info.get("config") or {}).get("train")
+        steps = train.get("steps") if isinstance(train, Mapping) else None
+        return steps if isinstance(steps, int) else None
+
     def last_metric(self, phase: str, name: str) -> float | None:
         """Return the last finite value of a metric; None without a value."""
         history = self.metrics.get(phase)

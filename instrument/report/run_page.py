@@ -116,6 +116,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     model = ((info.get("config") or {}).get("model") or {}).get("_target_")
     forward = _forward_text(info)
     means = info.get("metrics") or {}
+    total = history.steps if info["status"] == "running" and forward is None and not info.get("replay") else None
     facts = {
         "origin": _replay_text(info),
         "model": model,
@@ -123,7 +124,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         "mode": forward,
         "samples": _samples_text(data, trains=forward is None),
         "device": info.get("device"),
-        "steps" if forward is None else "batches": f"{steps:,}",
+        "steps" if forward is None else "batches": f"{steps:,}" + (f" of {total:,}" if total else ""),
         **(
             {}
             if forward is None

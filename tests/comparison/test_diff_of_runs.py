@@ -425,11 +425,14 @@ def test_two_versions_of_torch_are_within_the_tolerance() -> None:
 
 
 def test_figure_shows_the_layers_and_the_steps() -> None:
-    hooks = {"kept": {**TENSORS["kept"], "layers": ["stem", "blocks.1.*"], "stats": "default"}}
+    kept = {**TENSORS["kept"], "stats": "default"}
+    hooks = {"kept": {**kept, "layers": ["stem", "blocks.1.*"]}, "again": {**kept, "layers": "stem"}}
     found = instrument.diff(record(Original(), hooks), record(Original(wrong=1), hooks), steps=(None, 2))
     figure = instrument.plot.diff(found)
     profile, by_step = figure.axes[:2]
-    assert profile.get_yticklabels()[0].get_text() == "stem  output"
+    names = [label.get_text() for label in profile.get_yticklabels()]
+    assert names[:2] == ["stem  output (kept)", "stem  output (again)"]
+    assert "blocks.1.activation  output" in names
     assert by_step.get_xlabel() == "step"
     assert len(instrument.plot.diff(replace(found, steps=found.steps[[0]])).axes) == 1
 

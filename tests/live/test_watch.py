@@ -16,6 +16,7 @@ from torch import nn
 import instrument
 from instrument import watch
 from instrument.live.live_run import LiveRun
+from instrument.live.pages import LivePage
 from instrument.live.sweep import LiveSweep
 from instrument.live.terminal import frame, sparkline
 from instrument.sinks.lock import FolderLock
@@ -70,6 +71,12 @@ def test_frame_shows_findings_before_the_layers_that_changed_most(
     assert layers[0][3] == "▅▅▅▅▅!!!"
     assert layers[1][3:] == ["▁▂▃▄▅▆▇█", "128", "10.7"]
     assert layers[2][3:] == ["▅▅▅▅▅▅▅▅", "1", "1"]
+
+
+def test_page_shows_how_many_steps_follow(running: Path) -> None:
+    live = LiveRun(running)
+    live.refresh()
+    assert "<dt>steps</dt><dd>8 of 20</dd>" in LivePage(live).html()
 
 
 def test_small_screen_shows_the_most_important_layers(running: Path, capsys: pytest.CaptureFixture[str]) -> None:

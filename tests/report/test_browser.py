@@ -268,6 +268,11 @@ def test_names_of_60_layers_do_not_overlap(open_page: Open, tmp_path: Path, widt
             assert len(boxes) >= 20
             ordered = sorted(boxes)
             assert all(above[1] <= below[0] + 2 for above, below in pairwise(ordered)), chart
+        title, tick = report.page.evaluate(
+            "['.xtitle', '.xtick text'].map(part => document.querySelector(`#heatmap-chart ${part}`).getBoundingClientRect())"
+            ".map(({top, bottom}) => [top, bottom])"
+        )
+        assert tick[1] <= title[0]
         assert report.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
@@ -387,6 +392,41 @@ def test_run_without_steps_is_shown(open_page: Open, tmp_path: Path) -> None:
         assert "Conv2d" in report.page.inner_text("#model")
 
 
+def test_tool_bar_is_above_its_chart_and_uploads_nothing(full_report: OpenReport) -> None:
+    bars = full_report.page.evaluate(
+        "[...document.querySelectorAll('.js-plotly-plot')].map(chart => {"
+        " const [bar, picture] = ['.modebar', '.main-svg'].map(part => chart.querySelector(part).getBoundingClientRect());"
+        " const buttons = [...chart.querySelectorAll('.modebar-btn')].map(button => button.dataset.title);"
+        " return [bar.bottom - picture.top, buttons]; })"
+    )
+    assert len(bars) > 10
+    for overlap, buttons in bars:
+        assert overlap <= 1
+        assert buttons
+        assert not [button for button in buttons if "share" in button.lower()]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "ticks"),
+    [
+        ([0, 5, 10, 15], [0, 5, 10, 15], ["0", "5", "10", "15"]),
+        (list(range(0, 1000, 5)), list(range(0, 1000, 5)), [str(step) for step in range(0, 1000, 100)]),
+        ([7], [7], ["7"]),
+        ([0, 8, 16, 24], [7, 15, 23, 31], ["0", "8", "16", "24"]),
+    ],
+)
+def test_ticks_are_at_round_steps(
+    small_report: OpenReport, first: list[int], last: list[int], ticks: list[str]
+) -> None:
+    assert small_report.page.evaluate("axis => stepTicks(axis).ticktext", {"first": first, "last": last}) == ticks
+
+
+def test_logarithmic_axis_has_no_line_to_a_value_of_zero(small_report: OpenReport) -> None:
+    values = [1.0, 0.0, -1.0, None]
+    assert small_report.page.evaluate("values => onAxis(values, 'log')", values) == [1.0, None, None, None]
+    assert small_report.page.evaluate("values => onAxis(values, 'linear')", values) == values
+
+
 def test_configuration_can_be_copied(full_report: OpenReport) -> None:
     full_report.page.click("#configuration summary")
     full_report.page.click("#copy")
@@ -427,4 +467,4 @@ def test_sweep_report_plots_numbers_against_overrides(open_page: Open, reported_
             len([trace for trace in report.plot("layers-chart") if any(trace["x"])])
             == reported_sweep.stats["run"].nunique()
         )
-        assert [trace["name"] for trace in report.plot("effects-chart")] == ["seed 1", "seed 2"]
+        assert [trace["name"] for trace in report.plot("effects-chart")] == ["seed = 1", "seed = 2"]

@@ -1,9 +1,9 @@
 // Common functions of all charts: colors of the page, axes, scales, short names, and controls.
 
-const CONFIG = { responsive: true, displaylogo: false, displayModeBar: innerWidth < 700 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+// The tool bar is above the chart (style.css). The button that uploads a chart to a server of Plotly is removed.
+const CONFIG = { responsive: true, displaylogo: false, showSendToCloud: false, displayModeBar: innerWidth < 700 ? false : "hover", modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
 const DARK = matchMedia("(prefers-color-scheme: dark)");
 const LIGHTER = { "#0072B2": "#4aa8e0", "#56B4E9": "#9ad4f5", "#D55E00": "#f08a3c" }; // the same hues on a dark page
-const BAR = 30; // height of the tool bar above a chart and its color bar
 const redraws = [];
 
 /** Draw a chart now, when one of these drop-down lists changes, and when the page switches between light and dark. */
@@ -44,7 +44,7 @@ function layout(more = {}) {
     hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("text") }, align: "left" },
     modebar: { orientation: "h", bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("accent") },
     legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
-    margin: { l: 10, r: 10, t: BAR, b: 10 },
+    margin: { l: 10, r: 10, t: 6, b: 10 },
     dragmode: isNarrow() ? false : "zoom",
     uirevision: typeof follow === "function" ? [...document.querySelectorAll("select")].map((select) => select.value).join() : undefined,
     ...rest,
@@ -61,6 +61,16 @@ function plot(id, traces, more) {
 /** Labels of groups of steps: `5`, or `0–9` if a group has several steps. */
 function stepLabels(axis) {
   return axis.first.map((first, i) => (first === axis.last[i] ? `${first}` : `${first}–${axis.last[i]}`));
+}
+
+/** Ticks of an axis with one category for each group of steps: the groups with a round step, as many as fit. */
+function stepTicks(axis) {
+  const least = Math.max(1, (axis.last[axis.last.length - 1] - axis.first[0]) / (isNarrow() ? 5 : 15));
+  const power = 10 ** Math.floor(Math.log10(least));
+  const stride = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= least);
+  const shown = axis.first.map((_, i) => i).filter((i) => Math.floor(axis.last[i] / stride) > Math.floor((axis.last[i - 1] ?? axis.first[0] - 1) / stride));
+  const labels = stepLabels(axis);
+  return { tickmode: "array", tickvals: shown.map((i) => labels[i]), ticktext: shown.map((i) => `${axis.first[i]}`) };
 }
 
 function stepTitle(axis, merged = "in groups") {
@@ -169,6 +179,11 @@ function axisType(values, choice = "auto") {
   return choice === "log" || (choice === "auto" && wide) ? "log" : "linear";
 }
 
+/** The values, without those that a logarithmic axis omits: Plotly would connect them to the edge of the chart. */
+function onAxis(values, type) {
+  return type === "log" ? values.map((value) => (value > 0 ? value : null)) : values;
+}
+
 /** A note with the number of values that a logarithmic axis omits. */
 function omittedValuesNote(values, type) {
   const lost = type === "log" ? values.flat().filter((value) => value !== null && value <= 0).length : 0;
@@ -177,8 +192,8 @@ function omittedValuesNote(values, type) {
 
 /** The cells of a heat map in the colors of a scale, with a color bar. */
 function colouredCells(values, scale, title, more) {
-  const bar = { title: { text: title.replace(" [", "<br>["), side: isNarrow() ? "top" : "right" }, thickness: 12, len: 1, outlinewidth: 0 };
-  const lying = isNarrow() ? { orientation: "h", y: 1.02, yanchor: "bottom", x: 0.5 } : {};
+  const bar = { title: { text: isNarrow() ? title : title.replace(" [", "<br>["), side: isNarrow() ? "top" : "right" }, thickness: 12, len: 1, outlinewidth: 0 };
+  const lying = isNarrow() ? { orientation: "h", y: 1.02, yanchor: "bottom", x: 0.5, ypad: 0 } : {};
   const ticks = scale.ticks ? { tickvals: scale.ticks.values, ticktext: scale.ticks.words } : {};
   return {
     type: "heatmap", customdata: values, z: values.map((row) => row.map((value) => (value === null ? null : scale.to(value)))),

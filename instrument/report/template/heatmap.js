@@ -56,14 +56,16 @@ function heatmap(id, report, series, statistic, choice = "auto") {
   const values = series.statistics[statistic];
   const scale = scaleOf(values, choice, choice === "log" ? null : report.statistics[statistic].bounds);
   const height = heightOf(series.locations);
+  const [bar, standoff] = isNarrow() ? [70, 30] : [0, 8]; // with a color bar above the cells, Plotly takes labels of steps for empty
   const labels = stepLabels(series);
   const cells = colouredCells(values, scale, report.statistics[statistic].axis + (scale.log ? " [logarithmic]" : ""), {
     x: labels, y: series.locations.map(plain), xgap: labels.length > 80 ? 0 : 1, ygap: 1,
     hovertemplate: `%{y}<br>step %{x}<br>${statistic} %{customdata:.5g}<extra></extra>`,
   });
   plot(id, [cells, ...notFinite(series, labels)], {
-    height,
-    xaxis: { type: "category", title: { text: stepTitle(series) }, nticks: isNarrow() ? 6 : 16, tickangle: 0, showgrid: false },
+    height: height + bar,
+    margin: { l: 10, r: 10, t: 6 + bar, b: 46 },
+    xaxis: { type: "category", automargin: false, title: { text: stepTitle(series), standoff }, ...stepTicks(series), tickangle: 0, showgrid: false },
     yaxis: locationsAxis(series.locations, height),
   });
 }

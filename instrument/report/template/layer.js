@@ -19,12 +19,13 @@ function drawCurves(report, series, row) {
   const names = Object.keys(series.statistics).filter((name) => series.statistics[name][row].some((value) => value !== null));
   const type = axisType(series.statistics[chosen][row], document.getElementById("heatmap-scale").value);
   const traces = names.map((name, i) => ({
-    x: series.first, y: series.statistics[name][row], name: report.statistics[name].axis, mode: "lines+markers", marker: { size: 4 },
+    x: series.first, y: series.statistics[name][row], name: isNarrow() ? name : report.statistics[name].axis, mode: "lines+markers", marker: { size: 4 },
     line: { color: report.colours[i % report.colours.length], dash: i >= report.colours.length ? "dot" : "solid" },
     visible: name === chosen ? true : "legendonly", hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`,
   }));
   plot("layer-curves", traces, {
     height: isNarrow() ? 380 : 340,
+    ...(isNarrow() ? { legend: { ...layout().legend, entrywidth: 0.5, entrywidthmode: "fraction" } } : {}),
     xaxis: { title: { text: stepTitle(series) } },
     yaxis: { type },
   });

@@ -70,7 +70,7 @@ function mosaic(row, { z, pixels }, bounds, name) {
     colorbar: { thickness: 12, title: { text: bounds ? name : `${name} / largest of the channel`, side: "right" } },
     hovertemplate: "map %{text}<br>%{customdata:.5g}<extra></extra>",
   };
-  plot(at, [trace], pictureLayout(at, z, 75, BAR));
+  plot(at, [trace], pictureLayout(at, z, 75, 6));
 }
 
 function chart(row) {

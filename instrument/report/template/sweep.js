@@ -75,8 +75,9 @@ function drawAgainst(report) {
   const seen = known.filter(({ value }) => typeof value === "number");
   const bad = known.filter(({ value }) => typeof value !== "number");
   const left = report.runs.length - known.length;
-  setText("against-note", left ? `${left} of ${report.runs.length} runs are not shown: they are not done, or do not have this value.` : "");
-  if (by && view === "map") return drawGrid(seen, x, by, title);
+  const asMap = by && view === "map";
+  setText("against-note", (asMap ? "" : "Each point is a run; lines connect the means of the runs with the same values. ") + (left ? `${left} of ${report.runs.length} runs are not shown: they are not done, or do not have this value.` : ""));
+  if (asMap) return drawGrid(seen, x, by, title);
   const levels = ordered(known.map((one) => one.run.overrides[x]));
   const numeric = levels.every((level) => typeof level === "number");
   const wide = numeric && levels[0] > 0 && levels[levels.length - 1] / levels[0] >= 50;
@@ -194,7 +195,7 @@ function drawLayers(report) {
   const type = axisType(values);
   const height = heightOf(series.locations) + 40;
   const traces = runStyles(report, document.getElementById("layers-colour").value).map((look, i) => ({
-    x: values[i], y: series.locations.map(plain), mode: "lines+markers", marker: { size: 5 }, ...look,
+    x: onAxis(values[i], type), y: series.locations.map(plain), mode: "lines+markers", marker: { size: 5 }, ...look,
     hovertemplate: `${look.text}<br>%{y}<br>${statistic} %{x:.5g}<extra></extra>`,
   }));
   plot("layers-chart", traces, {
@@ -217,14 +218,16 @@ function drawPairs(report) {
   const values = series.statistics[statistic].last;
   const height = heightOf(series.locations) + 40;
   const chosen = report.pairs.filter((pair) => `${pair.hook}: ${pair.settings}` === hook);
+  const differing = report.overrides.filter((key) => new Set(chosen.map((pair) => report.runs[pair.control].overrides[key])).size > 1);
+  const labelOf = (pair) => plain(differing.map((key) => `${key} = ${short(String(report.runs[pair.control].overrides[key]))}`).join(", ") || `seed ${pair.seed}`);
   const traces = chosen.map((pair, i) => ({
     x: series.locations.map((_, at) => (values[pair.control][at] && values[pair.treated][at] !== null ? values[pair.treated][at] / values[pair.control][at] : null)),
-    y: series.locations.map(plain), mode: "lines+markers", name: `seed ${pair.seed}`, line: { color: report.colours[i % report.colours.length] },
-    hovertemplate: `seed ${pair.seed}<br>%{y}<br>%{x:.4g} times<extra></extra>`,
+    y: series.locations.map(plain), mode: "lines+markers", name: labelOf(pair), line: { color: report.colours[i % report.colours.length] },
+    hovertemplate: `${labelOf(pair)}<br>%{y}<br>%{x:.4g} times<extra></extra>`,
   }));
   const shapes = [{ type: "line", xref: "x", yref: "paper", x0: 1, x1: 1, y0: 0, y1: 1, line: { color: colour("muted"), dash: "dot", width: 1 } }];
   plot("effects-chart", traces, {
-    height, shapes, xaxis: { title: { text: `${statistic} at the last step, with / without` }, type: "log", exponentformat: "e", nticks: 8 },
+    height, shapes, xaxis: { title: { text: plain(`${statistic} at the last step, with ${chosen[0].hook} / without`) }, type: "log", exponentformat: "e", nticks: 8 },
     yaxis: { ...locationsAxis(series.locations, height), showgrid: true },
   });
 }
