@@ -107,8 +107,6 @@ class GraphHooks:
 
     def trace_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
-        if not self.clock.in_graphs:
-            return None
         given = join_arguments(args, kwargs)
         missing = why_no_gradient(given, is_data=True) if self.contributions else ""
         call = OPERATORS.begin(self.token, missing)
@@ -117,8 +115,6 @@ class GraphHooks:
 
     def trace_after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Call the operators after the forward pass, in traced code. Return the output that replaces this one."""
-        if not self.clock.in_graphs:
-            return None
         missing = ""
         if self.output_gradients:
             is_data = bool(why_no_gradient((args, kwargs), is_data=True)) and not [*module.parameters()]

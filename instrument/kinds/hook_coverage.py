@@ -12,7 +12,7 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .clock import Clock, take
 from .module_calls import Calls
-from .reasons import FROZEN, NO_GRADIENT, RAISED, REMOVED, default_reason
+from .reasons import FROZEN, NO_GRADIENT, NO_TENSOR, RAISED, REMOVED, default_reason
 
 
 class HookCoverage:
@@ -137,7 +137,8 @@ class HookCoverage:
             misses = misses[: opportunities - fired]
             self.reasons.update(misses)
             if more := opportunities - fired - len(misses):
-                self.reasons[self._refine_reason(NO_GRADIENT)] += more
+                unknown = NO_GRADIENT if self.site.spec.definition.gradient else NO_TENSOR  # in graphs of torch.compile
+                self.reasons[self._refine_reason(unknown)] += more
 
     def _refine_reason(self, reason: str) -> str:
         """Return the reason, unless the parameter was removed or the module's forward pass raised an error."""

@@ -138,7 +138,7 @@ class ModuleHooks(InertWhenCopied):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if is_dynamo_compiling():
-            return self.graph.trace_before(args, kwargs)
+            return self.graph.trace_before(args, kwargs) if self.clock.in_graphs else None
         if self.clock.closed:
             return None
         if self.unscheduled:
@@ -178,7 +178,7 @@ class ModuleHooks(InertWhenCopied):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
         if is_dynamo_compiling():
-            return self.graph.trace_after(module, args, kwargs, output)
+            return self.graph.trace_after(module, args, kwargs, output) if self.clock.in_graphs else None
         if self.clock.closed or not self.active or _transform() is not None:
             return None
         if self.clock.timer is None:

@@ -56,7 +56,9 @@ def _guard_hooks() -> None:
     """Let compiled code notice that hooks were attached or removed, and that another model of the same class has others."""
     import torch._dynamo
 
-    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    if torch._dynamo.config.skip_nnmodule_hook_guards:
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        torch.compiler.reset()  # code that was compiled before would not notice hooks
 
 
 def place_of_hooks(plan: HookPlan) -> str:

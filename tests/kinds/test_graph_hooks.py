@@ -376,6 +376,44 @@ def test_nothing_is_left_after_detach() -> None:
     assert rows == 5
 
 
+def test_modules_without_tensors_have_the_reason_of_the_uncompiled_model() -> None:
+    model = make("pairs").eval()
+    spec = {"layers": "pair", "kind": "forward", "path": "9", "action": "record"}
+    rows = []
+    for called in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        with pytest.warns(instrument.InstrumentWarning), instrument.attach(called, {"none": spec}) as probe:
+            called(*batches(1))
+            probe.end_step()
+        rows.append(probe.coverage())
+    assert rows[0] == rows[1]
+    assert "no tensor" in rows[0][0]["cause"]
+
+
+def test_code_from_before_the_first_hooks_notices_them() -> None:
+    """Here, the hooks are attached to the model itself, so that nothing tells that other code has compiled it."""
+    torch._dynamo.config.skip_nnmodule_hook_guards = True  # as in a new process
+    model = make("layers").eval()
+    called = torch.compile(model, backend="aot_eager", fullgraph=True)
+    (batch,) = batches(1)
+    called(batch)
+    with instrument.attach(model, VALUES) as probe:
+        called(batch)
+        probe.end_step()
+    assert {row["fired"] for row in probe.coverage()} == {1}
+
+
+def test_copies_compile_without_hooks() -> None:
+    """The hooks of a copy do nothing. The compiler must not look for operators in them."""
+    model = make("layers").eval()
+    (batch,) = batches(1)
+    expected = make("layers").eval()(batch)
+    with instrument.attach(model, {"half": CHANGES["output"]}) as probe:
+        copied = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+        assert torch.equal(copied(batch), expected)
+        probe.end_step()
+    assert not len(probe.effects)
+
+
 def test_evaluation_has_its_own_schedule() -> None:
     model = make("layers")
     called = torch.compile(model, backend="aot_eager", fullgraph=True)
