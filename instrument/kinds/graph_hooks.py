@@ -20,9 +20,25 @@ from ..spec.mode_checks import graph_obstacle
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
 from .clock import Clock, Firing
-from .graph_operators import OPERATORS, GraphCall, Stage, new_token, traced_call, why_no_gradient
+from .graph_operators import (
+    OPERATORS,
+    GraphCall,
+    Stage,
+    has_unknown,
+    has_writable,
+    new_token,
+    tensors_in,
+    traced_call,
+    why_no_gradient,
+)
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH
+
+# Reasons for graph breaks. The hooks then run outside of the graph.
+WRITES_TO_INPUT = "the module may write to its arguments, which hooks of instrument would replace"
+UNKNOWN_CONTAINER = (
+    "the output is a dataclass that torch.utils._pytree does not know: register it with register_dataclass"
+)
 
 
 class Places(NamedTuple):
@@ -85,12 +101,9 @@ class GraphHooks:
         self.token = new_token(self)
         self._places = places = Places.of(attached_hooks)
         self._stages: list[list[AttachedHook]] = []
-        self.pre = self._stages_of(places.pre)
-        self.forward_input = self._stages_of(places.forward_input)
-        self.output = self._stages_of(places.output)
-        self._first_gradient_stage = len(self._stages)
-        self.output_gradients = self._stages_of(places.output_gradients)
-        self.contributions = self._stages_of(places.contributions)
+        self._every = [self._stages_of(place) for place in places[:-1]]
+        self._first_gradient_stage = sum(map(len, self._every[:3]))
+        self.refresh()
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
         self._fired: dict[AttachedHook, tuple[int, int]] = {}  # the micro-step and the call in which a site fired last
@@ -105,9 +118,24 @@ class GraphHooks:
             self._stages.append(members)
         return tuple(stages)
 
-    def trace_before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def refresh(self) -> None:
+        """Determine what is traced: the hooks that change nothing, and the scheduled interventions, which return new tensors."""
+        traced = [
+            tuple(
+                stage
+                for stage in stages
+                if not stage.changes or any(each.is_scheduled for each in self._stages[stage.number])
+            )
+            for stages in self._every
+        ]
+        self.pre, self.forward_input, self.output, self.output_gradients, self.contributions = traced
+        self.replaces_inputs = bool(self.contributions) or any(stage.changes for stage in self.pre)
+
+    def trace_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
         given = join_arguments(args, kwargs)
+        if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
+            torch._dynamo.graph_break(msg=WRITES_TO_INPUT)
         missing = why_no_gradient(given, is_data=True) if self.contributions else ""
         call = OPERATORS.begin(self.token, missing)
         new = traced_call(given, call, self.token, self.pre, self.contributions)
@@ -116,13 +144,19 @@ class GraphHooks:
     def trace_after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Call the operators after the forward pass, in traced code. Return the output that replaces this one."""
         missing = ""
+        given = (*args, *kwargs.values())
+        if self.output or self.output_gradients:
+            if (output is None or has_writable(output)) and has_writable(given):
+                torch._dynamo.graph_break(msg=WRITES_TO_INPUT)
+            if has_unknown(output):
+                torch._dynamo.graph_break(msg=UNKNOWN_CONTAINER)
         if self.output_gradients:
             is_data = bool(why_no_gradient((args, kwargs), is_data=True)) and not [*module.parameters()]
             missing = why_no_gradient(output, is_data=is_data)
         call = OPERATORS.end(self.token, missing)
         if self.forward_input:
             traced_call(join_arguments(args, kwargs), call, self.token, self.forward_input, ())
-        return traced_call(output, call, self.token, self.output, self.output_gradients)
+        return traced_call(output, call, self.token, self.output, self.output_gradients, tensors_in(given))
 
     def begin(self, missing: str) -> GraphCall:
         """See `instrument.kinds.graph_operators.Target`."""
@@ -164,10 +198,13 @@ class GraphHooks:
                 if missing:
                     attached.count_miss(NO_GRAPH if missing == NO_INPUT_GRAPH else missing)
 
-    def run(self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None) -> Tensor:
+    def run(
+        self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
+    ) -> tuple[Tensor, list[bool]]:
         """See `instrument.kinds.graph_operators.Target`."""
+        acted = [False] * len(self._stages[stage])
         if self.clock.closed:
-            return value
+            return value, acted
         is_gradient = stage >= self._first_gradient_stage
         firing = Firing(call.number, 0, call.is_recomputed, call.origin)
         if is_gradient:
@@ -175,8 +212,9 @@ class GraphHooks:
             firing = Firing(index, self._arrived[stage, index, path], False, index)
             self._arrived[stage, index, path] += 1
         with self.clock.timer or nullcontext():
-            for attached in self._due(stage, value, path):
-                if firing.recompute and not attached.runs_in_recomputation:
+            for index, attached in enumerate(self._stages[stage]):
+                is_due = attached.is_scheduled and attached.accepts(value, path)
+                if not is_due or (firing.recompute and not attached.runs_in_recomputation):
                     continue
                 if (reason := unreadable(value)) is not None:
                     attached.count_miss(reason)
@@ -186,20 +224,20 @@ class GraphHooks:
                     self._fired[attached] = at
                     attached.count_firing()
                 value = attached.fire(value, path, firing, value=owner)
-        return value
+                acted[index] = True
+        return value, acted
 
-    def _due(self, stage: int, value: Tensor, path: str) -> list[AttachedHook]:
-        return [attached for attached in self._stages[stage] if attached.is_scheduled and attached.accepts(value, path)]
-
-    def differentiate(self, stage: int, gradient: Tensor, value: Tensor, call: GraphCall, path: str) -> Tensor:
+    def differentiate(
+        self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
+    ) -> Tensor:
         """See `instrument.kinds.graph_operators.Target`."""
         firing = Firing(call.number, 0, True, call.origin)
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()
             new = leaf
-            for attached in () if self.clock.closed else self._due(stage, value, path):
-                new = attached.fire(new, path, firing)
+            for attached, has_acted in zip(self._stages[stage], acted, strict=False):
+                new = attached.fire(new, path, firing) if has_acted else new
         if new is leaf:
             return gradient
-        (found,) = torch.autograd.grad(new, leaf, gradient, allow_unused=True)
-        return torch.zeros_like(gradient) if found is None else found
+        torch.autograd.backward(new, gradient)  # adds to the gradients of trained tensors that a function uses
+        return torch.zeros_like(gradient) if leaf.grad is None else leaf.grad

@@ -6,8 +6,9 @@ a graph has no break. At run time, an operator gets the real tensor and calls th
     begin(token, missing) -> call                            before the forward pass; the hooks on inputs follow
     end(token, missing) -> call                              after it; the hooks on outputs follow
     observe(value, call, token, stage, path, owner)          hooks that change nothing
-    change(value, call, token, stage, path, owner) -> value  interventions
-    change_backward(gradient, value, call, token, ...)       the gradient of `change`, from a second evaluation
+    change(value, call, token, stage, path, owner) -> value, acted
+                                                             interventions; `acted` says which of them acted
+    change_backward(gradient, value, acted, call, ...)       the gradient of `change`, from a second evaluation
 
 The owner of a gradient is the tensor that it belongs to, if a hook needs it.
 
@@ -26,7 +27,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from .reasons import NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
@@ -35,8 +36,8 @@ _SCHEMAS = (
     "begin(Tensor(a!) token, str missing) -> Tensor",
     "end(Tensor(a!) token, str missing) -> Tensor",
     f"observe(Tensor value, {_SITE}, Tensor? owner) -> ()",
-    f"change(Tensor value, {_SITE}, Tensor? owner) -> Tensor",
-    f"change_backward(Tensor gradient, Tensor value, {_SITE}) -> Tensor",
+    f"change(Tensor value, {_SITE}, Tensor? owner) -> (Tensor, Tensor)",
+    f"change_backward(Tensor gradient, Tensor value, Tensor acted, {_SITE}) -> Tensor",
 )
 # CUDA graphs are captured between the operators, which run Python code. Versions of PyTorch without the tag capture no graph.
 _TAGS = tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name))
@@ -44,6 +45,7 @@ _LIBRARY = torch.library.Library("instrument", "DEF")
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema, tags=_TAGS)
 OPERATORS: Any = torch.ops.instrument
+_MOST = 64  # interventions of one stage
 
 
 class GraphCall(NamedTuple):
@@ -70,11 +72,15 @@ class Target(Protocol):
     def end(self, missing: str) -> GraphCall:
         """End the forward pass of a call. `missing`: why no output gets a gradient; empty if one does."""
 
-    def run(self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None) -> Tensor:
-        """Run the hooks of a stage on a tensor. Return the tensor that replaces it. `owner`: see above."""
+    def run(
+        self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
+    ) -> tuple[Tensor, Sequence[bool]]:
+        """Run the hooks of a stage on a tensor. Return the tensor that replaces it, and which hooks acted. `owner`: see above."""
 
-    def differentiate(self, stage: int, gradient: Tensor, value: Tensor, call: GraphCall, path: str) -> Tensor:
-        """Return the gradient of the value that a stage has changed."""
+    def differentiate(
+        self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
+    ) -> Tensor:
+        """Return the gradient of the value that hooks of a stage have changed."""
 
 
 _TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
@@ -107,26 +113,38 @@ def _observe(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, 
         target.run(stage, value, GraphCall.of(call), path, owner)
 
 
-def _change(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None) -> Tensor:
+def _change(
+    value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None
+) -> tuple[Tensor, Tensor]:
     target = _target(token)
-    new = value if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
-    return torch.empty_like(value).copy_(
-        new
-    )  # an operator must return new memory, with the strides that `_fake_change` has
+    new, acted = (value, []) if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
+    return _copy(new, value), torch.tensor([*acted, *[False] * (_MOST - len(acted))], device="cpu")
 
 
-def _change_backward(gradient: Tensor, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:
+def _change_backward(  # noqa: PLR0917
+    gradient: Tensor, value: Tensor, acted: Tensor, call: Tensor, token: Tensor, stage: int, path: str
+) -> Tensor:
     target = _target(token)
-    new = gradient if target is None else target.differentiate(stage, gradient, value, GraphCall.of(call), path)
-    return torch.empty_like(gradient).copy_(new)
+    if target is None:
+        return _copy(gradient, gradient)
+    return _copy(target.differentiate(stage, gradient, value, acted.tolist(), GraphCall.of(call), path), gradient)
+
+
+def _copy(new: Tensor, like: Tensor) -> Tensor:
+    """Return a copy with the strides that `_fake_copy` has. An operator must return new memory."""
+    return torch.empty_like(like).copy_(new)
 
 
 def _fake_call(token: Tensor, missing: str) -> Tensor:  # noqa: ARG001
     return torch.empty(len(GraphCall._fields), dtype=torch.int64, device="cpu")
 
 
-def _fake_change(value: Tensor, *arguments: Any) -> Tensor:  # noqa: ARG001
+def _fake_copy(value: Tensor, *arguments: Any) -> Tensor:  # noqa: ARG001
     return torch.empty_like(value)
+
+
+def _fake_change(value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(value), torch.empty(_MOST, dtype=torch.bool, device="cpu")
 
 
 def _fake_observe(*arguments: Any) -> None:
@@ -138,7 +156,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "end": (_end, _fake_call),
     "observe": (_observe, _fake_observe),
     "change": (_change, _fake_change),
-    "change_backward": (_change_backward, _fake_change),
+    "change_backward": (_change_backward, _fake_copy),
 }
 for _name, (_real, _fake) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
@@ -164,27 +182,37 @@ class _Change(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:
-        ctx.save_for_backward(value, call, token)
+        new, acted = OPERATORS.change(value, call, token, stage, path, None)
+        ctx.save_for_backward(value, acted, call, token)
         ctx.stage, ctx.path = stage, path
-        new: Tensor = OPERATORS.change(value, call, token, stage, path, None)
-        return new
+        return new  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        value, call, token = ctx.saved_tensors
-        return OPERATORS.change_backward(gradient, value, call, token, ctx.stage, ctx.path), None, None, None, None
+        value, acted, call, token = ctx.saved_tensors
+        return (
+            OPERATORS.change_backward(gradient, value, acted, call, token, ctx.stage, ctx.path),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Gradient(torch.autograd.Function):
     """The identity, whose backward pass runs the hooks on the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stages: Sequence[Stage], path: str) -> Tensor:
+    def forward(  # noqa: PLR0917
+        ctx: Any, value: Tensor, call: Tensor, token: Tensor, stages: Sequence[Stage], path: str, is_shared: bool
+    ) -> Tensor:
         owner = value if any(stage.needs_owner for stage in stages) else None
         ctx.save_for_backward(call, token, owner)
         ctx.stages, ctx.path = stages, path
-        return value.clone()  # removed by the compiler; unlike a view, it may be modified in place
+        # The compiler removes both. Other code may modify the memory of a shared value, which therefore stays the same. PyTorch
+        # refuses to modify such a view in place: the compilation then fails.
+        return value.view_as(value) if is_shared else value.clone()
 
     @staticmethod
     @once_differentiable
@@ -193,14 +221,19 @@ class _Gradient(torch.autograd.Function):
         for number, changes, needs_owner in ctx.stages:
             given = (gradient, call, token, number, ctx.path, owner if needs_owner else None)
             if changes:
-                gradient = OPERATORS.change(*given)
+                gradient, _ = OPERATORS.change(*given)
             else:
                 OPERATORS.observe(*given)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
 
 
 def traced_call(
-    value: Any, call: Tensor, token: Tensor, stages: Sequence[Stage], gradient_stages: Sequence[Stage]
+    value: Any,
+    call: Tensor,
+    token: Tensor,
+    stages: Sequence[Stage],
+    gradient_stages: Sequence[Stage],
+    shared: Sequence[Tensor] | None = None,
 ) -> Any:
     """Call the operators for all tensors of a value. Return the value that replaces it; None if no tensor changes.
 
@@ -210,6 +243,7 @@ def traced_call(
         token: The token.
         stages: The hooks on the tensors, in order.
         gradient_stages: The hooks on their gradients, in order.
+        shared: The tensors whose memory other code may modify. Default: all.
     """
     items, structure = tree_flatten_with_path(value)
     paths = [".".join([str(_name_of(key)) for key in keys]) for keys, _ in items]
@@ -226,8 +260,27 @@ def traced_call(
     if gradient_stages and torch.is_grad_enabled():
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaves[at], is_changed = _Gradient.apply(leaf, call, token, gradient_stages, paths[at]), True
+                is_shared = shared is None or leaf._base is not None or any(leaf is each for each in shared)
+                leaves[at] = _Gradient.apply(leaf, call, token, gradient_stages, paths[at], is_shared)
+                is_changed = True
     return tree_unflatten(leaves, structure) if is_changed else None
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors of a traced value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def has_writable(value: Any) -> bool:
+    """Return whether a traced value contains a list or dictionary, to which a module can write."""
+    if isinstance(value, tuple):
+        return any(has_writable(each) for each in value)
+    return isinstance(value, (list, dict)) and bool(tensors_in(value))  # the compiler traces no union
+
+
+def has_unknown(value: Any) -> bool:
+    """Return whether a traced value contains a dataclass that is no container for `torch.utils._pytree`."""
+    return any(hasattr(leaf, "__dataclass_fields__") for leaf in tree_leaves(value))
 
 
 def why_no_gradient(value: Any, *, is_data: bool) -> str:
@@ -237,7 +290,7 @@ def why_no_gradient(value: Any, *, is_data: bool) -> str:
         value: The inputs or the output of a module.
         is_data: Whether the value is computed from data alone, so that no gradient is expected.
     """
-    tensors = [leaf for _, leaf in tree_flatten_with_path(value)[0] if isinstance(leaf, Tensor)]
+    tensors = tensors_in(value)
     if not tensors:
         return NO_TENSOR
     if not torch.is_grad_enabled():

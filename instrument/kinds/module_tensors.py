@@ -127,6 +127,7 @@ class ModuleHooks(InertWhenCopied):
         scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
         places = Places.of(scheduled)
         self.active = bool(scheduled)
+        self.graph.refresh()
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
         self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
         self.pre, self.forward_input, self.output, gradients, contributions, totals = places
@@ -138,7 +139,7 @@ class ModuleHooks(InertWhenCopied):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if is_dynamo_compiling():
-            return self.graph.trace_before(args, kwargs) if self.clock.in_graphs else None
+            return self.graph.trace_before(module, args, kwargs) if self.clock.in_graphs else None
         if self.clock.closed:
             return None
         if self.unscheduled:

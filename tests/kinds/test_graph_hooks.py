@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -428,6 +429,7 @@ def test_evaluation_has_its_own_schedule() -> None:
 
 
 REFUSED = {
+    "kept": ({"kind": "forward", "action": "record", "keep_as": "kept"}, "keep_as", "remove 'keep_as'"),
     "total": ({"kind": "tensor", "role": "input", "action": "record"}, "role", "role: grad_input"),
     "function": ({"kind": "function", "functions": "linear", "action": "record"}, "kind", "hook the modules instead"),
     "module": (
@@ -500,25 +502,136 @@ def test_every_table_and_statistic_is_that_of_the_uncompiled_model() -> None:
     assert len(probe.sink.records("tensors")) == len(eager.sink.records("tensors")) > 0
 
 
-def test_kept_tensors_stay_as_they_were() -> None:
-    """The memory of a tensor in a graph is used again. A kept tensor is a copy."""
-    kept: dict[str, Tensor] = {}
+class InPlaceLater(nn.Module):
+    """Modifies an output in place that is also used before."""
 
-    def note(tensor: Tensor, ctx: Any) -> Tensor:
-        kept["first"] = ctx.tensors["seen"]["0"].clone()
-        return tensor
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.first, self.module, self.last = nn.Linear(WIDTH, WIDTH), module, nn.Linear(WIDTH, WIDTH)
 
-    called = torch.compile(make("layers").eval(), backend="aot_eager", fullgraph=True)
-    specs = {
-        "seen": {"layers": "0", "kind": "forward", "action": "record", "keep_as": "seen"},
-        "reader": {"layers": "4", "kind": "forward", "action": "modify", "fn": note},
-    }
-    (batch,) = batches(1)
-    expected = make("layers").eval()[0](batch)  # type: ignore[index]
-    with instrument.attach(called, specs) as probe, torch.no_grad():
-        called(batch)
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        found = self.module(hidden)
+        if isinstance(self.module, nn.BatchNorm1d):
+            found += 1.0
+        return self.last(found) + hidden  # type: ignore[no-any-return]
+
+
+class Appends(nn.Module):
+    """Writes to the list or the dictionary that it gets."""
+
+    def __init__(self, *, to_list: bool) -> None:
+        super().__init__()
+        self.to_list = to_list
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, values: Any) -> Any:
+        if self.to_list:
+            values.append(self.layer(values[-1]))
+            return values
+        values["new"] = self.layer(values["old"])
+        return None
+
+
+class CallsAppends(nn.Module):
+    def __init__(self, *, to_list: bool) -> None:
+        super().__init__()
+        self.first, self.appends = nn.Linear(WIDTH, WIDTH), Appends(to_list=to_list)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        values: Any = [hidden] if self.appends.to_list else {"old": hidden}
+        self.appends(values)
+        return sum(values if self.appends.to_list else values.values())  # type: ignore[return-value]
+
+
+WRITERS: dict[str, Callable[[], nn.Module]] = {
+    "in-place module": lambda: InPlaceLater(nn.ReLU(inplace=True)),
+    "output written later": lambda: InPlaceLater(nn.BatchNorm1d(WIDTH)),
+    "list": lambda: CallsAppends(to_list=True),
+    "dictionary": lambda: CallsAppends(to_list=False),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_code_that_writes_in_place_gives_the_losses_of_the_bare_model(name: str) -> None:
+    """Interventions that are not due change nothing either."""
+    late = {**CHANGES["input"], "start": STEPS}, {**CHANGES["output"], "start": STEPS}
+    specs = {**GRADIENTS, **VALUES, "late_input": late[0], "late_output": late[1]}
+    losses, counts = [], []
+    for variant in ("bare", "eager", "compiled"):
+        torch.manual_seed(0)
+        model = WRITERS[name]()
+        called = torch.compile(model, backend="aot_eager") if variant == "compiled" else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with instrument.attach(called, {} if variant == "bare" else specs, rules=None) as probe:
+            for batch in batches():
+                loss = called(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                probe.end_step()
+                losses.append(loss.item())
+        counts.append([(row["hook"], row["layer"], row["fired"]) for row in probe.coverage()])
+    assert losses[:STEPS] == losses[STEPS : 2 * STEPS] == losses[2 * STEPS :]
+    assert counts[1] == counts[2]
+
+
+def test_trained_tensors_of_a_function_get_their_gradient() -> None:
+    gradients = []
+    for compiles in (False, True):
+        shift = torch.zeros(WIDTH, requires_grad=True)
+        model = make("layers").eval()
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        spec = {
+            "layers": "0",
+            "kind": "forward",
+            "action": "modify",
+            "fn": lambda tensor, ctx, shift=shift: tensor + shift,
+        }
+        with instrument.attach(called, {"shift": spec}) as probe:
+            called(batches()[0]).square().mean().backward()
+            probe.end_step()
+        gradients.append(shift.grad)
+    assert gradients[0] is not None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_backward_pass_after_the_block_repeats_the_interventions() -> None:
+    gradients = []
+    for compiles in (False, True):
+        model = make("layers").eval()
+        called = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        with instrument.attach(called, {"half": {**CHANGES["output"], "layers": "0", "every": 2}}) as probe:
+            loss = called(batches()[0]).square().mean()
+            probe.end_step()
+        loss.backward()
+        gradients.append(model.get_parameter("0.weight").grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
+@dataclass
+class Result:
+    """An output that the compiler's containers do not include."""
+
+    values: Tensor
+
+
+class ReturnsResult(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Result(super().forward(x))
+
+
+def test_outputs_in_unknown_containers_are_recorded_outside_of_the_graph() -> None:
+    layer = ReturnsResult(WIDTH, WIDTH)
+    model = nn.Sequential(layer)
+    called = torch.compile(model, backend="aot_eager")
+    with instrument.attach(called, {"seen": {"layers": "0", "kind": "forward", **RECORD}}) as probe:
+        result = called(batches()[0])
         probe.end_step()
-    assert torch.equal(kept["first"], expected)
+    (row,) = probe.sink.records("tensors")
+    assert row["path"] == "values"
+    assert torch.equal(row["values"], result.values)
 
 
 def test_interfaces_of_pytorch_exist() -> None:
