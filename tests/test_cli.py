@@ -185,9 +185,9 @@ def test_plan_is_printed_and_writes_nothing(cli: Cli) -> None:
     ):
         assert message in answer.out
     rows = {line.split()[0]: line.split() for line in answer.out.splitlines() if line}
-    assert rows["activations"][-5:-3] == ["22", "440"]  # rows per step and in total: statistics and histograms
-    assert rows["tame"][-5:-3] == ["4", "400"]
-    assert rows["total"][-5:-3] == ["53", "1,400"]
+    assert rows["activations"][-4] == "440"  # rows of statistics and histograms
+    assert rows["tame"][-4] == "400"
+    assert rows["total"][-4] == "1,400"
     assert rows["total"][-2] in ("kB", "MB")
     assert rows["total"][-1].startswith(("+", "-"))
     assert "mean time per step" in answer.out

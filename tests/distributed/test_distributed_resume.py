@@ -127,8 +127,8 @@ def check_number_of_processes(dead: Path, processes: int, resume: Callable[[], t
     before = sorted(dead.glob("**/*"))
     code, error = resume()
     assert code != 0
-    assert f"with the same number, not with {processes}" in error
-    assert "resume: the run was started with 2 processes" in error
+    assert "resume: the run was started with 2 processes, and the same number is required" in error
+    assert f"given    {processes}\n" in error
     assert "torchrun --nproc-per-node 2 -m instrument resume=out" in error
     assert "/instrument/" not in error  # no traceback of this package
     assert sorted(dead.glob("**/*")) == before
