@@ -77,7 +77,7 @@ def graph_obstacle(spec: HookBase) -> Obstacle | None:
         return Obstacle("role", "the gradient of an input is complete only outside of the module", fix)
     if spec.keep_as is not None and not spec.definition.gradient:
         return Obstacle(
-            "keep_as", "a kept tensor has a graph of its own, which compiled code has not", "remove 'keep_as'"
+            "keep_as", "a kept tensor keeps its autograd graph, and compiled code has none", "remove 'keep_as'"
         )
     if getattr(spec, "together", False):
         return Obstacle("together", "a graph passes one tensor at a time", "remove 'together'")
