@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +67,7 @@ class Snapshot:
             elif path.name == SUBMITTED or (_has(path, ".hydra", REFUSED) and not _has(path, "run.json")):
                 shutil.rmtree(path, ignore_errors=True)  # a job of a sweep that did not start
         if new:
-            files = _run_files(self.folder)
-            _remove([file for file in files if file.relative_to(self.folder).parts[0] not in self.names])
+            _remove(self.folder, excluded=self.names)
         for name in RECORDS:
             if name not in self.records and (self.folder / name).is_file():
                 (self.folder / name).unlink()
@@ -121,7 +120,7 @@ class ReplacedRun:
         """Remove the files of the new run and move the others back, if the run was set aside and the new run has ended."""
         if self._is_set_aside and not is_written(self.folder):
             with uninterrupted():
-                _remove(_run_files(self.folder))
+                _remove(self.folder)
                 _move(self._aside, self.folder)
                 self._is_set_aside = False
 
@@ -150,11 +149,12 @@ def _move(source: Path, target: Path) -> None:
     _remove_empty([source] if source.name == ASIDE else [])
 
 
-def _remove(files: Sequence[Path]) -> None:
-    """Remove files of a run, then the folders that are empty."""
+def _remove(folder: Path, excluded: Collection[str] = ()) -> None:
+    """Remove the files of a run, except those under the excluded names, then the subfolders that are empty."""
+    files = [path for path in _run_files(folder) if path.relative_to(folder).parts[0] not in excluded]
     for path in files:
         path.unlink()
-    _remove_empty({path.parent for path in files})
+    _remove_empty({path.parent for path in files} - {folder})
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
