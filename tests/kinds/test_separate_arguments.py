@@ -64,8 +64,21 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layer(x)
         output = self.call(self.inner, hidden)
-        output = output[0] if isinstance(output, tuple) else output
-        return (hidden.sin() + output.square()).sum()
+        outputs = output if isinstance(output, tuple) else (output,)
+        return hidden.sin().sum() + sum(factor * part.square().sum() for factor, part in enumerate(outputs, 1))
+
+
+class ReturnsParts(nn.Module):
+    """Returns its first product, also used in the second output, and the second output twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Bilinear(3, 3, 3), nn.Bilinear(3, 3, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.first(a, b)
+        z = self.second(y, a)
+        return y, z, z
 
 
 def attention() -> nn.Module:
@@ -79,6 +92,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Callable[[nn.Mo
     "two pairs": (Weighted, (2, 3), lambda m, h: m(h, g := h.sin(), h, g), ["0", "1", "2", "3"]),
     "a view": (Weighted, (2, 3), lambda m, h: m(v := h.view(2, 3), h, v), ["0", "1", "2"]),
     "bilinear": (lambda: nn.Bilinear(3, 3, 3), (2, 3), lambda m, h: m(h, h), ["0", "1"]),
+    "outputs that depend on each other": (ReturnsParts, (2, 3), lambda m, h: m(h, h), ["0", "1"]),
     "attention": (attention, (2, 5, 4), lambda m, h: m(h, h, h), ["0", "1", "2"]),
     "attention to a memory": (attention, (2, 5, 4), lambda m, h: m(h, g := h.sin(), g), ["0", "1", "2"]),
 }
@@ -200,18 +214,34 @@ class Cached(nn.Module):
         return a * b
 
 
-@pytest.mark.parametrize("name", ["in place", "cache", "lock"])
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Bilinear(3, 3, 3)
+        self.inner.register_forward_hook(lambda module, into, out: out * 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.inner(a, b)
+
+
+@pytest.mark.parametrize("name", ["in place", "cache", "lock", "hook", "replaced forward"])
 def test_module_that_cannot_be_evaluated_again_is_reported(name: str) -> None:
     model, cache = (WritesInPlace(), ()) if name == "in place" else (Cached(), (Cache(),))
     if name == "lock":  # it cannot be copied
         model, cache = nn.Bilinear(3, 3, 3), ()
         model.lock = threading.Lock()
+    if name == "hook":  # it is not called in the second evaluation
+        model, cache = Hooked(), ()
+    if name == "replaced forward":  # it would call the module itself, not its copy
+        model, cache = WritesInPlace(), ()
+        model.calls, model.forward = [], lambda a, b: model.calls.append(1) or a * b
     h = torch.ones(3, requires_grad=True)
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}) as probe:
         hidden = h * 1.0
         model(hidden, hidden, *cache).sum().backward()
         probe.end_step()
     assert not cache or cache[0].count == 1
+    assert name != "replaced forward" or model.calls == [1]
     assert not probe.sink.records("tensors")
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
