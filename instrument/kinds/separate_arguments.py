@@ -87,7 +87,7 @@ class SeparateGradients:
 @contextmanager
 def _gradient_of(output: Tensor, total: Tensor) -> Iterator[None]:
     """Give an output this gradient, which includes that of other outputs that the module computes from it."""
-    handle = output.register_hook(lambda gradient: total)  # noqa: ARG005
+    handle = output.register_hook(lambda gradient: total)
     try:
         yield
     finally:
