@@ -15,7 +15,7 @@ from ..sparse import first_elements, is_sparse
 from ..spec.record import RecordSpec
 from ..spec.statistics import COUNTS
 from ..spec.tables import TABLES
-from ..stats.exact_integers import remainders
+from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure
 from .base import Context, Rows
 from .intervention import describe
@@ -94,10 +94,11 @@ class Record:
         if names:
             measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
             measured.holds = context.holds
+            measured.integers = integer_extremes(tensor, names, measured, is_part=merges)
             if merges:
                 self.rows.add_part(context, names, measured, self.measurement.dead_units(tensor, context))
             else:
-                custom = self.measurement.custom_numbers(tensor, context) | remainders(tensor, names, measured)
+                custom = self.measurement.custom_numbers(tensor, context)
                 self.rows.add_stats(context, shape_of(tensor), names, measured, custom)
         for table, (least_dimensions, measure) in self.tables.items():
             if tensor.dim() >= least_dimensions:

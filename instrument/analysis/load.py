@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 
 from ..errors import ConfigError, InstrumentWarning, Problem
+from ..spec.statistics import REMAINDERS
 from .folders import find_runs
 from .polars_frames import scan
 from .query_sources import RunsToQuery
@@ -252,7 +253,7 @@ class Run(RunTables):
         """
         return run_query(self._queried(), query)
 
-    def lazy(self, table: str) -> pl.LazyFrame:
+    def lazy(self, table: str, *, remainders: bool = False) -> pl.LazyFrame:
         """Return a table as a polars LazyFrame.
 
         Files are read when the frame is collected, and only the columns and rows that are needed. The columns are the
@@ -262,13 +263,17 @@ class Run(RunTables):
 
         Args:
             table: Name of the table, such as `stats`.
+            remainders: Whether `stats` also has `min_remainder`, `max_remainder` and `abs_max_remainder`: what the rounded
+                extremes of 64-bit integers lack, null for exact ones.
 
         Raises:
-            ValueError: The table does not exist.
+            ValueError: The table does not exist, or has no remainders.
             InstrumentError: polars is not installed.
         """
         check_table(table)
-        return scan(self._queried(), table)
+        if remainders and table != "stats":
+            raise ValueError(f"the table {table!r} has no remainders: only 'stats' has columns of extremes")
+        return scan(self._queried(), table, tuple(REMAINDERS.values()) if remainders else ())
 
     def _queried(self) -> RunsToQuery:
         return RunsToQuery(

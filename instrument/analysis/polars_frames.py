@@ -26,8 +26,13 @@ CHUNK = 2**18  # rows per frame; the overhead of a frame is that of some thousan
 READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 
 
-def scan(queried: RunsToQuery, table: str) -> pl.LazyFrame:
+def scan(queried: RunsToQuery, table: str, further: Sequence[str] = ()) -> pl.LazyFrame:
     """Return a table as a LazyFrame that reads the files when it is collected.
+
+    Args:
+        queried: The runs.
+        table: Name of the table.
+        further: Names of custom statistics that are columns only on request.
 
     Raises:
         InstrumentError: polars is not installed.
@@ -41,7 +46,7 @@ def scan(queried: RunsToQuery, table: str) -> pl.LazyFrame:
     rows = register_io_source(source.read, schema=source.schema)
     if CUSTOM.name not in source.schema:
         return rows
-    names = queried.custom(table)
+    names = [*queried.custom(table), *further]
     custom = [polars.col(CUSTOM.name).map.get(name).alias(name) for name in names]
     return rows.with_columns(custom).select(column_names(source.schema.names(), names))
 

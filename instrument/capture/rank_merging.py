@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 from ..actions.base import EFFECT, Context, Effect
 from ..spec.kinds import KINDS
 from ..spec.statistics import DEAD, UNITS
+from ..stats.exact_integers import remainders
 from ..stats.measure import Measured, sums_on_device
 from ..stats.merge import Array, merge_units, pack_units
 from ..stats.sums import COLUMNS, INDEX, extremes, merged, totals
@@ -36,12 +37,14 @@ class MergedRow:
         identity: The identity columns.
         names: The requested statistics.
         values: The numbers, set when they are on the host.
+        custom: The remainders of 64-bit integers, set at the same time.
     """
 
     table: str
     identity: Row
     names: tuple[str, ...]
     values: Array | None = None
+    custom: Mapping[str, float] = field(default_factory=dict)
 
     numbers: ClassVar[tuple[Tensor, ...]] = ()
     """The numbers on a device: all rows together have them, see `MergedRows`."""
@@ -49,7 +52,7 @@ class MergedRow:
     def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
         """Write the numbers to the row."""
         row[:] = self.values
-        return {}
+        return self.custom
 
 
 @dataclass
@@ -78,10 +81,13 @@ class MergedRows:
         for piece, identity in zip(self.pieces, self.identities, strict=True):
             own, columns = np.split(columns, [len(piece.gathered)], axis=1)
             if piece.table == "stats":
-                (_, units), row = piece.shape, next(rows)
+                (names, units, exact), row = piece.shape, next(rows)
                 row.values = next(sums)
+                integers, dead = np.split(own, [exact], axis=1)
                 if units:
-                    row.values[[INDEX[DEAD.name], INDEX[UNITS.name]]] = merge_units(own), units
+                    row.values[[INDEX[DEAD.name], INDEX[UNITS.name]]] = merge_units(dead), units
+                if exact:
+                    row.custom = remainders(integers.tolist(), names, row.values)
             elif piece.table == "effects":
                 next(rows).values = next(changes)
             else:
@@ -172,8 +178,11 @@ def identity_without_rank(context: Context) -> Row:
 
 def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> Piece:
     """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
-    gathered = _NOTHING if dead is None else pack_units(dead)
-    return Piece("stats", identity_without_rank(context), (names, 0 if dead is None else len(dead)), part, gathered)
+    integers = _NOTHING if part.integers is None else part.integers
+    units = _NOTHING if dead is None else pack_units(dead)
+    gathered = torch.cat([each for each in (integers, units) if len(each)] or [_NOTHING])
+    shape = names, 0 if dead is None else len(dead), len(integers)
+    return Piece("stats", identity_without_rank(context), shape, part, gathered)
 
 
 def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:

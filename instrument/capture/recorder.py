@@ -23,6 +23,7 @@ from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import take
 from ..nested import shape_of
 from ..stats.device_sums import DeviceMemory
+from ..stats.exact_integers import remainders
 from ..stats.measure import Measured, as_cell, on_host
 from ..stats.sums import COLUMNS, statistics_of
 from ..stats.table_rows import Measure, Values
@@ -93,7 +94,7 @@ class Recorder:
         self.record_plain, self.record_plain_effect = self._stats.add_plain, self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
-        self._lines: list[tuple[str, tuple[str, ...], _Values]] = []
+        self._lines: list[tuple[str, _Values]] = []
         self._tensors: list[UndecidedTensor] = []
         self._metrics: list[MetricsRow] = []  # of this step
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
@@ -122,8 +123,8 @@ class Recorder:
     ) -> None:
         """Add the statistics of one tensor."""
         if not self._merger.is_duplicate(context):
-            is_complete = measured.on_device is None and not custom
-            other = None if is_complete else _Values(measured, custom)
+            is_complete = measured.on_device is None and measured.integers is None and not custom
+            other = None if is_complete else _Values(measured, custom, names)
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
     def slot(self, table: str, site: Row, names: tuple[str, ...]) -> int:
@@ -152,7 +153,7 @@ class Recorder:
     ) -> None:
         """Add a line to print for one tensor."""
         if not self._merger.is_duplicate(context):
-            self._lines.append((text, names, _Values(measured, custom)))
+            self._lines.append((text, _Values(measured, custom, names)))
 
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
@@ -244,7 +245,7 @@ class Recorder:
             (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)
         stats, effects = self._stats.take(), self._effects.take()
         lines, tensors = take(self._lines), take(self._tensors)
-        waiting = [*stats.others.values(), *effects.others.values(), *(values for *_, values in lines)]
+        waiting = [*stats.others.values(), *effects.others.values(), *(values for _, values in lines)]
         on_device = [] if merged is None else [*merged.numbers]
         on_device += [number for each in waiting for number in each.numbers]
         measured = [
@@ -292,9 +293,9 @@ class Recorder:
             return
         fetched = step.transfer.read()
         merged = () if step.merged is None else step.merged.fetch(fetched)
-        _read_sums([*step.stats.others.values(), *(values for *_, values in step.lines)], step.sums)
+        _read_sums([*step.stats.others.values(), *(values for _, values in step.lines)], step.sums)
         stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
-        lines = [(text, names, values.cells(names, fetched)) for text, names, values in step.lines]
+        lines = [(text, values.names, values.cells(fetched)) for text, values in step.lines]
         tables: defaultdict[str, list[Row]] = defaultdict(list)
         for table, row, values, as_cells, decisions in step.measured:
             if (numbers := _read(values, decisions, fetched)) is not None:
@@ -339,15 +340,18 @@ class _Values(NamedTuple):
     Attributes:
         measured: The sums. Those on a device are set before `complete` is called.
         custom: The custom statistics: numbers, or scalars on a device.
+        names: The requested statistics.
     """
 
     measured: Measured
     custom: Mapping[str, float | Tensor | None]
+    names: tuple[str, ...]
 
     @property
     def numbers(self) -> list[Tensor]:
         """The numbers on a device, without the sums."""
-        return [each for each in (*self.custom.values(), self.measured.holds) if isinstance(each, Tensor)]
+        measured = self.measured
+        return [e for e in (*self.custom.values(), measured.holds, measured.integers) if isinstance(e, Tensor)]
 
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
         """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
@@ -356,16 +360,17 @@ class _Values(NamedTuple):
             name: next(fetched)[0] if isinstance(number, Tensor) else number for name, number in self.custom.items()
         }
         held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
+        extremes = [] if self.measured.integers is None else [next(fetched)]
         custom = {name: None if number is None or math.isnan(number) else number for name, number in found.items()}
-        return custom if held else None
+        return custom | remainders(extremes, self.names, row) if held else None
 
-    def cells(self, names: tuple[str, ...], fetched: Iterator[list[float]]) -> list[float | None] | None:
+    def cells(self, fetched: Iterator[list[float]]) -> list[float | None] | None:
         """Return the statistics, None for no value; None instead if the condition of the hook does not hold."""
         row = np.empty(len(COLUMNS))
         custom = self.complete(row, fetched)
         if custom is None:
             return None
-        known = names[: len(names) - len(custom)]
+        known = self.names[: len(self.names) - len(custom)]
         values = (column.item() for column in statistics_of(row[None], known))
         return [*(as_cell(name, value) for name, value in zip(known, values, strict=True)), *custom.values()]
 
@@ -395,7 +400,7 @@ class _Step(NamedTuple):
     measured: list[MeasuredRow]
     merged: MergedRows | None
     batches: list[SampleBatch]
-    lines: list[tuple[str, tuple[str, ...], _Values]]
+    lines: list[tuple[str, _Values]]
     tensors: list[UndecidedTensor]
     deferred: list[tuple[str, Callable[[], Row]]]
     metrics: list[MetricsRow]

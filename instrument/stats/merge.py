@@ -68,9 +68,9 @@ def merge_units(packed: Array) -> int:
     """Return the number of units that are dead in all parts.
 
     Args:
-        packed: float64 [parts, numbers], the results of `pack_units`.
+        packed: float64 [parts, numbers], the results of `pack_units`; NaN for missing parts.
     """
-    dead = np.bitwise_and.reduce(packed.astype(np.int64), axis=0)
+    dead = np.bitwise_and.reduce(packed[~np.isnan(packed).any(axis=1)].astype(np.int64), axis=0)
     return sum(int(number).bit_count() for number in dead)
 
 

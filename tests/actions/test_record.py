@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import torch
+from device_statistics import use_device_statistics
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -228,12 +230,20 @@ def test_nested_tensor_is_kept_padded(layout: torch.layout) -> None:
     assert probe.sink.records("stats")[0]["numel"] == 10
 
 
-def test_extremes_of_64_bit_integers_are_exact(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_extremes_of_64_bit_integers_are_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    if on_device:
+        use_device_statistics(monkeypatch)
     given = [
         torch.tensor([2**53 + 1, 3]),
         torch.tensor([-(2**63), 2**63 - 1]),
         torch.tensor([2**64 - 1, 7], dtype=torch.uint64),
+        torch.tensor([2**63 - 1, 2**63 + 2049], dtype=torch.uint64),
         torch.tensor([2**60, 2**53]),  # float64 represents both
+        torch.tensor([-(2**54) - 1, 2**54]),  # their magnitudes are equal in float64
+        torch.tensor([5, 9, -(2**62) - 1, 7])[::2],
         torch.tensor([0.5, 2.0**70]),
     ]
     model = nn.Identity()
@@ -250,6 +260,15 @@ def test_extremes_of_64_bit_integers_are_exact(tmp_path: Path) -> None:
     ]
     assert run.sql(f"select max({exact}::bigint) as max from stats where max <= 2^63")["max"].tolist() == [2**63 - 1]
     assert "max_remainder" not in run.sql("select * from stats")
+    lazy = run.lazy("stats", remainders=True).sort("position")
+    whole = pl.col("max").cast(pl.Int128) + pl.col("max_remainder").fill_null(0).cast(pl.Int128)
+    rows = lazy.select(whole).collect()
+    assert rows["max"].to_list() == [round(max(tensor.tolist())) for tensor in given]
+    largest = lazy.filter((pl.col("max") <= 2.0**63) & (pl.col("max_remainder") != 0)).select(whole.max())
+    assert largest.collect().item() == 2**63 - 1
+    assert lazy.drop(pl.selectors.ends_with("_remainder")).collect_schema() == run.lazy("stats").collect_schema()
+    with pytest.raises(ValueError, match="the table 'effects' has no remainders"):
+        run.lazy("effects", remainders=True)
     for tensor, (_, row) in zip(given, stats.iterrows(), strict=True):
         numbers = tensor.tolist()
         assert (int(row["min"]), int(row["max"])) == (int(min(numbers)), int(max(numbers)))
@@ -257,13 +276,48 @@ def test_extremes_of_64_bit_integers_are_exact(tmp_path: Path) -> None:
         assert row["l2"] == pytest.approx(math.hypot(*map(float, numbers)))
 
 
-def test_extremes_of_small_integers_are_a_float_column() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_extremes_of_small_integers_are_a_float_column(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
+    if on_device:
+        use_device_statistics(monkeypatch)
     model = nn.Identity()
     with instrument.attach(model, {"ids": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
-        model(torch.tensor([2**53, -(2**53)]))
+        for given in (torch.tensor([2**53, -(2**53)]), torch.zeros(0, dtype=torch.int64)):
+            model(given)
         probe.end_step()
     assert probe.stats["max"].dtype == "float64"
-    assert probe.stats["max"].tolist() == [2**53]
+    assert probe.stats["max"].tolist() == [2**53, pytest.approx(math.nan, nan_ok=True)]
+    assert [row["custom"] for row in probe.sink.records("stats")] == [None, None]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_exact_integers_of_every_layout_and_condition(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
+    if on_device:
+        use_device_statistics(monkeypatch)
+    large = 2**60 + 1
+    parts = [torch.tensor([large, -3]), torch.tensor([9])]
+    given = [
+        torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.tensor([large, large + 4]), (6,), check_invariants=True),
+        torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([large, large]), (2,), check_invariants=True),
+        torch.nested.nested_tensor(parts, layout=torch.jagged),
+        torch.nested.nested_tensor(parts),
+        torch.tensor([True, False]),
+        torch.tensor([255, 3], dtype=torch.uint8),
+    ]
+    model = nn.Identity()
+    hooks = {
+        "all": spec(stats=["max"]),
+        "some": spec(stats=["min"], when={"stat": "max", "above": 2.0**60 + 2**20}),
+        "others": spec(stats=["mean"]),
+    }
+    with instrument.attach(model, hooks) as probe:
+        for tensor in given:
+            model(tensor)
+        probe.end_step()
+    rows = probe.stats.groupby("hook")
+    assert rows.get_group("all")["max"].tolist() == [large + 4, 2 * large, large, large, 1, 255]
+    assert rows.get_group("some")["min"].tolist() == [0]
+    assert all(row["custom"] is None for row in probe.sink.records("stats") if row["hook"] != "all")
 
 
 def trained(model: nn.Module, between: Callable[[], None] = lambda: None, **fields: Any) -> instrument.MemorySink:

@@ -30,8 +30,9 @@ from instrument.actions.tensor_selection import TensorSelection
 from instrument.capture import device_copy, recorder
 from instrument.spec.modify import FUNCTIONS
 from instrument.stats import distribution
+from instrument.stats.exact_integers import integer_extremes
 from instrument.stats.flatten import as_vector
-from instrument.stats.measure import measure
+from instrument.stats.measure import Measured, measure
 from instrument.stats.portable import count_changed, portable_sums
 from instrument.stats.unit_statistics import count_saturated, dead_units
 
@@ -186,6 +187,19 @@ def test_samples_on_a_fake_gpu_are_copied_when_the_step_ends() -> None:
                 assert len(probe.sink.rows["samples"]) == 3 * step, "rows are read when the next step ends"
     rows = probe.sink.rows["samples"]
     assert [row[5:] for row in rows] == [(position, 1.0, None, 1.0, "float32") for position in range(3)] * 2
+
+
+@pytest.mark.parametrize(("dtype", "most_bytes"), [(torch.int64, 8.1), (torch.uint64, 24.1)], ids=str)
+def test_extremes_of_64_bit_integers_are_not_copied(dtype: torch.dtype, most_bytes: float) -> None:
+    with FakeTensorMode():
+        tensor = torch.empty(BIG, device="cuda", dtype=dtype)
+        with Launches() as launches:
+            found = integer_extremes(tensor, ("max",), Measured(), is_part=True)
+    assert found is not None
+    assert (found.shape, found.dtype, found.device.type) == ((4,), torch.float64, "cuda")
+    assert launches.copies == []
+    assert launches.count <= 8
+    assert launches.bytes / BIG <= most_bytes
 
 
 def test_jagged_tensor_on_a_device_is_read_without_its_lengths() -> None:

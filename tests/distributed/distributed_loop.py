@@ -95,6 +95,27 @@ def train(model: nn.Module, folder: Path, reduce: str, fail_at: int = -1, die_at
     return {"bytes": probe.ranks.bytes_sent, "tensors": tensors}
 
 
+INTEGERS = (  # the tensor of each rank; None: it does not call the model
+    (torch.tensor([2**62 + 1, 5]), torch.tensor([2**62 + 3, -(2**62) - 7])),
+    (torch.tensor([3, 4]), torch.tensor([2**53 + 1])),
+    (torch.tensor([2**64 - 1, 9], dtype=torch.uint64), torch.tensor([2**63 + 1], dtype=torch.uint64)),
+    (torch.tensor([], dtype=torch.int64), torch.tensor([-(2**60) - 1])),
+    (torch.tensor([7]), torch.tensor([2**53])),
+    (torch.tensor([2**61 + 1, 2**61 + 3]), None),
+)
+
+
+def record_integers(folder: Path) -> None:
+    """Record `INTEGERS`, each in a step, with dead units in the same rows."""
+    model = nn.Identity()
+    hook = {"layers": ".", "kind": "forward", "action": "record", "stats": ["default", "dead_fraction"]}
+    with instrument.attach(model, {"ids": hook}, out=folder, reduce="global") as probe:
+        for tensors in INTEGERS:
+            if (tensor := tensors[dist.get_rank()]) is not None:
+                model(tensor)
+            probe.end_step()
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     dist.init_process_group("gloo")
@@ -107,6 +128,7 @@ if __name__ == "__main__":
     fully_shard(sharded)
     train(sharded, folder / "sharded", "global")
     train(LayerOnRank0(), folder / "uneven", "global")
+    record_integers(folder / "integers")
     try:
         train(DistributedDataParallel(create_model()), folder / "failed", "global", fail_at=1)
     except ValueError:

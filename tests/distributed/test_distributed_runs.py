@@ -15,6 +15,7 @@ import distributed_runs
 import pandas as pd
 import pytest
 import torch
+from distributed_loop import INTEGERS
 from tiers import tiered
 
 import instrument
@@ -327,6 +328,12 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
     exact = merged.stats[merged.stats["hook"] == "grads"].set_index(["step", "layer", "path"])["l2"]
     found = sharded[sharded["hook"] == "grads"].set_index(["step", "layer", "path"])["l2"].reindex(exact.index)
     assert ((found - exact).abs() <= 1e-5 * exact).all()
+
+    integers = instrument.load(tmp_path / "integers").stats
+    for tensors, (_, row) in zip(INTEGERS, integers.iterrows(), strict=True):
+        numbers = [number for tensor in tensors if tensor is not None for number in tensor.tolist()]
+        extremes = [min(numbers), max(numbers), max(map(abs, numbers))]
+        assert [int(row[name]) for name in ("min", "max", "abs_max")] == extremes
 
     uneven = instrument.load(tmp_path / "uneven")
     assert len(uneven.stats.query("layer == 'sometimes' and hook == 'seen'")) == 3

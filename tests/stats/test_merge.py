@@ -96,6 +96,8 @@ def test_unit_is_dead_if_it_is_dead_in_all_shards(units: int) -> None:
     packed = np.stack([pack_units(dead_units(part, 1)).numpy() for part in parts])
     assert packed.shape[1] == math.ceil(units / 48)
     assert merge_units(packed) == (torch.cat(parts) == 0).all(0).sum()
+    missing = np.full_like(packed[:1], np.nan)
+    assert merge_units(np.concatenate([missing, packed])) == merge_units(packed)
 
 
 LEVELS = (0.0, 0.001, 0.1, 0.25, 0.5, 0.9, 0.99, 1.0)
