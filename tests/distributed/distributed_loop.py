@@ -112,7 +112,7 @@ def record_integers(folder: Path) -> None:
     with instrument.attach(model, {"ids": hook}, out=folder, reduce="global") as probe:
         for tensors in INTEGERS:
             if (tensor := tensors[dist.get_rank()]) is not None:
-                model(tensor)
+                model(tensor[:, None])
             probe.end_step()
 
 

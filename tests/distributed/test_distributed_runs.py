@@ -334,6 +334,7 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
         numbers = [number for tensor in tensors if tensor is not None for number in tensor.tolist()]
         extremes = [min(numbers), max(numbers), max(map(abs, numbers))]
         assert [int(row[name]) for name in ("min", "max", "abs_max")] == extremes
+        assert row["dead_fraction"] == 0.0
 
     uneven = instrument.load(tmp_path / "uneven")
     assert len(uneven.stats.query("layer == 'sometimes' and hook == 'seen'")) == 3
