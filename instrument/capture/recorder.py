@@ -361,8 +361,10 @@ class _Values(NamedTuple):
         }
         held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
         extremes = [] if self.measured.integers is None else [next(fetched)]
-        custom = {name: None if number is None or math.isnan(number) else number for name, number in found.items()}
-        return custom | remainders(extremes, self.names, row) if held else None
+        custom: dict[str, float | None] = {
+            name: None if number is None or math.isnan(number) else number for name, number in found.items()
+        }
+        return {**custom, **remainders(extremes, self.names, row)} if held else None
 
     def cells(self, fetched: Iterator[list[float]]) -> list[float | None] | None:
         """Return the statistics, None for no value; None instead if the condition of the hook does not hold."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -193,10 +193,15 @@ class CallGradients:
                 attached.count_opportunity()
                 attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
-    def count_misses(self, reason: str) -> None:
-        """Note why no hook gets the gradients of the call."""
-        for attached in () if self.call.repeats else self.attached_hooks:
-            attached.count_miss(reason)
+    def miss_counter(self, reason: str) -> Callable[[], None]:
+        """Return a function that notes why no hook gets a gradient of the call. It does not refer to the call."""
+        attached_hooks = () if self.call.repeats else tuple(self.attached_hooks)
+
+        def count_misses() -> None:
+            for attached in attached_hooks:
+                attached.count_miss(reason)
+
+        return count_misses
 
 
 def gradient_hook(

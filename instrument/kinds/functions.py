@@ -32,13 +32,12 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
-from .gradient_hooks import LeafHooks
+from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
-from .tensor_gradients import versions_of
 from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()

@@ -27,9 +27,13 @@ IN_PLACE_ON_VIEW = "CopySlices"
 
 
 class ModuleContribution:
-    """The contribution of a module's operations to the gradient of one tensor in one backward pass."""
+    """The contribution of a module's operations to the gradient of one tensor in one backward pass.
 
-    def __init__(self, hook: Hook) -> None:
+    Args:
+        hook: Gets the contribution when the gradient of the tensor is complete; see `complete`.
+    """
+
+    def __init__(self, hook: Hook = Tensor.detach) -> None:
         self.hook = hook
         self.is_returned = False
         self.sent: dict[int, list[Tensor]] = {}  # by backward pass; several threads may run passes through one graph
@@ -61,13 +65,18 @@ class ModuleContribution:
         """
         self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
+    def take(self) -> Tensor | None:
+        """Return the sum of what was collected in the current backward pass, and forget it; None if nothing was."""
+        sent = self.sent.pop(graph_task(), None)
+        return sum(sent[1:], start=sent[0]) if sent else None
+
     def complete(self, gradient: Tensor) -> None:
         """The hook on the tensor: its gradient is complete, and so is the contribution."""
-        sent = self.sent.pop(graph_task(), None)
+        total = self.take()
         if self.is_returned:
             self.hook(gradient)
-        elif sent:
-            self.hook(sum(sent[1:], start=sent[0]))
+        elif total is not None:
+            self.hook(total)
         elif self.detached is not None and self.detached._version != self.version:
             self.hook(gradient)
 

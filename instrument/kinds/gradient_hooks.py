@@ -240,3 +240,8 @@ class LeafHooks:
             self._hooks.clear()
             while self._handles:
                 self._handles.pop().remove()
+
+
+def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the versions of tensors by identity. In-place operations increase them."""
+    return {id(tensor): tensor._version for tensor in tensors if not tensor.is_inference()}

@@ -59,9 +59,8 @@ PARTLY_COMPILED = (
 )
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 REPEATED_ARGUMENT = (
-    "the module got one tensor as several arguments, and it could not be evaluated again with separate ones: it returns this "
-    "tensor, writes to it, has an attribute that cannot be copied, gets more than tensors and numbers, or computes another "
-    "output without the hooks of its submodules; an intervention gets the gradient of each argument"
+    "the module got one tensor as several arguments, and a second evaluation of a copy of the module, with separate arguments, was "
+    "not possible or gave another result: with via: module, PyTorch's own hook gets the gradients"
 )
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (

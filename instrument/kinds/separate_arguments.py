@@ -2,32 +2,33 @@
 
 In the graph of the call, the arguments are one tensor. To record without side effects, the module must get this tensor: code
 such as `query is key` decides what it computes. So the module is evaluated again, on aliases of the arguments and with the same
-random numbers. The copy that is evaluated shares the parameters of the module. It has no hooks and its own buffers and attributes.
+random numbers. The copy that is evaluated shares the parameters of the module. It has its own buffers and attributes, and no hooks:
+submodules that are compiled, or have hooks that may change something, are not evaluated again (`instrument.kinds.hooked_calls`).
+
+The gradients of the aliases together are the module's contribution to the gradient of the tensor, which is known from the graph of the
+call. If they are not, the second evaluation differs from the call, and no gradient is recorded.
 """
 
 from __future__ import annotations
 
-import copy
-import random
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..dtensor import is_sharded
 from ..nested import iter_tensors, map_tensors, split_arguments
 from ..plan.shape_inference import preserve_random_state
-from .clock import graph_task
+from .clock import Clock, graph_task
 from .gradient_hooks import Hook, TensorGradientHook
-
-_SIMPLE = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
+from .hooked_calls import HookedCalls, RandomStates, Source
+from .module_copies import copied_arguments, copied_module
 
 
 class Inputs(NamedTuple):
@@ -51,12 +52,26 @@ def repeated_tensors(value: Any) -> set[int]:
 
 
 class SeparateGradients:
-    """The gradients of separate arguments. It refers to the graph of the second evaluation, not to that of the call."""
+    """The gradients of separate arguments. It refers to the graph of the second evaluation, not to that of the call.
 
-    def __init__(self) -> None:
+    Args:
+        hooks: The hooks on these gradients, by path.
+        note_miss: Called if the gradients are not those of the call.
+
+    Attributes:
+        aliases: The separate arguments of the second evaluation, by path. Empty if it was not possible.
+        outputs: The outputs of the second evaluation.
+        submodule_inputs: What the submodules get that are not evaluated again, and the sources of its gradients.
+        returned: The path of the alias that the module returns.
+    """
+
+    def __init__(self, hooks: Mapping[str, Hook], note_miss: Callable[[], None]) -> None:
+        self.hooks = hooks
+        self.note_miss = note_miss
+        self.aliases: dict[str, Tensor] = {}
         self.outputs: list[Tensor] = []
-        self.aliases: list[Tensor] = []
-        self.hooks: list[Hook] = []
+        self.submodule_inputs: list[tuple[Tensor, Source]] = []
+        self.returned: str | None = None
         self._received: dict[int, dict[int, Tensor]] = {}  # by backward pass, and by the index of the output
         self._lock = threading.Lock()  # several threads may run passes through one graph
 
@@ -68,20 +83,67 @@ class SeparateGradients:
     def _receive(self, index: int, gradient: Tensor) -> None:
         self._received.setdefault(graph_task(), {})[index] = gradient
 
-    def deliver(self, gradient: Tensor) -> None:  # noqa: ARG002
-        """The hook on the tensor: all gradients of the outputs have arrived."""
-        received = self._received.pop(graph_task(), {})
-        if not received:
+    def deliver(self, contribution: Tensor) -> None:
+        """Compute the gradients, and pass them to the hooks.
+
+        Args:
+            contribution: The contribution of the module to the gradient of the tensor. If the module returns it, the whole gradient.
+        """
+        if not self.aliases:
             return
-        outputs = [self.outputs[i] for i in received]
-        gradients = [*received.values()]
+        parts = self.parts(None if self.returned is not None else contribution)
+        if parts is None:
+            self.note_miss()
+            return
+        if self.returned is not None:
+            others = [part for path, part in parts.items() if path != self.returned]
+            parts[self.returned] = contribution - sum(others)
+        for path, hook in self.hooks.items():
+            if path in parts:
+                hook(parts[path])
+
+    def parts(self, contribution: Tensor | None) -> dict[str, Tensor] | None:
+        """Return the gradients of the aliases that have one.
+
+        Args:
+            contribution: Their sum. None if it is unknown.
+
+        Returns:
+            The gradients by path. None if their sum is another one.
+        """
+        received = self._received.pop(graph_task(), {})
+        given = [(tensor, found) for tensor, each in self.submodule_inputs if (found := each.take()) is not None]
+        given += [(self.outputs[i], total) for i, total in received.items()]
+        if not (given and self.aliases):
+            return {} if contribution is None else None
+        outputs, gradients = zip(*given, strict=True)
+        aliases = [*self.aliases.values()]
         with self._lock, ExitStack() as stack:
-            for output, total in zip(outputs, gradients, strict=True):
-                stack.enter_context(_gradient_of(output, total))
-            parts = torch.autograd.grad(outputs, self.aliases, gradients, retain_graph=True, allow_unused=True)
-        for hook, part in zip(self.hooks, parts, strict=True):
-            if part is not None:
-                hook(part)
+            for i, total in received.items():
+                stack.enter_context(_gradient_of(self.outputs[i], total))
+            try:
+                of_aliases = torch.autograd.grad(outputs, aliases, gradients, retain_graph=True, allow_unused=True)
+            except RuntimeError:  # such as from reentrant checkpointing in the module
+                return None
+        parts = {path: part for path, part in zip(self.aliases, of_aliases, strict=True) if part is not None}
+        return parts if contribution is None or _is_sum(contribution, [*parts.values()]) else None
+
+
+@dataclass(eq=False)
+class _ArgumentGradient:
+    """The source of the gradient of one argument of a submodule."""
+
+    gradients: SeparateGradients
+    contribution: Source
+    path: str
+    taken: dict[int, dict[str, Tensor]]
+
+    def take(self) -> Tensor | None:
+        task = graph_task()
+        if task not in self.taken:
+            contribution = self.contribution.take()
+            self.taken[task] = {} if contribution is None else self.gradients.parts(contribution) or {}
+        return self.taken[task].pop(self.path, None)
 
 
 @contextmanager
@@ -99,109 +161,138 @@ class SeparateArguments:
 
     Args:
         inputs: What the module is called with.
-        hooks: The hooks on the gradients of those arguments that are the same tensor, by path.
+        tensor: The tensor that is several of its arguments.
+        gradients: Gets the results.
+        calls: The calls of submodules that are not evaluated again.
+
+    Attributes:
+        tensor: The tensor.
+        gradients: The gradients.
+        calls: The calls.
     """
 
-    def __init__(self, inputs: Inputs, hooks: dict[str, Hook]) -> None:
-        self.inputs = inputs
-        self.hooks = hooks
-        self.copy = _copy(inputs.module)  # with the attributes from before the call
+    def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients, calls: HookedCalls) -> None:
+        self.module = inputs.module
+        self.positional = inputs.positional
+        self.tensor = tensor
+        self.gradients = gradients
+        self.calls = calls
+        self.copies = copied_module(inputs.module)  # with the attributes from before the call
+        given = dict(iter_tensors(inputs.arguments))
+        self.aliases = {path: _leaf(tensor) for path, each in given.items() if each is tensor}
+        self.arguments = copied_arguments(map_tensors(inputs.arguments, self._argument))
+        self.unchanged = [*inputs.module.parameters(), *(each for each in given.values() if each.requires_grad)]
         self.versions = self._versions()
-        self.random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        self.cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.random_states = RandomStates.now()
 
-    def evaluate(self, output: Any, gradients: SeparateGradients) -> bool:
+    @property
+    def returned(self) -> str | None:
+        """The path of the argument that the module returns."""
+        return self.gradients.returned
+
+    def sources(self, contribution: Source) -> dict[str, Source]:
+        """Return where the gradient of each argument comes from, by path, given the contribution to the gradient of the tensor."""
+        taken: dict[int, dict[str, Tensor]] = {}
+        return {path: _ArgumentGradient(self.gradients, contribution, path, taken) for path in self.aliases}
+
+    def _argument(self, path: str, tensor: Tensor) -> Tensor:
+        """Return an argument of the second evaluation. A module may write to tensors without a gradient, such as buffers."""
+        if path in self.aliases:
+            return self.aliases[path]
+        return tensor.detach() if tensor.requires_grad else tensor.clone()
+
+    def _versions(self) -> list[int]:
+        return [tensor._version for tensor in self.unchanged if not tensor.is_inference()]
+
+    def evaluate(self, output: Any) -> bool:
         """Evaluate the module again, after it has run. Return whether this is possible.
 
         Args:
             output: The output of the module.
-            gradients: Gets the results.
         """
-        tensors = dict(iter_tensors(self.inputs.arguments))
-        given = {id(tensor) for tensor in tensors.values()}
-        outputs = [tensor for _, tensor in iter_tensors(output) if tensor.requires_grad]
-        if not given.isdisjoint(map(id, outputs)) or not _is_simple(self.inputs.arguments):
+        self.calls.release()
+        is_changed = self._versions() != self.versions or any(map(is_sharded, self.module.parameters()))
+        if self.copies is None or self.arguments is None or is_changed:
             return False
-        writes = self._versions() != self.versions  # to its arguments or parameters
-        if self.copy is None or writes or any(map(is_sharded, self.inputs.module.parameters())):
-            return False
-        separate = {id(tensors[path]) for path in self.hooks}
-        aliases = {path: tensor.detach().requires_grad_() for path, tensor in tensors.items() if id(tensor) in separate}
+        outputs = [tensor for _, tensor in iter_tensors(self.calls.own_output(output))]
         try:
-            again = [tensor for _, tensor in iter_tensors(self._run(self.copy, aliases)) if tensor.requires_grad]
-            if not all(
-                _are_close(*pair) for pair in zip(again, outputs, strict=True)
-            ):  # such as with hooks in the module
+            self.calls.install(self.copies)
+            again = [tensor for _, tensor in iter_tensors(self._run(self.copies[self.module], self.arguments))]
+            pairs = [*zip(outputs, again, strict=True)]
+            if not all(_are_close(new, old, [old]) for old, new in pairs):
                 return False
         except Exception:  # the module depends on more than its arguments
             return False
-        gradients.outputs, gradients.aliases = again, [aliases[path] for path in self.hooks]
-        gradients.hooks = [*self.hooks.values()]
-        gradients.receive_from(outputs)
+        return self._note_results(pairs)
+
+    def _note_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Pass the results on, given each output of the call and of the second evaluation. Return whether they are clear."""
+        paths = {id(alias): path for path, alias in self.aliases.items()}
+        returned = {paths.get(id(new)) for old, new in pairs if old is self.tensor}
+        if len(returned) > 1 or None in returned:
+            return False
+        used = [(old, new) for old, new in pairs if old is not self.tensor and old.requires_grad and new.requires_grad]
+        self.gradients.aliases = self.aliases
+        self.gradients.outputs = [new for _, new in used]
+        self.gradients.submodule_inputs = self.calls.inputs
+        self.gradients.returned = next(iter(returned), None)
+        self.gradients.receive_from([old for old, _ in used])
         return True
 
-    def _versions(self) -> list[int]:
-        tensors = [tensor for _, tensor in iter_tensors(self.inputs.arguments)]
-        return [tensor._version for tensor in (*tensors, *self.inputs.module.parameters()) if not tensor.is_inference()]
-
-    def _run(self, module: nn.Module, aliases: dict[str, Tensor]) -> Any:
-        """Return the output of the copy of the module, which gets the aliases as arguments."""
-        _, arguments, positional = self.inputs
-        arguments = map_tensors(arguments, lambda path, tensor: aliases.get(path, tensor.detach()))
-        args, kwargs = split_arguments(arguments, positional)
-        python, numpy, own = self.random_states
+    def _run(self, module: nn.Module, arguments: dict[str, Any]) -> Any:
+        args, kwargs = split_arguments(arguments, self.positional)
         as_they_are = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
         with preserve_random_state(), as_they_are, torch._C.DisableTorchFunction():
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(own)
-            if self.cuda_states:
-                torch.cuda.set_rng_state_all(self.cuda_states)
+            self.random_states.restore()
             return module(*args, **kwargs)
 
 
-def _copy(module: nn.Module) -> nn.Module | None:
-    """Return a copy of a module and its submodules that shares the parameters and has no hooks.
+def nested_arguments(
+    module: nn.Module, arguments: dict[str, Any], positional: int, clock: Clock
+) -> list[SeparateArguments]:
+    """Return the tensors with a gradient that a module gets as several arguments. Call it before the module runs."""
+    repeated = repeated_tensors(arguments)
+    tensors = {
+        id(tensor): tensor for _, tensor in iter_tensors(arguments) if tensor.requires_grad and id(tensor) in repeated
+    }
+    inputs = Inputs(module, arguments, positional)
+    return [
+        SeparateArguments(inputs, tensor, SeparateGradients({}, _ignore), HookedCalls(module, clock, nested_arguments))
+        for tensor in tensors.values()
+    ]
 
-    None if an attribute cannot be copied: the second evaluation could change it.
-    """
-    copies: dict[nn.Module, nn.Module] = {part: part.__new__(type(part)) for part in module.modules()}
-    known: dict[int, Any] = {id(part): new for part, new in copies.items()}
-    known |= {id(parameter): parameter for parameter in module.parameters()}
+
+def _ignore() -> None:
+    """Do nothing: the sum of the gradients of the outer module tells whether one is missing."""
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _is_sum(total: Tensor, terms: Sequence[Tensor]) -> bool:
+    """Return whether a tensor is the sum of others but for rounding."""
     try:
-        for part, new in copies.items():
-            for name, value in part.__dict__.items():
-                if name.endswith("_hooks") and isinstance(value, OrderedDict):
-                    new.__dict__[name] = OrderedDict()
-                    continue
-                if isinstance(value, FunctionType) and any(
-                    isinstance(cell.cell_contents, nn.Module) for cell in value.__closure__ or ()
-                ):
-                    return None  # such as a `forward` of this module, which would be called instead of the copy
-                for _, tensor in iter_tensors(value):  # `deepcopy` refuses tensors of a graph
-                    if id(tensor) not in known:
-                        known[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-                new.__dict__[name] = copy.deepcopy(value, known)
-            new.__dict__["_compiled_call_impl"] = None
-    except Exception:  # from the attributes of users
-        return None
-    return copies[module]
+        return bool(terms) and _are_close(sum(terms[1:], start=terms[0]), total, terms)
+    except RuntimeError:  # from layouts without these operations
+        return False
 
 
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Return whether two outputs are equal but for rounding: `MultiheadAttention` adds up differently if `query is key`."""
+@torch.no_grad()
+def _are_close(one: Tensor, other: Tensor, terms: Sequence[Tensor]) -> bool:
+    """Return whether two tensors are equal but for rounding: `MultiheadAttention` adds up differently if `query is key`.
+
+    Args:
+        one: The one.
+        other: The other. Its elements that are not finite are not compared.
+        terms: The tensors of which it is the sum. The rounding is that of their largest element.
+    """
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    one, other = one.detach(), other.detach()
+    is_finite = other.isfinite()
+    one, other = (torch.where(is_finite, each, 0) for each in (one, other))
+    if not (other.is_floating_point() or other.is_complex()):
+        return torch.equal(one, other)
     tolerance = torch.finfo(other.dtype).eps ** 0.75  # like the tolerances of `torch.testing`: 6e-6 for float32
-    size = other.nan_to_num(0, 0, 0).abs().amax().item() if other.numel() else 0.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True)
-
-
-def _is_simple(value: Any) -> bool:
-    """Return whether arguments are tensors and numbers: a module may write to other objects, such as caches."""
-    if isinstance(value, dict):
-        return all(map(_is_simple, value.values()))
-    if isinstance(value, list | tuple):
-        return all(map(_is_simple, value))
-    return isinstance(value, (Tensor, *_SIMPLE))
+    size = max((term.nan_to_num(0, 0, 0).abs().amax().item() for term in terms if term.numel()), default=0.0)
+    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * size)

@@ -20,8 +20,9 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,11 @@ from .call_gradients import CallGradients, gradient_groups, gradient_hook
 from .clock import Clock
 from .direct import is_plain_float
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
-from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
+from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
+from .hooked_calls import HookedCalls
 from .module_calls import Call
 from .reasons import REPEATED_ARGUMENT
-from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, repeated_tensors
+from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, nested_arguments, repeated_tensors
 from .together import is_together
 
 
@@ -50,7 +52,7 @@ class PendingInputGradients:
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
-        self.repeated: list[tuple[SeparateArguments, SeparateGradients, CallGradients]] = []
+        self.repeated: list[SeparateArguments] = []
 
     def add_contribution(self, contribution: ModuleContribution, tensor: Tensor) -> None:
         """Register the module's contribution to an input's gradient."""
@@ -72,9 +74,9 @@ class PendingInputGradients:
             self.graph.watch(tensor for _, tensor in iter_tensors(output))
         if self.contributions:
             self._find_contributions(output)
-        for arguments, gradients, contributions in self.repeated:
-            if not arguments.evaluate(output, gradients):
-                contributions.count_misses(REPEATED_ARGUMENT)
+        for arguments in self.repeated:
+            if not arguments.evaluate(output):
+                arguments.gradients.note_miss()
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -107,6 +109,8 @@ class InputGradients:
         self.total_hooks: list[AttachedHook] = []
         self.leaf_hooks = LeafHooks(clock)
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
+        # Those of calls that an exception ended have hooks on submodules, which are removed in a later micro-step.
+        self.hooked_calls: WeakSet[HookedCalls] = WeakSet()
 
     @property
     def is_requested(self) -> bool:
@@ -122,6 +126,8 @@ class InputGradients:
             positional: The number of positional arguments.
             call: The call.
         """
+        for calls in [each for each in self.hooked_calls if each.micro_step_index != call.micro_step_index]:
+            calls.release()
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -167,23 +173,31 @@ class InputGradients:
             elif id(tensor) in contributions.separate:
                 repeated.setdefault(id(tensor), {})[path] = tensor, hook
             else:
-                contribution = ModuleContribution(hook)
-                self._complete_with(tensor, contribution.complete, pending)
-                pending.add_contribution(contribution, tensor)
-        for hooks in repeated.values():
-            gradients = SeparateGradients()
-            tensor = next(tensor for tensor, _ in hooks.values())
-            self._complete_with(tensor, gradients.deliver, pending)
-            arguments = SeparateArguments(inputs, {path: hook for path, (_, hook) in hooks.items()})
-            pending.repeated.append((arguments, gradients, contributions))
+                self._add_contribution(tensor, hook, pending)
+        for separate in repeated.values():
+            tensor = next(tensor for tensor, _ in separate.values())
+            hooks = {path: hook for path, (_, hook) in separate.items()}
+            gradients = SeparateGradients(hooks, contributions.miss_counter(REPEATED_ARGUMENT))
+            self._add_contribution(tensor, gradients.deliver, pending)
+            calls = HookedCalls(inputs.module, self.clock, nested_arguments)
+            self.hooked_calls.add(calls)
+            pending.repeated.append(SeparateArguments(inputs, tensor, gradients, calls))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
-    def _complete_with(self, tensor: Tensor, hook: Hook, pending: PendingInputGradients) -> None:
-        """Register a hook that does not change the graph. The contribution of the module is complete when it is called."""
+    def release(self) -> None:
+        """Remove the hooks that do not belong to a graph."""
+        self.leaf_hooks.release()
+        for calls in [*self.hooked_calls]:
+            calls.release()
+
+    def _add_contribution(self, tensor: Tensor, hook: Hook, pending: PendingInputGradients) -> None:
+        """Register a hook for the contribution of the module to the gradient of a tensor. It does not change the graph."""
+        contribution = ModuleContribution(hook)
         if tensor.is_leaf:
-            pending.hook_leaf(self.leaf_hooks, tensor, hook)
+            pending.hook_leaf(self.leaf_hooks, tensor, contribution.complete)
         else:
-            TensorGradientHook(tensor, hook).finish_registration()
+            TensorGradientHook(tensor, contribution.complete).finish_registration()
+        pending.add_contribution(contribution, tensor)
 
 
 class OutputGradients:
@@ -260,11 +274,6 @@ class OutputGradients:
             )
             gradients.count_opportunities(missing_is_expected=missing_is_expected)
         return output
-
-
-def versions_of(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the versions of tensors by identity. In-place operations increase them."""
-    return {id(tensor): tensor._version for tensor in tensors if not tensor.is_inference()}
 
 
 def _needs_alias(attached: AttachedHook) -> bool:

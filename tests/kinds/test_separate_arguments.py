@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -202,46 +203,227 @@ def test_joined_gradients_are_those_of_each_argument() -> None:
     assert set(h.grad.flatten().tolist()) == {4 * 2.0 + 3.0}
 
 
+class Attention(nn.Module):
+    """Attention of one head with dropout and a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(4, 4) for _ in range(4))
+        self.dropout, self.last = nn.Dropout(0.4), nn.Dropout(0.4)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = (self.dropout(self.q(query)) @ self.k(key).transpose(-1, -2)).softmax(-1)
+        return self.o(self.last(weights) @ self.v(value)) + 0.1 * query
+
+
+class WithCache(Attention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, cache: Cache) -> Tensor:
+        cache.count, cache.last = cache.count + 1, key
+        return super().forward(query, key, value) * cache.count
+
+
+class WritesToMask(Attention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        mask += 1
+        return super().forward(query, key, value) * mask
+
+
+class ReturnsAnother(Attention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(query, key, value) + other, other
+
+
+class InPlace(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.relu(super().forward(query, key, value)) + self.relu(self.q(query))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Attention(), Attention()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.b(self.a(query, key, value), key, key) + self.a(query, query, query)
+
+
+def decoder() -> nn.Module:
+    return nn.TransformerDecoderLayer(4, 2, 8, dropout=0.3, batch_first=True)
+
+
+def replace_forward(net: Net) -> None:
+    old = net.inner.forward
+    net.inner.forward = lambda *args: old(*args) * 2
+
+
+def replace_forward_as_accelerate(net: Net) -> None:
+    net.inner.old_forward = net.inner.forward
+    net.inner.forward = functools.partial(lambda module, *args: module.old_forward(*args) * 2, net.inner)
+
+
+def add_lock(net: Net) -> None:
+    net.inner.lock = threading.Lock()
+
+
+def hook(name: str, fn: Callable[..., Any], kind: str = "forward_hook") -> Callable[[Net], Any]:
+    return lambda net: getattr(net.inner.get_submodule(name), f"register_{kind}")(fn)
+
+
+def compile_with_hook(net: Net) -> None:
+    net.inner.k.register_forward_hook(doubled)
+    net.inner.k.compile(backend="eager")
+    net.inner.o = torch.compile(net.inner.o, backend="eager")
+
+
+def three(module: nn.Module, h: Tensor) -> Any:
+    return module(h, h, h)
+
+
+def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2 if isinstance(output, Tensor) else (output[0] * 2, output[1])
+
+
+# The module, how it is called, its changes by other code, and interventions.
+CHANGED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[Net], Any] | None, dict[str, Any]]] = {
+    "output": (Attention, three, hook("k", doubled), {}),
+    "output in place": (Attention, three, hook("o", lambda module, args, output: output.mul_(2)), {}),
+    "output after dropout": (Attention, three, hook("dropout", doubled), {}),
+    "input": (Attention, three, hook("v", lambda module, args: (args[0].cos(),), "forward_pre_hook"), {}),
+    "gradient": (Attention, three, hook("q", lambda module, into, out: (5 * into[0],), "full_backward_hook"), {}),
+    "own output": (Attention, three, hook("", doubled), {}),
+    "nested": (Nested, three, hook("a", doubled), {}),
+    "inner one of nested": (Nested, three, hook("a.q", doubled), {}),
+    "nested with other arguments": (Nested, three, hook("b", doubled), {}),
+    "attention of a decoder": (decoder, lambda m, h: m(h, h), hook("self_attn", doubled), {}),
+    "module in place": (InPlace, three, hook("relu", doubled), {}),
+    "forward": (Attention, three, replace_forward, {}),
+    "forward with the module as argument": (Attention, three, replace_forward_as_accelerate, {}),
+    "compiled parts": (Attention, three, compile_with_hook, {}),
+    "a lock": (Attention, three, add_lock, {}),
+    "a cache": (WithCache, lambda m, h: m(h, h, h, Cache()), None, {}),
+    "a mask": (WritesToMask, lambda m, h: m(h, h, h, mask=torch.zeros(())), None, {}),
+    "another argument returned": (ReturnsAnother, lambda m, h: m(h, h, h, h.cos()), None, {}),
+    "clip": (Attention, three, None, {"kind": "forward", "action": "clip", "min": -0.3, "max": 0.3}),
+    "scale": (Attention, three, None, {"kind": "forward_pre", "action": "scale", "factor": 0.5}),
+    "scaled gradient": (Attention, three, None, {"kind": "full_backward", "action": "scale", "factor": 0.5}),
+    "no gradient": (Attention, three, None, {"kind": "full_backward_pre", "action": "scale", "factor": 0.0}),
+}
+
+
+def run_changed(net: Net, specs: dict[str, Any]) -> Any:
+    """Train in double precision with these hooks. Return the probe."""
+    with instrument.attach(net, specs, rules=None) as probe:
+        torch.manual_seed(3)
+        net(torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).backward()
+        probe.end_step()
+    return probe
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_separate_gradients_with_changes_in_the_module_equal_pytorch_hooks(name: str) -> None:
+    make, call, change, intervention = CHANGED[name]
+    specs = {"change": {**intervention, "layers": "inner.*"}} if intervention else {}
+    torch.manual_seed(0)
+    net = Net(make(), 4, call).double()
+    reference, baseline = copy.deepcopy(net), copy.deepcopy(net)
+    for each in (net, reference, baseline) if change else ():
+        change(each)
+    wanted: list[Tensor] = []
+    reference.inner.register_full_backward_hook(lambda module, into, out: wanted.extend(into))
+    run_changed(reference, specs)
+    run_changed(baseline, specs)
+    hooks = [count_hooks(part) for part in net.modules()]
+    probe = run_changed(net, {**specs, "own": {**RECORD, "role": "grad_input", "layers": "inner"}})
+    assert [count_hooks(part) for part in net.modules()] == hooks
+    assert all(map(equal, state_of(net), state_of(baseline)))
+    recorded = (row for row in probe.sink.records("tensors") if row["hook"] == "own")
+    rows = sorted(recorded, key=lambda row: row["path"])
+    assert [row["path"] for row in rows] == [str(i) for i in range(len(wanted)) if wanted[i] is not None]
+    for row, gradient in zip(rows, (each for each in wanted if each is not None), strict=True):
+        torch.testing.assert_close(row["values"], gradient.to(row["values"].dtype), rtol=1e-6, atol=1e-7)
+
+
+def count_hooks(module: nn.Module) -> list[int]:
+    return [len(value) for name, value in vars(module).items() if name.endswith("_hooks")]
+
+
+class ReturnsQuery(Attention):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(query, key, value), query
+
+
+def test_returned_argument_has_the_gradient_of_all_other_uses() -> None:
+    torch.manual_seed(0)
+    model = ReturnsQuery().double().eval()
+    h = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    query, key, value = (h.detach().clone().requires_grad_() for _ in range(3))
+    output, returned = model(query, key, value)
+    (output.square().sum() + returned.sin().sum() + query.cos().sum()).backward()
+    with instrument.attach(model, {"own": {**RECORD, "role": "grad_input", "layers": "."}}) as probe:
+        hidden = h * 1.0
+        output, returned = model(hidden, hidden, hidden)
+        (output.square().sum() + returned.sin().sum() + hidden.cos().sum()).backward()
+        probe.end_step()
+    rows = {row["path"]: row["values"] for row in probe.sink.records("tensors")}
+    for path, argument in {"0": query, "1": key, "2": value}.items():
+        torch.testing.assert_close(rows[path], argument.grad.to(rows[path].dtype), rtol=1e-6, atol=1e-7)
+
+
+def test_call_that_raises_leaves_no_hook() -> None:
+    model, h = Attention(), torch.ones(2, 3, 4, requires_grad=True)
+    model.k.register_forward_hook(doubled)
+    model.o.register_forward_hook(lambda *args: 1 / 0)
+    hooks = [count_hooks(part) for part in model.modules()]
+    with instrument.attach(model, {"own": {**RECORD, "layers": "."}}), pytest.raises(ZeroDivisionError):
+        model(h, h, h)
+    assert [count_hooks(part) for part in model.modules()] == hooks
+
+
 class WritesInPlace(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         a += 1
         return a * b
 
 
-class Cached(nn.Module):
-    def forward(self, a: Tensor, b: Tensor, cache: Any) -> Tensor:
-        cache.count += 1
-        return a * b
+class HasGenerator(nn.Module):
+    """A generator cannot be copied."""
 
-
-class Hooked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Bilinear(3, 3, 3)
-        self.inner.register_forward_hook(lambda module, into, out: out * 3)
+        self.factors = (float(i) for i in range(1, 9))
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.inner(a, b)
+        return a * b * next(self.factors)
 
 
-@pytest.mark.parametrize("name", ["in place", "cache", "lock", "hook", "replaced forward"])
-def test_module_that_cannot_be_evaluated_again_is_reported(name: str) -> None:
-    model, cache = (WritesInPlace(), ()) if name == "in place" else (Cached(), (Cache(),))
-    if name == "lock":  # it cannot be copied
-        model, cache = nn.Bilinear(3, 3, 3), ()
-        model.lock = threading.Lock()
-    if name == "hook":  # it is not called in the second evaluation
-        model, cache = Hooked(), ()
-    if name == "replaced forward":  # it would call the module itself, not its copy
-        model, cache = WritesInPlace(), ()
-        model.calls, model.forward = [], lambda a, b: model.calls.append(1) or a * b
-    h = torch.ones(3, requires_grad=True)
+class GlobalState(nn.Module):
+    """Its second evaluation has another result."""
+
+    factors = iter([2.0, 3.0])
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a * b * next(GlobalState.factors)
+
+
+class Reentrant(nn.Module):
+    """PyTorch cannot compute the gradients of chosen tensors through reentrant checkpointing."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return checkpoint(torch.sin, a, use_reentrant=True) * b
+
+
+@pytest.mark.parametrize("make", [WritesInPlace, HasGenerator, GlobalState, Reentrant])
+def test_module_whose_separate_gradients_are_unknown_is_reported(make: type[nn.Module]) -> None:
+    model, h = make(), torch.ones(3, requires_grad=True)
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}) as probe:
         hidden = h * 1.0
-        model(hidden, hidden, *cache).sum().backward()
+        model(hidden, hidden).sum().backward()
         probe.end_step()
-    assert not cache or cache[0].count == 1
-    assert name != "replaced forward" or model.calls == [1]
+    assert h.grad is not None
     assert not probe.sink.records("tensors")
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)

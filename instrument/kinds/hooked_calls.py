@@ -1,0 +1,247 @@
+"""The calls of submodules that are compiled, or have hooks that may change something, in one call of a module.
+
+If the module is evaluated again (`instrument.kinds.separate_arguments`), these submodules and their hooks do not run a second
+time. Their outputs are those of the call, and their contributions to the gradients of their inputs are read from its graph.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..lazy_compiler import is_compiled_module
+from ..nested import iter_tensors, join_arguments, map_tensors
+from .clock import Clock
+from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
+from .gradient_hooks import ViewBase, ViewRegion, versions_of
+from .hook_group_interface import InertWhenCopied
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class RandomStates(NamedTuple):
+    """The states of the global random generators."""
+
+    python: Any
+    numpy: Any
+    torch: Tensor
+    cuda: list[Tensor]
+
+    @classmethod
+    def now(cls) -> RandomStates:
+        """Return the current states."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        """Set the states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+
+
+class Source(Protocol):
+    """Where a part of a gradient comes from, after it has arrived at the call."""
+
+    def take(self) -> Tensor | None:
+        """Return the part in the current backward pass, and forget it; None if there is none."""
+
+
+class NestedArguments(Protocol):
+    """A tensor that a submodule gets as several arguments; see `instrument.kinds.separate_arguments.SeparateArguments`."""
+
+    tensor: Tensor
+    calls: HookedCalls
+
+    def sources(self, contribution: Source) -> dict[str, Source]:
+        """Return where the gradient of each argument comes from, by path, given the contribution to the gradient of the tensor."""
+
+    def evaluate(self, output: Any) -> bool:
+        """Evaluate the submodule again, after it has run."""
+
+    @property
+    def returned(self) -> str | None:
+        """The path of the argument that the submodule returns."""
+
+
+class HookedCall:
+    """One call of a submodule.
+
+    Args:
+        module: The submodule.
+        arguments: Its arguments by name, before its hooks change them.
+        nested: The tensors that are several of these arguments.
+    """
+
+    def __init__(self, module: nn.Module, arguments: dict[str, Any], nested: Sequence[NestedArguments]) -> None:
+        self.module = module
+        self.nested = nested
+        self._tensors = dict(iter_tensors(arguments))
+        self._versions = versions_of(self._tensors.values())
+        with_gradient = {path: tensor for path, tensor in self._tensors.items() if tensor.requires_grad}
+        self._contributions = {edge_of(tensor): ModuleContribution() for tensor in with_gradient.values()}
+        self._sources: dict[str, Source] = {
+            path: self._contributions[edge_of(tensor)] for path, tensor in with_gradient.items()
+        }
+        self._views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
+        for edge, tensor in {edge_of(tensor): tensor for tensor in with_gradient.values()}.items():
+            if (base := ViewBase.of(tensor)) is not None:  # the submodule may write to it
+                self._views.setdefault((base.node, base.output), []).append((self._contributions[edge], base.region))
+        self._since = next_sequence_number()
+
+    def release(self) -> None:
+        """Remove the hooks on parts of the submodule."""
+        for each in self.nested:
+            each.calls.release()
+
+    def end(self, output: Any) -> None:
+        """Note what the submodule returned after its hooks, and collect its contributions from now on."""
+        tensors = [tensor for _, tensor in iter_tensors(output)]
+        find_contributions(tensors, self._contributions, self._views, self._since)
+        for each in self.nested:
+            each.evaluate(output)
+        is_given = {key: version == self._versions.get(key) for key, version in versions_of(tensors).items()}
+        self._output = map_tensors(  # other code may write to the output later
+            output, lambda path, tensor: tensor if is_given.get(id(tensor)) else tensor.detach().clone()
+        )
+        self._random_states = RandomStates.now()
+
+    def repeat(self, arguments: dict[str, Any]) -> tuple[Any, list[tuple[Tensor, Source]]]:
+        """Return the output for other arguments with the same values, and those with a gradient, each with its source."""
+        tensors, sources = dict(iter_tensors(arguments)), dict(self._sources)
+        new = {id(self._tensors[path]): tensor for path, tensor in tensors.items()}
+        for each in self.nested:
+            paths = [path for path, tensor in self._tensors.items() if tensor is each.tensor]
+            if len({id(tensors[path]) for path in paths}) > 1:
+                sources |= each.sources(sources[paths[0]])
+                new[id(each.tensor)] = tensors[each.returned or paths[0]]
+        self._random_states.restore()
+        inputs = {source: tensors[path] for path, source in sources.items() if tensors[path].requires_grad}
+        output = map_tensors(self._output, lambda path, tensor: new.get(id(tensor), tensor))
+        return output, [(tensor, source) for source, tensor in inputs.items()]
+
+
+Separate = Callable[[nn.Module, dict[str, Any], int, Clock], Sequence[NestedArguments]]
+"""Takes a module, its arguments by name, the number of positional ones, and the clock."""
+
+
+class HookedCalls(InertWhenCopied):
+    """The calls of those submodules that are compiled or have hooks that may change something. Create it before the module runs.
+
+    Args:
+        module: The module.
+        clock: The clock of the probe.
+        separate: Returns the tensors that a submodule gets as several arguments.
+
+    Attributes:
+        micro_step_index: The micro-step of the call.
+        inputs: What these submodules get in the second evaluation, each with the source of its gradient.
+    """
+
+    def __init__(self, module: nn.Module, clock: Clock, separate: Separate) -> None:
+        self.clock = clock
+        self.micro_step_index = clock.micro_step_index
+        self.module = module
+        self.separate = separate
+        self.inputs: list[tuple[Tensor, Source]] = []
+        self._calls: defaultdict[nn.Module, list[HookedCall]] = defaultdict(list)
+        self._running: list[HookedCall] = []
+        self._output: tuple[Any, ...] = ()
+        self._thread = threading.get_ident()
+        self._restorations: list[Callable[[], None]] = []
+        self._watch_parts(module, set())
+
+    def _watch_parts(self, module: nn.Module, visited: set[nn.Module]) -> None:
+        visited.add(module)
+        changes = any(_may_change(hook) for name in _HOOKS for hook in getattr(module, name).values())
+        if module is self.module:
+            if changes:
+                self._restorations.append(module.register_forward_hook(self._note_own_output, prepend=True).remove)
+        elif module._compiled_call_impl is not None:
+            self._watch_compiled(module, module._compiled_call_impl)
+            return
+        elif changes or is_compiled_module(module):
+            start = module.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
+            self._restorations += [start.remove, module.register_forward_hook(self._end).remove]
+        for part in () if is_compiled_module(module) else module.children():
+            if part not in visited:
+                self._watch_parts(part, visited)
+
+    def _watch_compiled(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Watch a module whose hooks are part of compiled code."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._start(module, args, kwargs)
+            output = call(*args, **kwargs)
+            self._end(module, args, output)
+            return output
+
+        module._compiled_call_impl = watched
+        self._restorations.append(partial(setattr, module, "_compiled_call_impl", call))
+
+    def release(self) -> None:
+        """Remove the hooks of this object, and of those for its calls."""
+        while self._restorations:
+            self._restorations.pop()()
+        while self._running:
+            self._running.pop().release()
+
+    def own_output(self, output: Any) -> Any:
+        """Return the output of the module before its hooks, given the one after some of them."""
+        return self._output[0] if self._output else output
+
+    def _is_noted(self) -> bool:
+        return not is_dynamo_compiling() and not self.clock.closed and self._thread == threading.get_ident()
+
+    def _note_own_output(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
+        if self._is_noted():
+            self._output = (output,)
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._is_noted():
+            arguments = join_arguments(args, kwargs)
+            nested = self.separate(module, arguments, len(args), self.clock)
+            self._running.append(HookedCall(module, arguments, nested))
+
+    def _end(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
+        if not (self._is_noted() and any(call.module is module for call in self._running)):
+            return
+        while (call := self._running.pop()).module is not module:  # an exception ended the call
+            call.release()
+        if self._running:  # calls in others are not repeated
+            call.release()
+            return
+        call.end(output)
+        self._calls[module].append(call)
+
+    def install(self, copies: Mapping[nn.Module, nn.Module]) -> None:
+        """Let the copies of the submodules repeat their calls.
+
+        Args:
+            copies: The copy of each submodule. They are used for one evaluation.
+        """
+        for part, calls in self._calls.items():
+            copies[part].forward = partial(self._repeat, iter(calls))
+
+    def _repeat(self, calls: Iterator[HookedCall], *args: Any, **kwargs: Any) -> Any:
+        output, inputs = next(calls).repeat(join_arguments(args, kwargs))
+        self.inputs += inputs
+        return output
+
+
+def _may_change(hook: Any) -> bool:
+    """Return whether a hook may change values or gradients. Those of this package do only if they do not record."""
+    owner = getattr(hook, "__self__", None)
+    is_ours = isinstance(owner, InertWhenCopied)
+    return not is_ours or not all(attached.is_record_hook for attached in owner.attached_hooks)  # type: ignore[union-attr]
