@@ -160,7 +160,7 @@ def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
         return
     for name, remainder in REMAINDERS.items():
         rests = pc.map_lookup(rows.column(index), pa.scalar(remainder), "first").to_pylist()
-        if any(rests):
+        if name in frame and any(rests):
             values = zip(frame[name].tolist(), rests, strict=True)
             exact = [value if rest is None else int(value) + int(rest) for value, rest in values]
             frame[name] = pd.Series(exact, index=frame.index, dtype=object)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..sinks.remote_folder import is_address
+from ..spec.statistics import REMAINDERS
 from ..spec.tables import CUSTOM, SHAPE, TABLES
 from .config_fields import split_overrides
 from .frames import (
@@ -55,9 +56,9 @@ def check_table(name: str) -> None:
         raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
 
 
-def _stored(columns: Sequence[str], custom: Sequence[str]) -> list[str]:
-    """Return the columns of the files that contain these columns, some of which are custom."""
-    return [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom else [])]
+def _stored(columns: Sequence[str], custom: Sequence[str], *, has_remainders: bool = False) -> list[str]:
+    """Return the columns of the files that contain these columns, some of which are custom or have remainders."""
+    return [*(name for name in columns if name not in custom), *([CUSTOM.name] if custom or has_remainders else [])]
 
 
 class RunTables:
@@ -187,9 +188,13 @@ class RunTables:
         """
         check_table(table)
         custom = self._custom(table, columns)
-        stored = _stored(columns, custom)
-        rows = (with_custom_columns(files.read(table, stored), custom).select(columns) for files in self._files)
-        parts: list[pd.DataFrame] = [plain_labels(each).to_pandas() for each in rows]
+        has_extremes = table == "stats" and not REMAINDERS.keys().isdisjoint(columns)
+        parts: list[pd.DataFrame] = []
+        for files in self._files:
+            rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes))
+            parts.append(plain_labels(with_custom_columns(rows, custom).select(columns)).to_pandas())
+            if has_extremes:
+                set_exact_integers(parts[-1], rows)
         return pd.concat(parts, ignore_index=True)
 
     def scan(
@@ -199,7 +204,8 @@ class RunTables:
 
         Args:
             table: Name of the table, such as `stats`.
-            columns: Names of the columns of the table, with custom statistics.
+            columns: Names of the columns of the table, with custom statistics, and `max_remainder` and the like of 64-bit
+                integers.
             condition: A pyarrow filter expression; by default all rows are returned. It cannot contain custom statistics.
 
         Yields:
@@ -222,7 +228,8 @@ class RunTables:
         """Return those columns that are custom statistics or metrics; see `scan` for errors."""
         standard = TABLES[table].schema.names
         custom = [name for name in columns if name not in standard]
-        known = self.custom_columns(table) if custom else ()
+        remainders = REMAINDERS.values() if table == "stats" else ()
+        known = (*self.custom_columns(table), *remainders) if custom else ()
         if unknown := [name for name in custom if name not in known]:
             raise ValueError(
                 f"table {table!r} has no column {unknown[0]!r}; its columns are {', '.join((*standard, *known))}"

@@ -269,6 +269,11 @@ def test_extremes_of_64_bit_integers_are_exact(
     assert lazy.drop(pl.selectors.ends_with("_remainder")).collect_schema() == run.lazy("stats").collect_schema()
     with pytest.raises(ValueError, match="the table 'effects' has no remainders"):
         run.lazy("effects", remainders=True)
+    largest_of_each = [round(max(tensor.tolist())) for tensor in given]
+    assert run.read("stats", ["layer", "max"])["max"].astype(object).tolist() == largest_of_each
+    batches = [batch.to_pylist() for batch in run.scan("stats", ["max", "max_remainder"])]
+    cells = [(row["max"], row["max_remainder"]) for batch in batches for row in batch]
+    assert [int(rounded) + int(rest or 0) for rounded, rest in cells] == largest_of_each
     for tensor, (_, row) in zip(given, stats.iterrows(), strict=True):
         numbers = tensor.tolist()
         assert (int(row["min"]), int(row["max"])) == (int(min(numbers)), int(max(numbers)))
