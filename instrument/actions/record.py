@@ -94,7 +94,7 @@ class Record:
         if names:
             measured = self.measurement(tensor, context, self.rows.memory(tensor.device))
             measured.holds = context.holds
-            measured.integers = integer_extremes(tensor, names, measured, is_part=merges)
+            measured.exact_extremes = integer_extremes(tensor, names, measured, is_part=merges)
             if merges:
                 self.rows.add_part(context, names, measured, self.measurement.dead_units(tensor, context))
             else:

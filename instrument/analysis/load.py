@@ -263,8 +263,8 @@ class Run(RunTables):
 
         Args:
             table: Name of the table, such as `stats`.
-            remainders: Whether `stats` also has `min_remainder`, `max_remainder` and `abs_max_remainder`: what the rounded
-                extremes of 64-bit integers lack, null for exact ones.
+            remainders: Whether to add the columns `min_remainder`, `max_remainder` and `abs_max_remainder` to `stats`: the
+                exact extremes of 64-bit integers minus the rounded ones. Null if there is no rounding.
 
         Raises:
             ValueError: The table does not exist, or has no remainders.
@@ -272,7 +272,7 @@ class Run(RunTables):
         """
         check_table(table)
         if remainders and table != "stats":
-            raise ValueError(f"the table {table!r} has no remainders: only 'stats' has columns of extremes")
+            raise ValueError(f"the table {table!r} has no remainders: pass remainders=True only for 'stats'")
         return scan(self._queried(), table, tuple(REMAINDERS.values()) if remainders else ())
 
     def _queried(self) -> RunsToQuery:

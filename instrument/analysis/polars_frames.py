@@ -26,13 +26,13 @@ CHUNK = 2**18  # rows per frame; the overhead of a frame is that of some thousan
 READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 
 
-def scan(queried: RunsToQuery, table: str, further: Sequence[str] = ()) -> pl.LazyFrame:
+def scan(queried: RunsToQuery, table: str, extra_custom: Sequence[str] = ()) -> pl.LazyFrame:
     """Return a table as a LazyFrame that reads the files when it is collected.
 
     Args:
         queried: The runs.
         table: Name of the table.
-        further: Names of custom statistics that are columns only on request.
+        extra_custom: Names of additional custom statistics to return as columns.
 
     Raises:
         InstrumentError: polars is not installed.
@@ -46,7 +46,7 @@ def scan(queried: RunsToQuery, table: str, further: Sequence[str] = ()) -> pl.La
     rows = register_io_source(source.read, schema=source.schema)
     if CUSTOM.name not in source.schema:
         return rows
-    names = [*queried.custom(table), *further]
+    names = [*queried.custom(table), *extra_custom]
     custom = [polars.col(CUSTOM.name).map.get(name).alias(name) for name in names]
     return rows.with_columns(custom).select(column_names(source.schema.names(), names))
 

@@ -37,7 +37,7 @@ class MergedRow:
         identity: The identity columns.
         names: The requested statistics.
         values: The numbers, set when they are on the host.
-        custom: The remainders of 64-bit integers, set at the same time.
+        custom: The remainders of 64-bit integers, set together with `values`.
     """
 
     table: str
@@ -81,13 +81,13 @@ class MergedRows:
         for piece, identity in zip(self.pieces, self.identities, strict=True):
             own, columns = np.split(columns, [len(piece.gathered)], axis=1)
             if piece.table == "stats":
-                (names, units, exact), row = piece.shape, next(rows)
+                (names, units, extreme_count), row = piece.shape, next(rows)
                 row.values = next(sums)
-                integers, dead = np.split(own, [exact], axis=1)
+                extremes_of_ranks, dead = np.split(own, [extreme_count], axis=1)
                 if units:
                     row.values[[INDEX[DEAD.name], INDEX[UNITS.name]]] = merge_units(dead), units
-                if exact:
-                    row.custom = remainders(integers.tolist(), names, row.values)
+                if extreme_count:
+                    row.custom = remainders(extremes_of_ranks.tolist(), names, row.values)
             elif piece.table == "effects":
                 next(rows).values = next(changes)
             else:
@@ -178,7 +178,7 @@ def identity_without_rank(context: Context) -> Row:
 
 def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> Piece:
     """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
-    integers = _NOTHING if part.integers is None else part.integers
+    integers = _NOTHING if part.exact_extremes is None else part.exact_extremes
     units = _NOTHING if dead is None else pack_units(dead)
     gathered = torch.cat([each for each in (integers, units) if len(each)] or [_NOTHING])
     shape = names, 0 if dead is None else len(dead), len(integers)

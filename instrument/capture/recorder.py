@@ -123,7 +123,7 @@ class Recorder:
     ) -> None:
         """Add the statistics of one tensor."""
         if not self._merger.is_duplicate(context):
-            is_complete = measured.on_device is None and measured.integers is None and not custom
+            is_complete = measured.on_device is None and measured.exact_extremes is None and not custom
             other = None if is_complete else _Values(measured, custom, names)
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
@@ -351,7 +351,7 @@ class _Values(NamedTuple):
     def numbers(self) -> list[Tensor]:
         """The numbers on a device, without the sums."""
         measured = self.measured
-        return [e for e in (*self.custom.values(), measured.holds, measured.integers) if isinstance(e, Tensor)]
+        return [e for e in (*self.custom.values(), measured.holds, measured.exact_extremes) if isinstance(e, Tensor)]
 
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
         """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
@@ -360,7 +360,7 @@ class _Values(NamedTuple):
             name: next(fetched)[0] if isinstance(number, Tensor) else number for name, number in self.custom.items()
         }
         held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
-        extremes = [] if self.measured.integers is None else [next(fetched)]
+        extremes = [] if self.measured.exact_extremes is None else [next(fetched)]
         custom: dict[str, float | None] = {
             name: None if number is None or math.isnan(number) else number for name, number in found.items()
         }

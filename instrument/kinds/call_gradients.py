@@ -193,8 +193,8 @@ class CallGradients:
                 attached.count_opportunity()
                 attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
-    def miss_counter(self, reason: str) -> Callable[[], None]:
-        """Return a function that notes why no hook gets a gradient of the call. It does not refer to the call."""
+    def miss_callback(self, reason: str) -> Callable[[], None]:
+        """Return a function that counts a miss with this reason for each hook. It holds no reference to the call."""
         attached_hooks = () if self.call.repeats else tuple(self.attached_hooks)
 
         def count_misses() -> None:

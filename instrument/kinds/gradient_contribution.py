@@ -66,7 +66,7 @@ class ModuleContribution:
         self.detached, self.version = tensor.detach(), tensor._version  # shares the version counter, but not the graph
 
     def take(self) -> Tensor | None:
-        """Return the sum of what was collected in the current backward pass, and forget it; None if nothing was."""
+        """Return and remove the contribution of the current backward pass. None if no gradient was collected."""
         sent = self.sent.pop(graph_task(), None)
         return sum(sent[1:], start=sent[0]) if sent else None
 

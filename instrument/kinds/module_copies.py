@@ -31,7 +31,7 @@ class _DetachedCopies(TorchFunctionMode):
         return memo[id(tensor)]
 
 
-def copied_module(module: nn.Module) -> dict[nn.Module, nn.Module] | None:
+def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module] | None:
     """Return copies of a module and its submodules, which share the parameters and have no hooks.
 
     None if an attribute cannot be copied.
@@ -46,12 +46,12 @@ def copied_module(module: nn.Module) -> dict[nn.Module, nn.Module] | None:
                     is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
                     new.__dict__[name] = OrderedDict() if is_hooks else _copy(value, known)
                 new.__dict__["_compiled_call_impl"] = None
-    except Exception:  # from the attributes of users
+    except Exception:  # copying a custom attribute can raise anything
         return None
     return copies
 
 
-def copied_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
+def copy_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
     """Return a copy of the arguments of a module with the same tensors. Tensors in other objects, such as caches, are copied.
 
     None if an argument cannot be copied, or is a module.
@@ -62,7 +62,7 @@ def copied_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
     try:
         with _DetachedCopies():
             return {name: _copy(value, known) for name, value in arguments.items()}
-    except Exception:  # from the objects of users
+    except Exception:  # copying a custom object can raise anything
         return None
 
 

@@ -59,8 +59,8 @@ PARTLY_COMPILED = (
 )
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 REPEATED_ARGUMENT = (
-    "the module got one tensor as several arguments, and a second evaluation of a copy of the module, with separate arguments, was "
-    "not possible or gave another result: with via: module, PyTorch's own hook gets the gradients"
+    "the module got one tensor as several arguments, and their separate gradients could not be computed: a second evaluation of a "
+    "copy of the module failed or gave another result; set via: module to record them with PyTorch's hook"
 )
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (

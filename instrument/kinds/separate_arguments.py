@@ -2,11 +2,12 @@
 
 In the graph of the call, the arguments are one tensor. To record without side effects, the module must get this tensor: code
 such as `query is key` decides what it computes. So the module is evaluated again, on aliases of the arguments and with the same
-random numbers. The copy that is evaluated shares the parameters of the module. It has its own buffers and attributes, and no hooks:
-submodules that are compiled, or have hooks that may change something, are not evaluated again (`instrument.kinds.hooked_calls`).
+random numbers. The copy that is evaluated shares the parameters of the module. It has its own buffers and attributes, and no hooks.
+Submodules that are compiled, or have hooks that may change values or gradients, are not evaluated again. Their outputs are those of
+the call (`instrument.kinds.replayed_calls`).
 
-The gradients of the aliases together are the module's contribution to the gradient of the tensor, which is known from the graph of the
-call. If they are not, the second evaluation differs from the call, and no gradient is recorded.
+The gradients of the aliases must add up to the module's contribution to the gradient of the tensor, which is known from the graph of
+the call. If the sum differs, the second evaluation differs from the call, and no gradient is recorded.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from ..nested import iter_tensors, map_tensors, split_arguments
 from ..plan.shape_inference import preserve_random_state
 from .clock import Clock, graph_task
 from .gradient_hooks import Hook, TensorGradientHook
-from .hooked_calls import HookedCalls, RandomStates, Source
-from .module_copies import copied_arguments, copied_module
+from .module_copies import copy_arguments, copy_modules
+from .replayed_calls import GradientSource, RandomStates, ReplayedCalls
 
 
 class Inputs(NamedTuple):
@@ -56,21 +57,21 @@ class SeparateGradients:
 
     Args:
         hooks: The hooks on these gradients, by path.
-        note_miss: Called if the gradients are not those of the call.
+        count_misses: Called if the gradients are not those of the call.
 
     Attributes:
         aliases: The separate arguments of the second evaluation, by path. Empty if it was not possible.
         outputs: The outputs of the second evaluation.
-        submodule_inputs: What the submodules get that are not evaluated again, and the sources of its gradients.
-        returned: The path of the alias that the module returns.
+        submodule_inputs: The inputs of the submodules that are not evaluated again, each with the source of its gradient.
+        returned: The path of the alias that the module returns. None if it returns no alias.
     """
 
-    def __init__(self, hooks: Mapping[str, Hook], note_miss: Callable[[], None]) -> None:
+    def __init__(self, hooks: Mapping[str, Hook], count_misses: Callable[[], None]) -> None:
         self.hooks = hooks
-        self.note_miss = note_miss
+        self.count_misses = count_misses
         self.aliases: dict[str, Tensor] = {}
         self.outputs: list[Tensor] = []
-        self.submodule_inputs: list[tuple[Tensor, Source]] = []
+        self.submodule_inputs: list[tuple[Tensor, GradientSource]] = []
         self.returned: str | None = None
         self._received: dict[int, dict[int, Tensor]] = {}  # by backward pass, and by the index of the output
         self._lock = threading.Lock()  # several threads may run passes through one graph
@@ -83,50 +84,51 @@ class SeparateGradients:
     def _receive(self, index: int, gradient: Tensor) -> None:
         self._received.setdefault(graph_task(), {})[index] = gradient
 
-    def deliver(self, contribution: Tensor) -> None:
+    def deliver(self, contribution: GradientSource, gradient: Tensor) -> None:
         """Compute the gradients, and pass them to the hooks.
 
         Args:
-            contribution: The contribution of the module to the gradient of the tensor. If the module returns it, the whole gradient.
+            contribution: The source of the module's contribution to the gradient of the tensor.
+            gradient: The gradient of the tensor, to which other code contributes too.
         """
+        total = contribution.take()
         if not self.aliases:
             return
-        parts = self.parts(None if self.returned is not None else contribution)
+        parts = self.parts(total)
         if parts is None:
-            self.note_miss()
+            self.count_misses()
             return
         if self.returned is not None:
-            others = [part for path, part in parts.items() if path != self.returned]
-            parts[self.returned] = contribution - sum(others)
+            parts[self.returned] = gradient - sum(part for path, part in parts.items() if path != self.returned)
         for path, hook in self.hooks.items():
             if path in parts:
                 hook(parts[path])
 
-    def parts(self, contribution: Tensor | None) -> dict[str, Tensor] | None:
+    def parts(self, total: Tensor | None) -> dict[str, Tensor] | None:
         """Return the gradients of the aliases that have one.
 
         Args:
-            contribution: Their sum. None if it is unknown.
+            total: The expected sum of these gradients. None if no gradient is expected.
 
         Returns:
-            The gradients by path. None if their sum is another one.
+            The gradients by path. None if their sum differs, or if they cannot be computed.
         """
         received = self._received.pop(graph_task(), {})
         given = [(tensor, found) for tensor, each in self.submodule_inputs if (found := each.take()) is not None]
-        given += [(self.outputs[i], total) for i, total in received.items()]
-        if not (given and self.aliases):
-            return {} if contribution is None else None
+        given += [(self.outputs[i], of_output) for i, of_output in received.items()]
+        if total is None or not given:
+            return {} if total is None else None
         outputs, gradients = zip(*given, strict=True)
         aliases = [*self.aliases.values()]
         with self._lock, ExitStack() as stack:
-            for i, total in received.items():
-                stack.enter_context(_gradient_of(self.outputs[i], total))
+            for i, of_output in received.items():
+                stack.enter_context(_gradient_of(self.outputs[i], of_output))
             try:
                 of_aliases = torch.autograd.grad(outputs, aliases, gradients, retain_graph=True, allow_unused=True)
             except RuntimeError:  # such as from reentrant checkpointing in the module
                 return None
         parts = {path: part for path, part in zip(self.aliases, of_aliases, strict=True) if part is not None}
-        return parts if contribution is None or _is_sum(contribution, [*parts.values()]) else None
+        return parts if _is_sum(total, [*parts.values()]) else None
 
 
 @dataclass(eq=False)
@@ -134,7 +136,7 @@ class _ArgumentGradient:
     """The source of the gradient of one argument of a submodule."""
 
     gradients: SeparateGradients
-    contribution: Source
+    contribution: GradientSource
     path: str
     taken: dict[int, dict[str, Tensor]]
 
@@ -142,7 +144,7 @@ class _ArgumentGradient:
         task = graph_task()
         if task not in self.taken:
             contribution = self.contribution.take()
-            self.taken[task] = {} if contribution is None else self.gradients.parts(contribution) or {}
+            self.taken[task] = self.gradients.parts(contribution) or {}
         return self.taken[task].pop(self.path, None)
 
 
@@ -160,27 +162,25 @@ class SeparateArguments:
     """Evaluates a module again with separate arguments. Create it before the module runs.
 
     Args:
-        inputs: What the module is called with.
-        tensor: The tensor that is several of its arguments.
-        gradients: Gets the results.
-        calls: The calls of submodules that are not evaluated again.
+        inputs: The module and its arguments.
+        tensor: The tensor that the module gets as several arguments.
+        gradients: Receives the results of the second evaluation.
+        calls: The calls of the submodules that are not evaluated again.
 
     Attributes:
-        tensor: The tensor.
-        gradients: The gradients.
-        calls: The calls.
+        tensor, gradients, calls: See the arguments.
     """
 
-    def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients, calls: HookedCalls) -> None:
+    def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients, calls: ReplayedCalls) -> None:
         self.module = inputs.module
         self.positional = inputs.positional
         self.tensor = tensor
         self.gradients = gradients
         self.calls = calls
-        self.copies = copied_module(inputs.module)  # with the attributes from before the call
+        self.copies = copy_modules(inputs.module)  # with the attributes from before the call
         given = dict(iter_tensors(inputs.arguments))
         self.aliases = {path: _leaf(tensor) for path, each in given.items() if each is tensor}
-        self.arguments = copied_arguments(map_tensors(inputs.arguments, self._argument))
+        self.arguments = copy_arguments(map_tensors(inputs.arguments, self._argument))
         self.unchanged = [*inputs.module.parameters(), *(each for each in given.values() if each.requires_grad)]
         self.versions = self._versions()
         self.random_states = RandomStates.now()
@@ -190,7 +190,7 @@ class SeparateArguments:
         """The path of the argument that the module returns."""
         return self.gradients.returned
 
-    def sources(self, contribution: Source) -> dict[str, Source]:
+    def sources(self, contribution: GradientSource) -> dict[str, GradientSource]:
         """Return where the gradient of each argument comes from, by path, given the contribution to the gradient of the tensor."""
         taken: dict[int, dict[str, Tensor]] = {}
         return {path: _ArgumentGradient(self.gradients, contribution, path, taken) for path in self.aliases}
@@ -223,10 +223,14 @@ class SeparateArguments:
                 return False
         except Exception:  # the module depends on more than its arguments
             return False
-        return self._note_results(pairs)
+        return self._store_results(pairs)
 
-    def _note_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Pass the results on, given each output of the call and of the second evaluation. Return whether they are clear."""
+    def _store_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Store the results of the second evaluation. Return false if it is ambiguous which argument the module returns.
+
+        Args:
+            pairs: Each output of the call with the same output of the second evaluation.
+        """
         paths = {id(alias): path for path, alias in self.aliases.items()}
         returned = {paths.get(id(new)) for old, new in pairs if old is self.tensor}
         if len(returned) > 1 or None in returned:
@@ -247,23 +251,25 @@ class SeparateArguments:
             return module(*args, **kwargs)
 
 
-def nested_arguments(
+def find_repeated_arguments(
     module: nn.Module, arguments: dict[str, Any], positional: int, clock: Clock
 ) -> list[SeparateArguments]:
-    """Return the tensors with a gradient that a module gets as several arguments. Call it before the module runs."""
+    """Return the tensors with a gradient that a module gets as several arguments. Call this function before the module runs."""
     repeated = repeated_tensors(arguments)
     tensors = {
         id(tensor): tensor for _, tensor in iter_tensors(arguments) if tensor.requires_grad and id(tensor) in repeated
     }
     inputs = Inputs(module, arguments, positional)
     return [
-        SeparateArguments(inputs, tensor, SeparateGradients({}, _ignore), HookedCalls(module, clock, nested_arguments))
+        SeparateArguments(
+            inputs, tensor, SeparateGradients({}, _ignore), ReplayedCalls(module, clock, find_repeated_arguments)
+        )
         for tensor in tensors.values()
     ]
 
 
 def _ignore() -> None:
-    """Do nothing: the sum of the gradients of the outer module tells whether one is missing."""
+    """Do nothing. The sum check of the outer module detects a missing gradient."""
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -271,7 +277,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _is_sum(total: Tensor, terms: Sequence[Tensor]) -> bool:
-    """Return whether a tensor is the sum of others but for rounding."""
+    """Return whether a tensor is the sum of other tensors, up to rounding."""
     try:
         return bool(terms) and _are_close(sum(terms[1:], start=terms[0]), total, terms)
     except RuntimeError:  # from layouts without these operations
@@ -279,20 +285,20 @@ def _is_sum(total: Tensor, terms: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _are_close(one: Tensor, other: Tensor, terms: Sequence[Tensor]) -> bool:
-    """Return whether two tensors are equal but for rounding: `MultiheadAttention` adds up differently if `query is key`.
+def _are_close(actual: Tensor, expected: Tensor, terms: Sequence[Tensor]) -> bool:
+    """Return whether two tensors are equal up to rounding. `MultiheadAttention` rounds differently if `query is key`.
 
     Args:
-        one: The one.
-        other: The other. Its elements that are not finite are not compared.
-        terms: The tensors of which it is the sum. The rounding is that of their largest element.
+        actual: The tensor to check.
+        expected: The expected tensor. Its NaN and infinite elements are not compared.
+        terms: The summands. The absolute tolerance is relative to their largest element.
     """
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
-    is_finite = other.isfinite()
-    one, other = (torch.where(is_finite, each, 0) for each in (one, other))
-    if not (other.is_floating_point() or other.is_complex()):
-        return torch.equal(one, other)
-    tolerance = torch.finfo(other.dtype).eps ** 0.75  # like the tolerances of `torch.testing`: 6e-6 for float32
+    is_finite = expected.isfinite()
+    actual, expected = (torch.where(is_finite, each, 0) for each in (actual, expected))
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return torch.equal(actual, expected)
+    tolerance = torch.finfo(expected.dtype).eps ** 0.75  # like the tolerances of `torch.testing`: 6e-6 for float32
     size = max((term.nan_to_num(0, 0, 0).abs().amax().item() for term in terms if term.numel()), default=0.0)
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * size)
+    return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance * size)

@@ -21,6 +21,7 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -36,10 +37,10 @@ from .clock import Clock
 from .direct import is_plain_float
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
 from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
-from .hooked_calls import HookedCalls
 from .module_calls import Call
 from .reasons import REPEATED_ARGUMENT
-from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, nested_arguments, repeated_tensors
+from .replayed_calls import ReplayedCalls
+from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, find_repeated_arguments, repeated_tensors
 from .together import is_together
 
 
@@ -76,7 +77,7 @@ class PendingInputGradients:
             self._find_contributions(output)
         for arguments in self.repeated:
             if not arguments.evaluate(output):
-                arguments.gradients.note_miss()
+                arguments.gradients.count_misses()
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -109,8 +110,8 @@ class InputGradients:
         self.total_hooks: list[AttachedHook] = []
         self.leaf_hooks = LeafHooks(clock)
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
-        # Those of calls that an exception ended have hooks on submodules, which are removed in a later micro-step.
-        self.hooked_calls: WeakSet[HookedCalls] = WeakSet()
+        # If an exception ends a call, its hooks on submodules remain. They are removed in a later micro-step.
+        self.replayed_calls: WeakSet[ReplayedCalls] = WeakSet()
 
     @property
     def is_requested(self) -> bool:
@@ -126,7 +127,7 @@ class InputGradients:
             positional: The number of positional arguments.
             call: The call.
         """
-        for calls in [each for each in self.hooked_calls if each.micro_step_index != call.micro_step_index]:
+        for calls in [each for each in self.replayed_calls if each.micro_step_index != call.micro_step_index]:
             calls.release()
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
@@ -173,30 +174,36 @@ class InputGradients:
             elif id(tensor) in contributions.separate:
                 repeated.setdefault(id(tensor), {})[path] = tensor, hook
             else:
-                self._add_contribution(tensor, hook, pending)
+                contribution = ModuleContribution(hook)
+                self._add_contribution(tensor, contribution, contribution.complete, pending)
         for separate in repeated.values():
             tensor = next(tensor for tensor, _ in separate.values())
             hooks = {path: hook for path, (_, hook) in separate.items()}
-            gradients = SeparateGradients(hooks, contributions.miss_counter(REPEATED_ARGUMENT))
-            self._add_contribution(tensor, gradients.deliver, pending)
-            calls = HookedCalls(inputs.module, self.clock, nested_arguments)
-            self.hooked_calls.add(calls)
+            gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
+            contribution = ModuleContribution()
+            self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
+            calls = ReplayedCalls(inputs.module, self.clock, find_repeated_arguments)
+            self.replayed_calls.add(calls)
             pending.repeated.append(SeparateArguments(inputs, tensor, gradients, calls))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Remove the hooks that do not belong to a graph."""
         self.leaf_hooks.release()
-        for calls in [*self.hooked_calls]:
+        for calls in [*self.replayed_calls]:
             calls.release()
 
-    def _add_contribution(self, tensor: Tensor, hook: Hook, pending: PendingInputGradients) -> None:
-        """Register a hook for the contribution of the module to the gradient of a tensor. It does not change the graph."""
-        contribution = ModuleContribution(hook)
+    def _add_contribution(
+        self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
+    ) -> None:
+        """Collect the contribution of the module to the gradient of a tensor, and register a hook that does not change the graph.
+
+        The contribution is complete when the hook is called.
+        """
         if tensor.is_leaf:
-            pending.hook_leaf(self.leaf_hooks, tensor, contribution.complete)
+            pending.hook_leaf(self.leaf_hooks, tensor, hook)
         else:
-            TensorGradientHook(tensor, contribution.complete).finish_registration()
+            TensorGradientHook(tensor, hook).finish_registration()
         pending.add_contribution(contribution, tensor)
 
 

@@ -20,7 +20,7 @@ _WORD = 2**32
 
 
 def integer_extremes(tensor: Tensor, names: Sequence[str], measured: Measured, *, is_part: bool) -> Tensor | None:
-    """Return the minimum and the maximum of 64-bit integers, without waiting for a device.
+    """Return the minimum and the maximum of 64-bit integers. Does not wait for a device.
 
     Args:
         tensor: Any tensor.
@@ -29,9 +29,9 @@ def integer_extremes(tensor: Tensor, names: Sequence[str], measured: Measured, *
         is_part: Whether other processes have further parts of the tensor.
 
     Returns:
-        The upper 32 bits of both and the lower 32 bits of both, float64 [4] on the device of the tensor; NaN for an empty
-        tensor. None if float64 columns are exact: for other dtypes, and for small numbers in CPU memory that are complete. Also
-        None on Apple's GPUs, which have no float64.
+        float64 [4] on the device of the tensor: the upper 32 bits of the minimum and of the maximum, then their lower 32 bits. NaN
+        for an empty tensor. None if no extreme is requested, for other dtypes, and on devices without float64 (Apple's GPUs). Also
+        None for a complete CPU tensor with magnitudes below 2^53, which float64 represents exactly.
     """
     if tensor.dtype not in _DTYPES or REMAINDERS.keys().isdisjoint(names) or widest(tensor.device) != torch.float64:
         return None
@@ -41,7 +41,7 @@ def integer_extremes(tensor: Tensor, names: Sequence[str], measured: Measured, *
     if not len(flat):
         return torch.full((4,), math.nan, dtype=torch.float64, device=flat.device)
     is_signed = flat.dtype == torch.int64
-    # PyTorch has few operations for uint64. With the highest bit inverted, its numbers have the order of int64.
+    # PyTorch has few operations for uint64. Inverting the highest bit maps uint64 to int64 and keeps the order.
     extremes = torch.stack((flat if is_signed else flat.view(torch.int64) ^ -(2**63)).aminmax())
     upper = (extremes >> 32) + (0 if is_signed else _WORD // 2)
     return torch.cat([upper, extremes & (_WORD - 1)]).to(torch.float64)
@@ -61,9 +61,9 @@ def remainders(extremes: Iterable[Sequence[float]], names: Sequence[str], row: R
     parts = [[int(number) for number in part] for part in extremes if not math.isnan(part[0])]
     if not parts:
         return {}
-    low = min(low * _WORD + lower for low, _, lower, _ in parts)
-    high = max(high * _WORD + lower for _, high, _, lower in parts)
-    exact = {"min": low, "max": high, "abs_max": max(-low, high)}
+    minimum = min(upper * _WORD + lower for upper, _, lower, _ in parts)
+    maximum = max(upper * _WORD + lower for _, upper, _, lower in parts)
+    exact = {"min": minimum, "max": maximum, "abs_max": max(-minimum, maximum)}
     requested = [name for name in REMAINDERS if name in names]
     rounded = [int(column.item()) for column in statistics_of(row[None], requested)]
     return {

@@ -37,13 +37,13 @@ class Measured:
         row: float64 [COLUMNS]; NaN for missing numbers, and for those on a device.
         on_device: The sums on a device; None for a CPU tensor.
         holds: Whether the condition of `when` holds; None without a condition.
-        integers: The extremes of 64-bit integers; see `integer_extremes`.
+        exact_extremes: The result of `integer_extremes`; None without one.
     """
 
     row: Row = field(default_factory=lambda: np.full(len(COLUMNS), np.nan))
     on_device: DeviceSums | None = None
     holds: bool | Tensor | None = None
-    integers: Tensor | None = None
+    exact_extremes: Tensor | None = None
 
     def __setitem__(self, sum_: Sum, number: float | Tensor | None) -> None:
         """Set one of the sums."""

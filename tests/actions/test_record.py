@@ -261,10 +261,10 @@ def test_extremes_of_64_bit_integers_are_exact(
     assert run.sql(f"select max({exact}::bigint) as max from stats where max <= 2^63")["max"].tolist() == [2**63 - 1]
     assert "max_remainder" not in run.sql("select * from stats")
     lazy = run.lazy("stats", remainders=True).sort("position")
-    whole = pl.col("max").cast(pl.Int128) + pl.col("max_remainder").fill_null(0).cast(pl.Int128)
-    rows = lazy.select(whole).collect()
+    exact_max = pl.col("max").cast(pl.Int128) + pl.col("max_remainder").fill_null(0).cast(pl.Int128)
+    rows = lazy.select(exact_max).collect()
     assert rows["max"].to_list() == [round(max(tensor.tolist())) for tensor in given]
-    largest = lazy.filter((pl.col("max") <= 2.0**63) & (pl.col("max_remainder") != 0)).select(whole.max())
+    largest = lazy.filter((pl.col("max") <= 2.0**63) & (pl.col("max_remainder") != 0)).select(exact_max.max())
     assert largest.collect().item() == 2**63 - 1
     assert lazy.drop(pl.selectors.ends_with("_remainder")).collect_schema() == run.lazy("stats").collect_schema()
     with pytest.raises(ValueError, match="the table 'effects' has no remainders"):
@@ -296,7 +296,7 @@ def test_extremes_of_small_integers_are_a_float_column(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_exact_integers_of_every_layout_and_condition(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
+def test_exact_integers_support_layouts_and_conditions(monkeypatch: pytest.MonkeyPatch, on_device: bool) -> None:
     if on_device:
         use_device_statistics(monkeypatch)
     large = 2**60 + 1

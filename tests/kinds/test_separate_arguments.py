@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -228,7 +229,7 @@ class WritesToMask(Attention):
         return super().forward(query, key, value) * mask
 
 
-class ReturnsAnother(Attention):
+class ReturnsOtherArgument(Attention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(query, key, value) + other, other
 
@@ -260,7 +261,7 @@ def replace_forward(net: Net) -> None:
     net.inner.forward = lambda *args: old(*args) * 2
 
 
-def replace_forward_as_accelerate(net: Net) -> None:
+def replace_forward_like_accelerate(net: Net) -> None:
     net.inner.old_forward = net.inner.forward
     net.inner.forward = functools.partial(lambda module, *args: module.old_forward(*args) * 2, net.inner)
 
@@ -269,48 +270,73 @@ def add_lock(net: Net) -> None:
     net.inner.lock = threading.Lock()
 
 
-def hook(name: str, fn: Callable[..., Any], kind: str = "forward_hook") -> Callable[[Net], Any]:
+def hook_adder(name: str, fn: Callable[..., Any], kind: str = "forward_hook") -> Callable[[Net], Any]:
     return lambda net: getattr(net.inner.get_submodule(name), f"register_{kind}")(fn)
 
 
 def compile_with_hook(net: Net) -> None:
-    net.inner.k.register_forward_hook(doubled)
+    net.inner.k.register_forward_hook(double_output)
     net.inner.k.compile(backend="eager")
     net.inner.o = torch.compile(net.inner.o, backend="eager")
 
 
-def three(module: nn.Module, h: Tensor) -> Any:
+def with_same_tensor(module: nn.Module, h: Tensor) -> Any:
     return module(h, h, h)
 
 
-def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+def double_output(module: nn.Module, args: Any, output: Any) -> Any:
     return output * 2 if isinstance(output, Tensor) else (output[0] * 2, output[1])
 
 
-# The module, how it is called, its changes by other code, and interventions.
-CHANGED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], Callable[[Net], Any] | None, dict[str, Any]]] = {
-    "output": (Attention, three, hook("k", doubled), {}),
-    "output in place": (Attention, three, hook("o", lambda module, args, output: output.mul_(2)), {}),
-    "output after dropout": (Attention, three, hook("dropout", doubled), {}),
-    "input": (Attention, three, hook("v", lambda module, args: (args[0].cos(),), "forward_pre_hook"), {}),
-    "gradient": (Attention, three, hook("q", lambda module, into, out: (5 * into[0],), "full_backward_hook"), {}),
-    "own output": (Attention, three, hook("", doubled), {}),
-    "nested": (Nested, three, hook("a", doubled), {}),
-    "inner one of nested": (Nested, three, hook("a.q", doubled), {}),
-    "nested with other arguments": (Nested, three, hook("b", doubled), {}),
-    "attention of a decoder": (decoder, lambda m, h: m(h, h), hook("self_attn", doubled), {}),
-    "module in place": (InPlace, three, hook("relu", doubled), {}),
-    "forward": (Attention, three, replace_forward, {}),
-    "forward with the module as argument": (Attention, three, replace_forward_as_accelerate, {}),
-    "compiled parts": (Attention, three, compile_with_hook, {}),
-    "a lock": (Attention, three, add_lock, {}),
-    "a cache": (WithCache, lambda m, h: m(h, h, h, Cache()), None, {}),
-    "a mask": (WritesToMask, lambda m, h: m(h, h, h, mask=torch.zeros(())), None, {}),
-    "another argument returned": (ReturnsAnother, lambda m, h: m(h, h, h, h.cos()), None, {}),
-    "clip": (Attention, three, None, {"kind": "forward", "action": "clip", "min": -0.3, "max": 0.3}),
-    "scale": (Attention, three, None, {"kind": "forward_pre", "action": "scale", "factor": 0.5}),
-    "scaled gradient": (Attention, three, None, {"kind": "full_backward", "action": "scale", "factor": 0.5}),
-    "no gradient": (Attention, three, None, {"kind": "full_backward_pre", "action": "scale", "factor": 0.0}),
+class Case(NamedTuple):
+    """What is recorded.
+
+    Attributes:
+        make: Returns the module.
+        call: Calls it.
+        change: What other code changes in the network.
+        intervention: The intervention in all submodules.
+    """
+
+    make: Callable[[], nn.Module]
+    call: Callable[[nn.Module, Tensor], Any]
+    change: Callable[[Net], Any] = lambda net: None
+    intervention: Mapping[str, Any] = MappingProxyType({})
+
+
+CHANGED = {
+    "output": Case(Attention, with_same_tensor, hook_adder("k", double_output)),
+    "output in place": Case(Attention, with_same_tensor, hook_adder("o", lambda module, args, output: output.mul_(2))),
+    "output after dropout": Case(Attention, with_same_tensor, hook_adder("dropout", double_output)),
+    "input": Case(
+        Attention, with_same_tensor, hook_adder("v", lambda module, args: (args[0].cos(),), "forward_pre_hook")
+    ),
+    "gradient": Case(
+        Attention, with_same_tensor, hook_adder("q", lambda module, into, out: (5 * into[0],), "full_backward_hook")
+    ),
+    "own output": Case(Attention, with_same_tensor, hook_adder("", double_output)),
+    "nested": Case(Nested, with_same_tensor, hook_adder("a", double_output)),
+    "inner one of nested": Case(Nested, with_same_tensor, hook_adder("a.q", double_output)),
+    "nested with other arguments": Case(Nested, with_same_tensor, hook_adder("b", double_output)),
+    "attention of a decoder": Case(decoder, lambda m, h: m(h, h), hook_adder("self_attn", double_output)),
+    "module in place": Case(InPlace, with_same_tensor, hook_adder("relu", double_output)),
+    "forward": Case(Attention, with_same_tensor, replace_forward),
+    "forward with the module as argument": Case(Attention, with_same_tensor, replace_forward_like_accelerate),
+    "compiled parts": Case(Attention, with_same_tensor, compile_with_hook),
+    "a lock": Case(Attention, with_same_tensor, add_lock),
+    "a cache": Case(WithCache, lambda m, h: m(h, h, h, Cache())),
+    "a mask": Case(WritesToMask, lambda m, h: m(h, h, h, mask=torch.zeros(()))),
+    "another argument returned": Case(ReturnsOtherArgument, lambda m, h: m(h, h, h, h.cos())),
+    "clip": Case(
+        Attention, with_same_tensor, intervention={"kind": "forward", "action": "clip", "min": -0.3, "max": 0.3}
+    ),
+    "scale": Case(Attention, with_same_tensor, intervention={"kind": "forward_pre", "action": "scale", "factor": 0.5}),
+    "scaled gradient": Case(
+        Attention, with_same_tensor, intervention={"kind": "full_backward", "action": "scale", "factor": 0.5}
+    ),
+    "no gradient": Case(
+        Attention, with_same_tensor, intervention={"kind": "full_backward_pre", "action": "scale", "factor": 0.0}
+    ),
 }
 
 
@@ -324,13 +350,13 @@ def run_changed(net: Net, specs: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_separate_gradients_with_changes_in_the_module_equal_pytorch_hooks(name: str) -> None:
+def test_gradients_match_pytorch_if_submodules_are_changed(name: str) -> None:
     make, call, change, intervention = CHANGED[name]
     specs = {"change": {**intervention, "layers": "inner.*"}} if intervention else {}
     torch.manual_seed(0)
     net = Net(make(), 4, call).double()
     reference, baseline = copy.deepcopy(net), copy.deepcopy(net)
-    for each in (net, reference, baseline) if change else ():
+    for each in (net, reference, baseline):
         change(each)
     wanted: list[Tensor] = []
     reference.inner.register_full_backward_hook(lambda module, into, out: wanted.extend(into))
@@ -375,7 +401,7 @@ def test_returned_argument_has_the_gradient_of_all_other_uses() -> None:
 
 def test_call_that_raises_leaves_no_hook() -> None:
     model, h = Attention(), torch.ones(2, 3, 4, requires_grad=True)
-    model.k.register_forward_hook(doubled)
+    model.k.register_forward_hook(double_output)
     model.o.register_forward_hook(lambda *args: 1 / 0)
     hooks = [count_hooks(part) for part in model.modules()]
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}), pytest.raises(ZeroDivisionError):
@@ -389,7 +415,7 @@ class WritesInPlace(nn.Module):
         return a * b
 
 
-class HasGenerator(nn.Module):
+class HasPythonGenerator(nn.Module):
     """A generator cannot be copied."""
 
     def __init__(self) -> None:
@@ -416,8 +442,8 @@ class Reentrant(nn.Module):
         return checkpoint(torch.sin, a, use_reentrant=True) * b
 
 
-@pytest.mark.parametrize("make", [WritesInPlace, HasGenerator, GlobalState, Reentrant])
-def test_module_whose_separate_gradients_are_unknown_is_reported(make: type[nn.Module]) -> None:
+@pytest.mark.parametrize("make", [WritesInPlace, HasPythonGenerator, GlobalState, Reentrant])
+def test_unknown_gradients_are_reported(make: type[nn.Module]) -> None:
     model, h = make(), torch.ones(3, requires_grad=True)
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}) as probe:
         hidden = h * 1.0

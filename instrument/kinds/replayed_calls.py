@@ -1,4 +1,4 @@
-"""The calls of submodules that are compiled, or have hooks that may change something, in one call of a module.
+"""Calls of submodules that are compiled or have hooks that may change values or gradients, in one call of a module.
 
 If the module is evaluated again (`instrument.kinds.separate_arguments`), these submodules and their hooks do not run a second
 time. Their outputs are those of the call, and their contributions to the gradients of their inputs are read from its graph.
@@ -51,20 +51,20 @@ class RandomStates(NamedTuple):
             torch.cuda.set_rng_state_all(self.cuda)
 
 
-class Source(Protocol):
-    """Where a part of a gradient comes from, after it has arrived at the call."""
+class GradientSource(Protocol):
+    """Provides a gradient that the backward pass through the call has computed."""
 
     def take(self) -> Tensor | None:
-        """Return the part in the current backward pass, and forget it; None if there is none."""
+        """Return and remove the gradient of the current backward pass. None if there was no gradient."""
 
 
-class NestedArguments(Protocol):
+class RepeatedArgument(Protocol):
     """A tensor that a submodule gets as several arguments; see `instrument.kinds.separate_arguments.SeparateArguments`."""
 
     tensor: Tensor
-    calls: HookedCalls
+    calls: ReplayedCalls
 
-    def sources(self, contribution: Source) -> dict[str, Source]:
+    def sources(self, contribution: GradientSource) -> dict[str, GradientSource]:
         """Return where the gradient of each argument comes from, by path, given the contribution to the gradient of the tensor."""
 
     def evaluate(self, output: Any) -> bool:
@@ -75,23 +75,23 @@ class NestedArguments(Protocol):
         """The path of the argument that the submodule returns."""
 
 
-class HookedCall:
+class ReplayedCall:
     """One call of a submodule.
 
     Args:
         module: The submodule.
         arguments: Its arguments by name, before its hooks change them.
-        nested: The tensors that are several of these arguments.
+        repeated: The tensors that occur several times in these arguments.
     """
 
-    def __init__(self, module: nn.Module, arguments: dict[str, Any], nested: Sequence[NestedArguments]) -> None:
+    def __init__(self, module: nn.Module, arguments: dict[str, Any], repeated: Sequence[RepeatedArgument]) -> None:
         self.module = module
-        self.nested = nested
+        self.repeated = repeated
         self._tensors = dict(iter_tensors(arguments))
         self._versions = versions_of(self._tensors.values())
         with_gradient = {path: tensor for path, tensor in self._tensors.items() if tensor.requires_grad}
         self._contributions = {edge_of(tensor): ModuleContribution() for tensor in with_gradient.values()}
-        self._sources: dict[str, Source] = {
+        self._sources: dict[str, GradientSource] = {
             path: self._contributions[edge_of(tensor)] for path, tensor in with_gradient.items()
         }
         self._views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
@@ -102,14 +102,14 @@ class HookedCall:
 
     def release(self) -> None:
         """Remove the hooks on parts of the submodule."""
-        for each in self.nested:
+        for each in self.repeated:
             each.calls.release()
 
     def end(self, output: Any) -> None:
-        """Note what the submodule returned after its hooks, and collect its contributions from now on."""
+        """Record the output of the submodule after its hooks, and start to collect its contributions."""
         tensors = [tensor for _, tensor in iter_tensors(output)]
         find_contributions(tensors, self._contributions, self._views, self._since)
-        for each in self.nested:
+        for each in self.repeated:
             each.evaluate(output)
         is_given = {key: version == self._versions.get(key) for key, version in versions_of(tensors).items()}
         self._output = map_tensors(  # other code may write to the output later
@@ -117,11 +117,11 @@ class HookedCall:
         )
         self._random_states = RandomStates.now()
 
-    def repeat(self, arguments: dict[str, Any]) -> tuple[Any, list[tuple[Tensor, Source]]]:
-        """Return the output for other arguments with the same values, and those with a gradient, each with its source."""
+    def replay(self, arguments: dict[str, Any]) -> tuple[Any, list[tuple[Tensor, GradientSource]]]:
+        """Return the recorded output, and the new arguments that have a gradient, each with its gradient source."""
         tensors, sources = dict(iter_tensors(arguments)), dict(self._sources)
         new = {id(self._tensors[path]): tensor for path, tensor in tensors.items()}
-        for each in self.nested:
+        for each in self.repeated:
             paths = [path for path, tensor in self._tensors.items() if tensor is each.tensor]
             if len({id(tensors[path]) for path in paths}) > 1:
                 sources |= each.sources(sources[paths[0]])
@@ -132,31 +132,31 @@ class HookedCall:
         return output, [(tensor, source) for source, tensor in inputs.items()]
 
 
-Separate = Callable[[nn.Module, dict[str, Any], int, Clock], Sequence[NestedArguments]]
+FindRepeated = Callable[[nn.Module, dict[str, Any], int, Clock], Sequence[RepeatedArgument]]
 """Takes a module, its arguments by name, the number of positional ones, and the clock."""
 
 
-class HookedCalls(InertWhenCopied):
-    """The calls of those submodules that are compiled or have hooks that may change something. Create it before the module runs.
+class ReplayedCalls(InertWhenCopied):
+    """The calls of the submodules that the second evaluation does not run. Create this object before the module runs.
 
     Args:
         module: The module.
         clock: The clock of the probe.
-        separate: Returns the tensors that a submodule gets as several arguments.
+        find_repeated: Returns the tensors that a submodule gets as several arguments.
 
     Attributes:
         micro_step_index: The micro-step of the call.
-        inputs: What these submodules get in the second evaluation, each with the source of its gradient.
+        inputs: The inputs of these submodules in the second evaluation that have a gradient, each with its gradient source.
     """
 
-    def __init__(self, module: nn.Module, clock: Clock, separate: Separate) -> None:
+    def __init__(self, module: nn.Module, clock: Clock, find_repeated: FindRepeated) -> None:
         self.clock = clock
         self.micro_step_index = clock.micro_step_index
         self.module = module
-        self.separate = separate
-        self.inputs: list[tuple[Tensor, Source]] = []
-        self._calls: defaultdict[nn.Module, list[HookedCall]] = defaultdict(list)
-        self._running: list[HookedCall] = []
+        self.find_repeated = find_repeated
+        self.inputs: list[tuple[Tensor, GradientSource]] = []
+        self._calls: defaultdict[nn.Module, list[ReplayedCall]] = defaultdict(list)
+        self._running: list[ReplayedCall] = []
         self._output: tuple[Any, ...] = ()
         self._thread = threading.get_ident()
         self._restorations: list[Callable[[], None]] = []
@@ -167,7 +167,7 @@ class HookedCalls(InertWhenCopied):
         changes = any(_may_change(hook) for name in _HOOKS for hook in getattr(module, name).values())
         if module is self.module:
             if changes:
-                self._restorations.append(module.register_forward_hook(self._note_own_output, prepend=True).remove)
+                self._restorations.append(module.register_forward_hook(self._record_own_output, prepend=True).remove)
         elif module._compiled_call_impl is not None:
             self._watch_compiled(module, module._compiled_call_impl)
             return
@@ -191,7 +191,7 @@ class HookedCalls(InertWhenCopied):
         self._restorations.append(partial(setattr, module, "_compiled_call_impl", call))
 
     def release(self) -> None:
-        """Remove the hooks of this object, and of those for its calls."""
+        """Remove the hooks of this object and of its running calls."""
         while self._restorations:
             self._restorations.pop()()
         while self._running:
@@ -201,47 +201,47 @@ class HookedCalls(InertWhenCopied):
         """Return the output of the module before its hooks, given the one after some of them."""
         return self._output[0] if self._output else output
 
-    def _is_noted(self) -> bool:
+    def _is_active(self) -> bool:
         return not is_dynamo_compiling() and not self.clock.closed and self._thread == threading.get_ident()
 
-    def _note_own_output(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
-        if self._is_noted():
+    def _record_own_output(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
+        if self._is_active():
             self._output = (output,)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._is_noted():
+        if self._is_active():
             arguments = join_arguments(args, kwargs)
-            nested = self.separate(module, arguments, len(args), self.clock)
-            self._running.append(HookedCall(module, arguments, nested))
+            repeated = self.find_repeated(module, arguments, len(args), self.clock)
+            self._running.append(ReplayedCall(module, arguments, repeated))
 
     def _end(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
-        if not (self._is_noted() and any(call.module is module for call in self._running)):
+        if not (self._is_active() and any(call.module is module for call in self._running)):
             return
         while (call := self._running.pop()).module is not module:  # an exception ended the call
             call.release()
-        if self._running:  # calls in others are not repeated
+        if self._running:  # the output of the outer call is replayed
             call.release()
             return
         call.end(output)
         self._calls[module].append(call)
 
     def install(self, copies: Mapping[nn.Module, nn.Module]) -> None:
-        """Let the copies of the submodules repeat their calls.
+        """Make the copies of the submodules return the recorded outputs.
 
         Args:
             copies: The copy of each submodule. They are used for one evaluation.
         """
         for part, calls in self._calls.items():
-            copies[part].forward = partial(self._repeat, iter(calls))
+            copies[part].forward = partial(self._replay, iter(calls))
 
-    def _repeat(self, calls: Iterator[HookedCall], *args: Any, **kwargs: Any) -> Any:
-        output, inputs = next(calls).repeat(join_arguments(args, kwargs))
+    def _replay(self, calls: Iterator[ReplayedCall], *args: Any, **kwargs: Any) -> Any:
+        output, inputs = next(calls).replay(join_arguments(args, kwargs))
         self.inputs += inputs
         return output
 
 
 def _may_change(hook: Any) -> bool:
-    """Return whether a hook may change values or gradients. Those of this package do only if they do not record."""
+    """Return whether a hook may change values or gradients. Record hooks of this package change neither."""
     owner = getattr(hook, "__self__", None)
-    is_ours = isinstance(owner, InertWhenCopied)
-    return not is_ours or not all(attached.is_record_hook for attached in owner.attached_hooks)  # type: ignore[union-attr]
+    is_package_hook = isinstance(owner, InertWhenCopied)
+    return not is_package_hook or not all(attached.is_record_hook for attached in owner.attached_hooks)  # type: ignore[union-attr]
