@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -132,8 +132,8 @@ class ReplayedCall:
         return output, [(tensor, source) for source, tensor in inputs.items()]
 
 
-FindRepeated = Callable[[nn.Module, dict[str, Any], int, Clock], Sequence[RepeatedArgument]]
-"""Takes a module, its arguments by name, the number of positional ones, and the clock."""
+FindRepeated = Callable[[nn.Module, dict[str, Any], int, "ReplayedCalls"], Sequence[RepeatedArgument]]
+"""Takes a module, its arguments by name, the number of positional ones, and the calls that the module is one of."""
 
 
 class ReplayedCalls(InertWhenCopied):
@@ -142,6 +142,7 @@ class ReplayedCalls(InertWhenCopied):
     Args:
         module: The module.
         clock: The clock of the probe.
+        active: Contains this object, by its identity, until `release`.
         find_repeated: Returns the tensors that a submodule gets as several arguments.
 
     Attributes:
@@ -149,10 +150,13 @@ class ReplayedCalls(InertWhenCopied):
         inputs: The inputs of these submodules in the second evaluation that have a gradient, each with its gradient source.
     """
 
-    def __init__(self, module: nn.Module, clock: Clock, find_repeated: FindRepeated) -> None:
+    def __init__(
+        self, module: nn.Module, clock: Clock, active: dict[int, ReplayedCalls], find_repeated: FindRepeated
+    ) -> None:
         self.clock = clock
         self.micro_step_index = clock.micro_step_index
         self.module = module
+        self.active = active
         self.find_repeated = find_repeated
         self.inputs: list[tuple[Tensor, GradientSource]] = []
         self._calls: defaultdict[nn.Module, list[ReplayedCall]] = defaultdict(list)
@@ -160,6 +164,7 @@ class ReplayedCalls(InertWhenCopied):
         self._output: tuple[Any, ...] = ()
         self._thread = threading.get_ident()
         self._restorations: list[Callable[[], None]] = []
+        active[id(self)] = self
         self._watch_parts(module, set())
 
     def _watch_parts(self, module: nn.Module, visited: set[nn.Module]) -> None:
@@ -169,26 +174,14 @@ class ReplayedCalls(InertWhenCopied):
             if changes:
                 self._restorations.append(module.register_forward_hook(self._record_own_output, prepend=True).remove)
         elif module._compiled_call_impl is not None:
-            self._watch_compiled(module, module._compiled_call_impl)
+            self._restorations.append(_WatchedCall.watch(module, self))
             return
         elif changes or is_compiled_module(module):
-            start = module.register_forward_pre_hook(self._start, prepend=True, with_kwargs=True)
-            self._restorations += [start.remove, module.register_forward_hook(self._end).remove]
+            start = module.register_forward_pre_hook(self.start, prepend=True, with_kwargs=True)
+            self._restorations += [start.remove, module.register_forward_hook(self.end).remove]
         for part in () if is_compiled_module(module) else module.children():
             if part not in visited:
                 self._watch_parts(part, visited)
-
-    def _watch_compiled(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        """Watch a module whose hooks are part of compiled code."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self._start(module, args, kwargs)
-            output = call(*args, **kwargs)
-            self._end(module, args, output)
-            return output
-
-        module._compiled_call_impl = watched
-        self._restorations.append(partial(setattr, module, "_compiled_call_impl", call))
 
     def release(self) -> None:
         """Remove the hooks of this object and of its running calls."""
@@ -196,6 +189,7 @@ class ReplayedCalls(InertWhenCopied):
             self._restorations.pop()()
         while self._running:
             self._running.pop().release()
+        self.active.pop(id(self), None)
 
     def own_output(self, output: Any) -> Any:
         """Return the output of the module before its hooks, given the one after some of them."""
@@ -208,13 +202,15 @@ class ReplayedCalls(InertWhenCopied):
         if self._is_active():
             self._output = (output,)
 
-    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The forward pre hook of a submodule."""
         if self._is_active():
             arguments = join_arguments(args, kwargs)
-            repeated = self.find_repeated(module, arguments, len(args), self.clock)
+            repeated = self.find_repeated(module, arguments, len(args), self)
             self._running.append(ReplayedCall(module, arguments, repeated))
 
-    def _end(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
+    def end(self, module: nn.Module, args: object, output: Any) -> None:  # noqa: ARG002
+        """The forward hook of a submodule."""
         if not (self._is_active() and any(call.module is module for call in self._running)):
             return
         while (call := self._running.pop()).module is not module:  # an exception ended the call
@@ -237,6 +233,40 @@ class ReplayedCalls(InertWhenCopied):
     def _replay(self, calls: Iterator[ReplayedCall], *args: Any, **kwargs: Any) -> Any:
         output, inputs = next(calls).replay(join_arguments(args, kwargs))
         self.inputs += inputs
+        return output
+
+
+class _WatchedCall:
+    """Watches a module whose hooks are part of compiled code. Several calls may watch it at the same time."""
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        self.module = module
+        self.call = call
+        self.watching: list[ReplayedCalls] = []
+
+    @classmethod
+    def watch(cls, module: nn.Module, calls: ReplayedCalls) -> Callable[[], None]:
+        """Let calls watch a compiled module. Return the function that ends it."""
+        watched = module._compiled_call_impl
+        if not isinstance(watched, cls):
+            watched = cls(module, cast("Callable[..., Any]", watched))
+            module._compiled_call_impl = watched
+        watched.watching.append(calls)
+        return partial(watched.end, calls)
+
+    def end(self, calls: ReplayedCalls) -> None:
+        """Let calls no longer watch the module."""
+        self.watching.remove(calls)
+        if not self.watching and self.module._compiled_call_impl is self:
+            self.module._compiled_call_impl = self.call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        watching = [*self.watching]
+        for calls in watching:
+            calls.start(self.module, args, kwargs)
+        output = self.call(*args, **kwargs)
+        for calls in watching:
+            calls.end(self.module, args, output)
         return output
 
 

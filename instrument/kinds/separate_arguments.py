@@ -2,7 +2,7 @@
 
 In the graph of the call, the arguments are one tensor. To record without side effects, the module must get this tensor: code
 such as `query is key` decides what it computes. So the module is evaluated again, on aliases of the arguments and with the same
-random numbers. The copy that is evaluated shares the parameters of the module. It has its own buffers and attributes, and no hooks.
+random numbers. The copy that is evaluated has its own parameters, buffers and attributes, and no hooks.
 Submodules that are compiled, or have hooks that may change values or gradients, are not evaluated again. Their outputs are those of
 the call (`instrument.kinds.replayed_calls`).
 
@@ -12,22 +12,26 @@ the call. If the sum differs, the second evaluation differs from the call, and n
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..dtensor import is_sharded
-from ..nested import iter_tensors, map_tensors, split_arguments
+from ..lazy_compiler import compiler_imported
+from ..nested import iter_tensors, split_arguments
 from ..plan.shape_inference import preserve_random_state
 from .clock import Clock, graph_task
-from .gradient_hooks import Hook, TensorGradientHook
+from .gradient_hooks import Hook, TensorGradientHook, versions_of
 from .module_copies import copy_arguments, copy_modules
 from .replayed_calls import GradientSource, RandomStates, ReplayedCalls
 
@@ -124,8 +128,9 @@ class SeparateGradients:
             for i, of_output in received.items():
                 stack.enter_context(_gradient_of(self.outputs[i], of_output))
             try:
-                of_aliases = torch.autograd.grad(outputs, aliases, gradients, retain_graph=True, allow_unused=True)
-            except RuntimeError:  # such as from reentrant checkpointing in the module
+                with _without_side_effects():
+                    of_aliases = torch.autograd.grad(outputs, aliases, gradients, retain_graph=True, allow_unused=True)
+            except Exception:  # from the code of users, or from reentrant checkpointing in the module
                 return None
         parts = {path: part for path, part in zip(self.aliases, of_aliases, strict=True) if part is not None}
         return parts if _is_sum(total, [*parts.values()]) else None
@@ -165,24 +170,33 @@ class SeparateArguments:
         inputs: The module and its arguments.
         tensor: The tensor that the module gets as several arguments.
         gradients: Receives the results of the second evaluation.
-        calls: The calls of the submodules that are not evaluated again.
+        clock: The clock of the probe.
+        active: See `ReplayedCalls`.
 
     Attributes:
-        tensor, gradients, calls: See the arguments.
+        tensor, gradients: See the arguments.
+        calls: The calls of the submodules that are not evaluated again.
     """
 
-    def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients, calls: ReplayedCalls) -> None:
+    def __init__(
+        self,
+        inputs: Inputs,
+        tensor: Tensor,
+        gradients: SeparateGradients,
+        clock: Clock,
+        active: dict[int, ReplayedCalls],
+    ) -> None:
         self.module = inputs.module
+        self.given = inputs.arguments
         self.positional = inputs.positional
         self.tensor = tensor
         self.gradients = gradients
-        self.calls = calls
+        self.calls = ReplayedCalls(inputs.module, clock, active, find_repeated_arguments)
         self.copies = copy_modules(inputs.module)  # with the attributes from before the call
         given = dict(iter_tensors(inputs.arguments))
         self.aliases = {path: _leaf(tensor) for path, each in given.items() if each is tensor}
-        self.arguments = copy_arguments(map_tensors(inputs.arguments, self._argument))
-        self.unchanged = [*inputs.module.parameters(), *(each for each in given.values() if each.requires_grad)]
-        self.versions = self._versions()
+        self.arguments = copy_arguments(inputs.arguments, self._argument)
+        self.versions = versions_of(each for each in given.values() if each.requires_grad)
         self.random_states = RandomStates.now()
 
     @property
@@ -201,9 +215,6 @@ class SeparateArguments:
             return self.aliases[path]
         return tensor.detach() if tensor.requires_grad else tensor.clone()
 
-    def _versions(self) -> list[int]:
-        return [tensor._version for tensor in self.unchanged if not tensor.is_inference()]
-
     def evaluate(self, output: Any) -> bool:
         """Evaluate the module again, after it has run. Return whether this is possible.
 
@@ -211,8 +222,11 @@ class SeparateArguments:
             output: The output of the module.
         """
         self.calls.release()
-        is_changed = self._versions() != self.versions or any(map(is_sharded, self.module.parameters()))
-        if self.copies is None or self.arguments is None or is_changed:
+        given = [tensor for _, tensor in iter_tensors(self.given)]
+        is_changed = any(self.versions.get(key, now) != now for key, now in versions_of(given).items())
+        if self.copies is None or self.arguments is None or is_changed or _has_any_global_hook():
+            return False
+        if any(map(is_sharded, self.module.parameters())):  # the second evaluation would communicate
             return False
         outputs = [tensor for _, tensor in iter_tensors(self.calls.own_output(output))]
         try:
@@ -245,14 +259,25 @@ class SeparateArguments:
 
     def _run(self, module: nn.Module, arguments: dict[str, Any]) -> Any:
         args, kwargs = split_arguments(arguments, self.positional)
-        as_they_are = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
-        with preserve_random_state(), as_they_are, torch._C.DisableTorchFunction():
+        # Other hooks on saved tensors would see those of the second graph. A tensor that refers to its graph would never be freed.
+        as_they_are = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda tensor: tensor
+        )
+        with _without_side_effects(), as_they_are, torch._C.DisableTorchFunction():
             self.random_states.restore()
             return module(*args, **kwargs)
 
 
+@contextmanager
+def _without_side_effects() -> Iterator[None]:
+    """Restore the random states after the block. In it, functions run uncompiled, and other code does not see the operators."""
+    uncompiled = torch.compiler.set_stance("force_eager") if compiler_imported() else nullcontext()
+    with preserve_random_state(), _disable_current_modes(), uncompiled:
+        yield
+
+
 def find_repeated_arguments(
-    module: nn.Module, arguments: dict[str, Any], positional: int, clock: Clock
+    module: nn.Module, arguments: dict[str, Any], positional: int, calls: ReplayedCalls
 ) -> list[SeparateArguments]:
     """Return the tensors with a gradient that a module gets as several arguments. Call this function before the module runs."""
     repeated = repeated_tensors(arguments)
@@ -261,15 +286,10 @@ def find_repeated_arguments(
     }
     inputs = Inputs(module, arguments, positional)
     return [
-        SeparateArguments(
-            inputs, tensor, SeparateGradients({}, _ignore), ReplayedCalls(module, clock, find_repeated_arguments)
-        )
+        # The sum check of the outer module detects a missing gradient.
+        SeparateArguments(inputs, tensor, SeparateGradients({}, lambda: None), calls.clock, calls.active)
         for tensor in tensors.values()
     ]
-
-
-def _ignore() -> None:
-    """Do nothing. The sum check of the outer module detects a missing gradient."""
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -291,7 +311,7 @@ def _are_close(actual: Tensor, expected: Tensor, terms: Sequence[Tensor]) -> boo
     Args:
         actual: The tensor to check.
         expected: The expected tensor. Its NaN and infinite elements are not compared.
-        terms: The summands. The absolute tolerance is relative to their largest element.
+        terms: The summands. The tolerance is relative to their sizes; see `_sizes`.
     """
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         return False
@@ -300,5 +320,19 @@ def _are_close(actual: Tensor, expected: Tensor, terms: Sequence[Tensor]) -> boo
     if not (expected.is_floating_point() or expected.is_complex()):
         return torch.equal(actual, expected)
     tolerance = torch.finfo(expected.dtype).eps ** 0.75  # like the tolerances of `torch.testing`: 6e-6 for float32
-    size = max((term.nan_to_num(0, 0, 0).abs().amax().item() for term in terms if term.numel()), default=0.0)
-    return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance * size)
+    return bool(((actual - expected).abs() <= tolerance * sum(map(_sizes, terms))).all())
+
+
+def _sizes(tensor: Tensor) -> Tensor:
+    """Return the size of each element for a comparison: its largest neighbour along the other dimensions.
+
+    Elements of an outlier channel, which can be 1e6 times as large, are compared only with each other.
+    """
+    magnitudes = tensor.nan_to_num(0, 0, 0).abs()
+    if not tensor.numel():
+        return magnitudes
+    others = [
+        [other for other in range(tensor.dim()) if other != dim] for dim in range(tensor.dim()) if tensor.dim() > 1
+    ]
+    largest = [magnitudes.amax(dims, keepdim=True) for dims in others]
+    return functools.reduce(torch.minimum, largest) if largest else magnitudes.amax()

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase
 from .module_calls import Call
 from .reasons import REPEATED_ARGUMENT
 from .replayed_calls import ReplayedCalls
-from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, find_repeated_arguments, repeated_tensors
+from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, repeated_tensors
 from .together import is_together
 
 
@@ -111,7 +110,7 @@ class InputGradients:
         self.leaf_hooks = LeafHooks(clock)
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
         # If an exception ends a call, its hooks on submodules remain. They are removed in a later micro-step.
-        self.replayed_calls: WeakSet[ReplayedCalls] = WeakSet()
+        self.replayed_calls: dict[int, ReplayedCalls] = {}
 
     @property
     def is_requested(self) -> bool:
@@ -127,7 +126,9 @@ class InputGradients:
             positional: The number of positional arguments.
             call: The call.
         """
-        for calls in [each for each in self.replayed_calls if each.micro_step_index != call.micro_step_index]:
+        for calls in [
+            each for each in [*self.replayed_calls.values()] if each.micro_step_index != call.micro_step_index
+        ]:
             calls.release()
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
@@ -182,15 +183,13 @@ class InputGradients:
             gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
             contribution = ModuleContribution()
             self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
-            calls = ReplayedCalls(inputs.module, self.clock, find_repeated_arguments)
-            self.replayed_calls.add(calls)
-            pending.repeated.append(SeparateArguments(inputs, tensor, gradients, calls))
+            pending.repeated.append(SeparateArguments(inputs, tensor, gradients, self.clock, self.replayed_calls))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Remove the hooks that do not belong to a graph."""
         self.leaf_hooks.release()
-        for calls in [*self.replayed_calls]:
+        for calls in [*self.replayed_calls.values()]:
             calls.release()
 
     def _add_contribution(

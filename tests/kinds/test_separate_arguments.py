@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -377,6 +378,146 @@ def count_hooks(module: nn.Module) -> list[int]:
     return [len(value) for name, value in vars(module).items() if name.endswith("_hooks")]
 
 
+class WritesToParameters(Attention):
+    """Averages a parameter, as a codebook, without changing its version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.k.weight.data.mul_(0.9)
+        output = super().forward(query, key, value)
+        self.code.data.mul_(0.9).add_(0.1 * output.detach().mean((0, 1)))
+        return output
+
+
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient + 0 * torch.rand_like(gradient)
+
+
+class AddsInBackward(torch.autograd.Function):
+    """Adds the gradient of a weight to its attribute `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.weight.main_grad += gradient.flatten(0, 1).t() @ ctx.saved_tensors[0].flatten(0, 1)
+        return gradient @ ctx.weight, None
+
+
+class HasSideEffects(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.append, self.calls = self.seen.append, 0
+        self.q.weight.main_grad = torch.zeros(4, 4, dtype=torch.float64)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.append(1)
+        self.itself().calls += 1
+        return DrawsInBackward.apply(AddsInBackward.apply(query, self.q.weight) * key) + self.v(value)
+
+
+def add_side_effects(net: Net) -> None:
+    net.inner.itself = weakref.ref(net.inner)
+    net.inner.seen = []
+    net.inner.append = net.inner.seen.append
+    net.inner.q.weight.main_grad = torch.zeros(4, 4, dtype=torch.float64)
+
+    def forward(*args: Any, module: Any = net.inner, old: Any = net.inner.forward) -> Tensor:
+        module.calls += 1
+        return old(*args)
+
+    net.inner.forward = forward
+
+
+def effects_of(net: Net) -> list[Any]:
+    inner = net.inner
+    effects = [inner.seen, inner.calls, inner.q.weight.main_grad] if isinstance(inner, HasSideEffects) else []
+    return [*net.parameters(), *(p.grad for p in net.parameters()), torch.get_rng_state(), *effects]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"), [(WritesToParameters, lambda net: None), (HasSideEffects, add_side_effects)]
+)
+def test_second_evaluation_has_no_side_effects(make: Callable[[], nn.Module], change: Callable[[Net], None]) -> None:
+    torch.manual_seed(0)
+    net = Net(make(), 4, with_same_tensor).double()
+    baseline = copy.deepcopy(net)
+    for each in (net, baseline):
+        change(each)
+    run_changed(baseline, {})
+    effects = effects_of(baseline)
+    probe = run_changed(net, {"own": {**RECORD, "role": "grad_input", "layers": "inner"}})
+    assert all(map(equal, effects_of(net), effects))
+    assert len(probe.sink.records("tensors")) == 3
+
+
+def test_global_hooks_see_no_second_evaluation() -> None:
+    seen: list[nn.Module] = []
+    model, h = Attention(), torch.ones(2, 3, 4, requires_grad=True)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(module))
+    try:
+        with instrument.attach(model, {"own": {**RECORD, "layers": "."}}):
+            model(h, h, h)
+    finally:
+        handle.remove()
+    assert seen == [model.q, model.dropout, model.k, model.last, model.v, model.o, model]
+
+
+class FourArguments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.linear.compile(backend="eager")
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        return self.linear(a) * b + c * d
+
+
+def test_compiled_part_is_restored_after_two_repeated_arguments() -> None:
+    model, h = FourArguments(), torch.ones(2, 3, requires_grad=True)
+    call = model.linear._compiled_call_impl
+    with instrument.attach(model, {"own": {**RECORD, "role": "grad_input", "layers": "."}}) as probe:
+        other = h.sin()
+        model(h, other, h, other).sum().backward()
+        probe.end_step()
+    assert model.linear._compiled_call_impl is call
+    assert len(probe.sink.records("tensors")) == 4
+
+
+class Single(nn.Bilinear):
+    """Its constructor returns the same object each time."""
+
+    instance: Any = None
+
+    def __new__(cls, *args: Any) -> Single:
+        cls.instance = cls.instance or super().__new__(cls)
+        return cls.instance
+
+
+def test_module_with_its_own_constructor_is_copied() -> None:
+    model, h = Single(3, 3, 3), torch.ones(2, 3, requires_grad=True)
+    model.register_forward_hook(lambda module, args, output: None)
+    with instrument.attach(model, {"own": {**RECORD, "role": "grad_input", "layers": "."}}) as probe:
+        model(h, h).sum().backward()
+        probe.end_step()
+    assert len(model._forward_hooks) == 1
+    assert len(probe.sink.records("tensors")) == 2
+
+
 class ReturnsQuery(Attention):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(query, key, value), query
@@ -435,6 +576,47 @@ class GlobalState(nn.Module):
         return a * b * next(GlobalState.factors)
 
 
+class OutlierChannel(nn.Module):
+    """Its second evaluation has another result in channels that are small beside the first one."""
+
+    factors = iter([1.0, 3.0])
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        factor = next(OutlierChannel.factors)
+        return a * b * torch.tensor([1e7, factor, factor])
+
+
+class Lazy(nn.Module):
+    """Its parameters do not exist before the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(3)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.linear(a) * b
+
+
+class FailsInBackward(nn.Module):
+    """Its backward pass can run only once."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return RunsOnce.apply(a) * b
+
+
+class RunsOnce(torch.autograd.Function):
+    passes = iter([None])
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        next(RunsOnce.passes)
+        return gradient
+
+
 class Reentrant(nn.Module):
     """PyTorch cannot compute the gradients of chosen tensors through reentrant checkpointing."""
 
@@ -442,9 +624,11 @@ class Reentrant(nn.Module):
         return checkpoint(torch.sin, a, use_reentrant=True) * b
 
 
-@pytest.mark.parametrize("make", [WritesInPlace, HasPythonGenerator, GlobalState, Reentrant])
+@pytest.mark.parametrize(
+    "make", [WritesInPlace, HasPythonGenerator, GlobalState, OutlierChannel, Lazy, FailsInBackward, Reentrant]
+)
 def test_unknown_gradients_are_reported(make: type[nn.Module]) -> None:
-    model, h = make(), torch.ones(3, requires_grad=True)
+    model, h = make(), torch.ones(2, 3, requires_grad=True)
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}) as probe:
         hidden = h * 1.0
         model(hidden, hidden).sum().backward()
