@@ -192,7 +192,8 @@ class RunTables:
         parts: list[pd.DataFrame] = []
         for files in self._files:
             rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes))
-            parts.append(plain_labels(with_custom_columns(rows, custom).select(columns)).to_pandas())
+            selected = (with_custom_columns(rows, custom) if custom else rows).select(columns)
+            parts.append(plain_labels(selected).to_pandas())
             if has_extremes:
                 set_exact_integers(parts[-1], rows)
         return pd.concat(parts, ignore_index=True)

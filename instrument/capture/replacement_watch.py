@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,7 +27,7 @@ class ModuleWatch:
             for parent in model.modules()
             if not isinstance(parent, torch.jit.ScriptModule)  # its modules cannot be replaced
             for key, child in parent._modules.items()
-            if child in self.sites
+            if not isinstance(child, weakref.ProxyTypes) and child in self.sites
         ]
 
     def replaced(self) -> list[AttachedHook]:

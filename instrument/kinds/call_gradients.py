@@ -195,10 +195,12 @@ class CallGradients:
 
     def miss_callback(self, reason: str) -> Callable[[], None]:
         """Return a function that counts a miss with this reason for each hook. It holds no reference to the call."""
-        attached_hooks = () if self.call.repeats else tuple(self.attached_hooks)
+        attached_hooks, fired = () if self.call.repeats else tuple(self.attached_hooks), self.fired
 
         def count_misses() -> None:
             for attached in attached_hooks:
+                if attached in fired:  # in an earlier backward pass
+                    attached.count_opportunity()
                 attached.count_miss(reason)
 
         return count_misses

@@ -8,13 +8,14 @@ their contributions are summed separately.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from ..nested import iter_tensors
 from .clock import graph_task
 from .gradient_hooks import Hook, ViewRegion
 
@@ -119,6 +120,30 @@ def find_contributions(
         if node.name().endswith(IN_PLACE_ON_VIEW):
             for contribution, region in views.get(node.next_functions[0], ()):
                 contribution.collect_region_from(node, region)
+
+
+class StoredTensors:
+    """The tensors of a graph that a module and its submodules store as attributes, such as an auxiliary loss.
+
+    Args:
+        module: The module, after a call.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (part, name)
+            for part in module.modules()
+            for name, value in vars(part).items()
+            if any(tensor.grad_fn is not None for _, tensor in iter_tensors(value))
+        ]
+
+    def __call__(self, copies: Mapping[nn.Module, nn.Module] | None = None) -> list[Tensor]:
+        """Return the tensors of the latest call, or those of copies of the modules."""
+        return [
+            tensor
+            for part, name in self._places
+            for _, tensor in iter_tensors(getattr(part if copies is None else copies[part], name, None))
+        ]
 
 
 def next_sequence_number() -> int:

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from types import BuiltinMethodType, CellType, FunctionType, ModuleType
+from collections.abc import Callable
+from functools import partial
+from types import BuiltinFunctionType, BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..containers import leaves
-from ..lazy_compiler import is_compiled_module
+from ..lazy_compiler import runs_compiled
 from ..nested import iter_tensors, map_tensors
 
+_UNCHANGED = (
+    type,
+    ModuleType,
+    BuiltinFunctionType,
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    range,
+    NoneType,
+    torch.dtype,
+    torch.device,
+)
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
-
-
-class _DetachedCopies(TorchFunctionMode):
-    """Lets `deepcopy` copy tensors of a graph, which it refuses otherwise. The copies are leaves."""
-
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return memo[id(tensor)]
 
 
 def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module] | None:
@@ -41,21 +45,17 @@ def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module] | None:
     try:
         copies: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
         known: dict[int, Any] = {id(part): new for part, new in copies.items()}
-        with _DetachedCopies():
-            for parameter in module.parameters():
-                new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                known[id(parameter)] = new
-                vars(new).update(
-                    copy.deepcopy(vars(parameter), known)
-                )  # such as `main_grad`, to which a backward pass adds
-            for part, copied in copies.items():
-                if is_compiled_module(part):  # its calls are replayed
-                    copied.__dict__.update(vars(nn.Module()))
-                    continue
-                for name, value in part.__dict__.items():
-                    is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
+        for parameter in module.parameters():
+            new = known[id(parameter)] = copy.deepcopy(parameter)
+            vars(new).update(_copy(vars(parameter), known))  # such as `main_grad`, to which a backward pass adds
+        for part, copied in copies.items():
+            if part is not module and runs_compiled(part):  # its calls are replayed
+                copied.__dict__.update(vars(nn.Module()))
+                continue
+            for name, value in part.__dict__.items():
+                is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
+                if name != "_compiled_call_impl":
                     copied.__dict__[name] = OrderedDict() if is_hooks else _copy(value, known)
-                copied.__dict__["_compiled_call_impl"] = None
     except Exception:  # copying a custom attribute can raise anything
         return None
     return copies
@@ -75,33 +75,72 @@ def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor
     try:
         new = map_tensors(arguments, copy_tensor)
         known: dict[int, Any] = {id(tensor): tensor for _, tensor in iter_tensors(new)}
-        with _DetachedCopies():
-            return {name: _copy(value, known) for name, value in new.items()}
+        return {name: _copy(value, known) for name, value in new.items()}
     except Exception:  # copying a custom object can raise anything
         return None
 
 
 def _copy(value: Any, known: dict[int, Any]) -> Any:
-    """Return a copy of a value. `known` has the copies of objects by identity, like the argument of `deepcopy`."""
+    """Return a copy of a value, like `deepcopy`, but also of functions and of tensors of a graph.
+
+    Args:
+        value: The value.
+        known: The copies of objects, by identity.
+
+    Raises:
+        TypeError: It contains a module outside of the copied one, a compiled function, or an object that cannot be copied.
+    """
     if id(value) in known:
         return known[id(value)]
-    if isinstance(value, FunctionType):
-        return _copy_function(value, known)
-    if isinstance(value, weakref.ref):
-        return weakref.ref(known[id(value())]) if id(value()) in known else value
-    if isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType | None):
-        return getattr(_copy(value.__self__, known), value.__name__)  # such as `append` of a list
+    known.setdefault(id(known), []).append(value)  # as `deepcopy`: the identity stays that of this object
+    new = known[id(value)] = _new_copy(value, known)
+    return new
+
+
+def _new_copy(value: Any, known: dict[int, Any]) -> Any:
+    copy_part = partial(_copy, known=known)
+    match value:
+        case nn.Module():
+            raise TypeError("a module outside of the copied one")
+        case Tensor():
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        case FunctionType():
+            return _copy_function(value, known)
+        case MethodType():
+            return MethodType(copy_part(value.__func__), copy_part(value.__self__))
+        case BuiltinMethodType() if not isinstance(value.__self__, ModuleType | None):  # such as `append` of a list
+            return getattr(copy_part(value.__self__), value.__name__)
+        case weakref.ref():
+            return weakref.ref(known[id(value())]) if id(value()) in known else value
+        case tuple() if type(value) is tuple:
+            return tuple(map(copy_part, value))
+        case list() if type(value) is list:
+            items: list[Any] = []
+            known[id(value)] = items
+            items.extend(map(copy_part, value))
+            return items
+        case dict() if type(value) is dict:
+            entries: dict[Any, Any] = {}
+            known[id(value)] = entries
+            entries.update((copy_part(key), copy_part(part)) for key, part in value.items())
+            return entries
     if type(value) in _LOCKS:
         return _LOCKS[type(value)]()
-    if isinstance(value, nn.Module):
-        raise TypeError("a module outside of the copied one")
-    return copy.deepcopy(value, known)
+    if isinstance(value, _UNCHANGED) or type(value) is object:
+        return value
+    if hasattr(value, "__deepcopy__"):
+        return value.__deepcopy__(known)
+    reduce = copyreg.dispatch_table.get(type(value))
+    how = value.__reduce_ex__(4) if reduce is None else reduce(value)
+    return value if isinstance(how, str) else copy._reconstruct(value, known, *how, deepcopy=_copy)  # type: ignore[attr-defined]
 
 
 def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionType:
     """Return a copy of a function with copies of the objects that it refers to, such as the module in a replaced `forward`."""
     if hasattr(function, "_torchdynamo_orig_callable"):
         raise TypeError("a compiled function")
+    if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
+        return function
     cells = tuple(CellType() for _ in function.__closure__ or ())
     new = FunctionType(function.__code__, function.__globals__, function.__name__, None, cells or None)
     known[id(function)] = new

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..lazy_compiler import is_compiled_module
+from ..lazy_compiler import runs_compiled
 from ..nested import iter_tensors, join_arguments, map_tensors
 from .clock import Clock
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
@@ -176,10 +176,10 @@ class ReplayedCalls(InertWhenCopied):
         elif module._compiled_call_impl is not None:
             self._restorations.append(_WatchedCall.watch(module, self))
             return
-        elif changes or is_compiled_module(module):
+        elif changes or runs_compiled(module):
             start = module.register_forward_pre_hook(self.start, prepend=True, with_kwargs=True)
             self._restorations += [start.remove, module.register_forward_hook(self.end).remove]
-        for part in () if is_compiled_module(module) else module.children():
+        for part in () if module is not self.module and runs_compiled(module) else module.children():
             if part not in visited:
                 self._watch_parts(part, visited)
 

@@ -20,7 +20,7 @@ No hook refers to a tensor of the graph: the graph refers to the hook, and neith
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,20 +34,29 @@ from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups, gradient_hook
 from .clock import Clock
 from .direct import is_plain_float
-from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number
+from .gradient_contribution import (
+    Edge,
+    ModuleContribution,
+    StoredTensors,
+    edge_of,
+    find_contributions,
+    next_sequence_number,
+)
 from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
 from .module_calls import Call
 from .reasons import REPEATED_ARGUMENT
 from .replayed_calls import ReplayedCalls
-from .separate_arguments import Inputs, SeparateArguments, SeparateGradients, repeated_tensors
+from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
+from .separate_gradients import SeparateGradients
 from .together import is_together
 
 
 class PendingInputGradients:
     """The inputs of one call whose gradients are expected, until the module has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, stored: Callable[[], StoredTensors]) -> None:
         self.since = next_sequence_number()
+        self.stored = stored
         self.graph: Graph | None = None  # of the call, if a hook on a leaf needs it
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
@@ -72,10 +81,11 @@ class PendingInputGradients:
         """
         if self.graph is not None:
             self.graph.watch(tensor for _, tensor in iter_tensors(output))
-        if self.contributions:
-            self._find_contributions(output)
+        stored = self.stored() if self.contributions else None
+        if stored is not None:
+            self._find_contributions(output, stored())
         for arguments in self.repeated:
-            if not arguments.evaluate(output):
+            if not arguments.evaluate(output, stored):
                 arguments.gradients.count_misses()
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
@@ -83,10 +93,10 @@ class PendingInputGradients:
         for alias, hook in self.aliases:
             hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
 
-    def _find_contributions(self, output: Any) -> None:
+    def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]
         find_contributions(
-            outputs,
+            [*outputs, *stored],
             {edge: contribution for edge, (contribution, _) in self.contributions.items()},
             self.views,
             self.since,
@@ -108,6 +118,7 @@ class InputGradients:
         self.contribution_hooks: list[AttachedHook] = []
         self.total_hooks: list[AttachedHook] = []
         self.leaf_hooks = LeafHooks(clock)
+        self.stored: StoredTensors | None = None
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
         # If an exception ends a call, its hooks on submodules remain. They are removed in a later micro-step.
         self.replayed_calls: dict[int, ReplayedCalls] = {}
@@ -133,7 +144,7 @@ class InputGradients:
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
-        pending = PendingInputGradients()
+        pending = PendingInputGradients(partial(self._stored_tensors, module))
         call.on_output = pending.complete
         for path, tensor in totals.tensors_with_gradient(value):
             if call.is_recomputed and tensor in self.hooked:  # checkpointing passes the same tensor object again
@@ -185,6 +196,11 @@ class InputGradients:
             self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
             pending.repeated.append(SeparateArguments(inputs, tensor, gradients, self.clock, self.replayed_calls))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
+
+    def _stored_tensors(self, module: nn.Module) -> StoredTensors:
+        """Return the tensors that the module stores. The attributes are those with tensors after its first call."""
+        self.stored = self.stored or StoredTensors(module)
+        return self.stored
 
     def release(self) -> None:
         """Remove the hooks that do not belong to a graph."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +132,15 @@ def test_replaced_module_is_reported() -> None:
     assert (coverage["1"]["fired"], coverage["1"]["expected"]) == (1, 3)
     assert "not called" in coverage["1"]["cause"] or "replaced" in coverage["1"]["cause"]
     assert coverage["0"]["fired"] == 3
+
+
+def test_proxy_of_a_module_is_no_part_of_the_model() -> None:
+    model = nn.Bilinear(2, 2, 2)
+    model.itself = weakref.proxy(model)
+    with instrument.attach(model, {"own": {"layers": ".", "kind": "forward", "action": "record"}}) as probe:
+        model(torch.ones(1, 2), torch.ones(1, 2))
+        probe.end_step()
+    assert [row["layer"] for row in probe.sink.records("stats")] == [""]
 
 
 def test_replaced_parameter_is_hooked_again() -> None:

@@ -253,6 +253,78 @@ class Nested(nn.Module):
         return self.b(self.a(query, key, value), key, key) + self.a(query, query, query)
 
 
+class Lazy(Attention):
+    """The parameters of a layer do not exist before the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = nn.LazyLinear(4)
+
+
+class Helper:
+    """Refers to a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+
+SENTINEL = object()
+
+
+class Scaled(nn.Parameter):
+    def scaled(self) -> Tensor:
+        return self * 2
+
+
+class WithReferences(Attention):
+    """Its attributes refer to it in containers, functions and objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mode, self.factor = nn.BatchNorm1d(5), SENTINEL, Scaled(torch.ones(4))
+        self.functions = {"norm": lambda x: self.norm(x) + 1}
+        self.part, self.helper = functools.partial(lambda factor, x: self.norm(x) * factor, 2.0), Helper(self)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        x = self.functions["norm"](self.part(self.q(query) * self.k(key)))
+        x = self.helper.module().norm(x) * self.factor.scaled()
+        return x + self.v(value) if self.mode is SENTINEL else super().forward(query, key, value)
+
+
+def add_references(net: Net) -> None:
+    """Let the attributes refer to this module, not to the one of which it is a copy."""
+    inner = net.inner
+    inner.functions, inner.mode, inner.helper = {"norm": lambda x: inner.norm(x) + 1}, SENTINEL, Helper(inner)
+    inner.part = functools.partial(lambda factor, x: inner.norm(x) * factor, 2.0)
+
+
+class StoresLoss(Attention):
+    """Stores an auxiliary loss, and tensors of earlier calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.auxiliary = (query * key.sin()).square().mean()
+        self.seen.append(query)
+        return super().forward(query, key, value)
+
+
+def with_auxiliary_loss(module: nn.Module, h: Tensor) -> tuple[Tensor, Tensor]:
+    return module(h, h, h), module.auxiliary
+
+
+def with_different_tensors(module: nn.Module, h: Tensor) -> tuple[Tensor, Tensor]:
+    return module(h, h.sin(), h * h), module.auxiliary
+
+
+def with_hook_on_output(module: nn.Module, h: Tensor) -> Tensor:
+    output = module(h, h, h)
+    output.register_hook(lambda gradient: gradient * 3)
+    return output
+
+
 def decoder() -> nn.Module:
     return nn.TransformerDecoderLayer(4, 2, 8, dropout=0.3, batch_first=True)
 
@@ -279,6 +351,7 @@ def compile_with_hook(net: Net) -> None:
     net.inner.k.register_forward_hook(double_output)
     net.inner.k.compile(backend="eager")
     net.inner.o = torch.compile(net.inner.o, backend="eager")
+    net.inner.v.forward = torch.compile(net.inner.v.forward, backend="eager")
 
 
 def with_same_tensor(module: nn.Module, h: Tensor) -> Any:
@@ -324,6 +397,11 @@ CHANGED = {
     "forward": Case(Attention, with_same_tensor, replace_forward),
     "forward with the module as argument": Case(Attention, with_same_tensor, replace_forward_like_accelerate),
     "compiled parts": Case(Attention, with_same_tensor, compile_with_hook),
+    "lazy parameters": Case(Lazy, with_same_tensor),
+    "references to the module": Case(WithReferences, with_same_tensor, add_references),
+    "gradient of the output": Case(Attention, with_hook_on_output),
+    "auxiliary loss": Case(StoresLoss, with_auxiliary_loss),
+    "auxiliary loss of different arguments": Case(StoresLoss, with_different_tensors),
     "a lock": Case(Attention, with_same_tensor, add_lock),
     "a cache": Case(WithCache, lambda m, h: m(h, h, h, Cache())),
     "a mask": Case(WritesToMask, lambda m, h: m(h, h, h, mask=torch.zeros(()))),
@@ -363,9 +441,8 @@ def test_gradients_match_pytorch_if_submodules_are_changed(name: str) -> None:
     reference.inner.register_full_backward_hook(lambda module, into, out: wanted.extend(into))
     run_changed(reference, specs)
     run_changed(baseline, specs)
-    hooks = [count_hooks(part) for part in net.modules()]
     probe = run_changed(net, {**specs, "own": {**RECORD, "role": "grad_input", "layers": "inner"}})
-    assert [count_hooks(part) for part in net.modules()] == hooks
+    assert [count_hooks(part) for part in net.modules()] == [count_hooks(part) for part in baseline.modules()]
     assert all(map(equal, state_of(net), state_of(baseline)))
     recorded = (row for row in probe.sink.records("tensors") if row["hook"] == "own")
     rows = sorted(recorded, key=lambda row: row["path"])
@@ -463,6 +540,60 @@ def test_second_evaluation_has_no_side_effects(make: Callable[[], nn.Module], ch
     probe = run_changed(net, {"own": {**RECORD, "role": "grad_input", "layers": "inner"}})
     assert all(map(equal, effects_of(net), effects))
     assert len(probe.sink.records("tensors")) == 3
+
+
+class Outside(Attention):
+    """Calls a module that is not its submodule."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.others[0](super().forward(query, key, value))
+
+
+def test_hooks_of_other_modules_run_once() -> None:
+    calls: list[nn.Module] = []
+    model, other, h = Outside(), nn.LayerNorm(4), torch.ones(2, 3, 4, requires_grad=True)
+    model.others = (other,)
+    other.register_forward_hook(lambda module, args, output: calls.append(module))
+    with instrument.attach(model, {"own": {**RECORD, "layers": "."}}):
+        model(h, h, h)
+    assert calls == [other]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_match_pytorch_under_autocast(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.MultiheadAttention(16, 2, batch_first=True)
+    reference, wanted = copy.deepcopy(model), []
+    reference.register_full_backward_hook(lambda module, into, out: wanted.extend(into))
+    x = torch.randn(2, 5, 16, requires_grad=True)
+
+    def run(attention: nn.Module) -> None:
+        with torch.autocast("cpu", dtype):
+            h = nn.functional.layer_norm(x, (16,))
+            output = attention(h, h, h)[0]
+        output.float().square().sum().backward()
+
+    run(reference)
+    with instrument.attach(model, {"own": {**RECORD, "role": "grad_input", "layers": "."}}) as probe:
+        run(model)
+        probe.end_step()
+    rows = probe.sink.records("tensors")
+    assert [row["path"] for row in rows] == ["0", "1", "2"]
+    for row, gradient in zip(rows, wanted, strict=True):
+        torch.testing.assert_close(row["values"], gradient, rtol=2e-2, atol=2e-2)
+
+
+def test_second_pass_of_double_backward_is_reported() -> None:
+    torch.manual_seed(0)
+    model, x = Attention().eval(), torch.randn(2, 3, 4, requires_grad=True)
+    with instrument.attach(model, {"own": {**RECORD, "role": "grad_input", "layers": "."}}) as probe:
+        h = x * 1.0
+        (gradient,) = torch.autograd.grad(model(h, h, h).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"]) == (2, 1)
+    assert "one tensor as several arguments" in row["cause"]
 
 
 def test_global_hooks_see_no_second_evaluation() -> None:
@@ -586,17 +717,6 @@ class OutlierChannel(nn.Module):
         return a * b * torch.tensor([1e7, factor, factor])
 
 
-class Lazy(nn.Module):
-    """Its parameters do not exist before the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.LazyLinear(3)
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.linear(a) * b
-
-
 class FailsInBackward(nn.Module):
     """Its backward pass can run only once."""
 
@@ -625,7 +745,7 @@ class Reentrant(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "make", [WritesInPlace, HasPythonGenerator, GlobalState, OutlierChannel, Lazy, FailsInBackward, Reentrant]
+    "make", [WritesInPlace, HasPythonGenerator, GlobalState, OutlierChannel, FailsInBackward, Reentrant]
 )
 def test_unknown_gradients_are_reported(make: type[nn.Module]) -> None:
     model, h = make(), torch.ones(2, 3, requires_grad=True)
