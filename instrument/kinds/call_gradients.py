@@ -193,15 +193,19 @@ class CallGradients:
                 attached.count_opportunity()
                 attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
-    def miss_callback(self, reason: str) -> Callable[[], None]:
-        """Return a function that counts a miss with this reason for each hook. It holds no reference to the call."""
+    def miss_callback(self, reason: str) -> Callable[[str], None]:
+        """Return a function that counts a miss for each hook. It holds no reference to the call.
+
+        Args:
+            reason: The reason, with a field `{}` for the argument of the function.
+        """
         attached_hooks, fired = () if self.call.repeats else tuple(self.attached_hooks), self.fired
 
-        def count_misses() -> None:
+        def count_misses(detail: str) -> None:
             for attached in attached_hooks:
                 if attached in fired:  # in an earlier backward pass
                     attached.count_opportunity()
-                attached.count_miss(reason)
+                attached.count_miss(reason.format(detail))
 
         return count_misses
 

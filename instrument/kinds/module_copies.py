@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..containers import leaves
 from ..lazy_compiler import runs_compiled
 from ..nested import iter_tensors, map_tensors
 
@@ -37,47 +36,41 @@ _UNCHANGED = (
 _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
-def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module] | None:
+def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return copies of a module and its submodules, with their own parameters and buffers, and without hooks.
 
-    None if an attribute cannot be copied.
+    Raises:
+        Exception: An attribute cannot be copied. It can raise any exception.
     """
-    try:
-        copies: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
-        known: dict[int, Any] = {id(part): new for part, new in copies.items()}
-        for parameter in module.parameters():
-            new = known[id(parameter)] = copy.deepcopy(parameter)
-            vars(new).update(_copy(vars(parameter), known))  # such as `main_grad`, to which a backward pass adds
-        for part, copied in copies.items():
-            if part is not module and runs_compiled(part):  # its calls are replayed
-                copied.__dict__.update(vars(nn.Module()))
-                continue
-            for name, value in part.__dict__.items():
-                is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
-                if name != "_compiled_call_impl":
-                    copied.__dict__[name] = OrderedDict() if is_hooks else _copy(value, known)
-    except Exception:  # copying a custom attribute can raise anything
-        return None
+    copies: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
+    known: dict[int, Any] = {id(part): new for part, new in copies.items()}
+    for parameter in module.parameters():
+        new = known[id(parameter)] = copy.deepcopy(parameter)
+        vars(new).update(_copy(vars(parameter), known))  # such as `main_grad`, to which a backward pass adds
+    for part, copied in copies.items():
+        if part is not module and runs_compiled(part):  # its calls are replayed
+            copied.__dict__.update(vars(nn.Module()))
+            continue
+        for name, value in part.__dict__.items():
+            is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
+            if name != "_compiled_call_impl":
+                copied.__dict__[name] = OrderedDict() if is_hooks else _copy(value, known)
     return copies
 
 
-def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor], Tensor]) -> dict[str, Any] | None:
+def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
     """Return a copy of the arguments of a module. Tensors in other objects, such as caches, are copied.
-
-    None if an argument cannot be copied, or is a module.
 
     Args:
         arguments: The arguments by name.
         copy_tensor: Takes the path of a tensor and the tensor, and returns its copy.
+
+    Raises:
+        Exception: An argument cannot be copied, or contains a module.
     """
-    if any(True for _ in leaves(arguments, lambda value: isinstance(value, nn.Module))):
-        return None
-    try:
-        new = map_tensors(arguments, copy_tensor)
-        known: dict[int, Any] = {id(tensor): tensor for _, tensor in iter_tensors(new)}
-        return {name: _copy(value, known) for name, value in new.items()}
-    except Exception:  # copying a custom object can raise anything
-        return None
+    new = map_tensors(arguments, copy_tensor)
+    known: dict[int, Any] = {id(tensor): tensor for _, tensor in iter_tensors(new)}
+    return {name: _copy(value, known) for name, value in new.items()}
 
 
 def _copy(value: Any, known: dict[int, Any]) -> Any:

@@ -59,9 +59,8 @@ PARTLY_COMPILED = (
 )
 COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
 REPEATED_ARGUMENT = (
-    "the module got one tensor as several arguments, and their separate gradients could not be computed: a second evaluation of a "
-    "copy of the module failed or gave another result; via: module records them with PyTorch's hook, which gives the module "
-    "separate tensors"
+    "the module got one tensor as several arguments, and their separate gradients are unknown: {}; via: module records them with "
+    "PyTorch's hook, which gives the module separate tensors"
 )
 NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
 NO_PARAMETER_GRADIENT = (

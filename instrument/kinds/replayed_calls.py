@@ -67,8 +67,8 @@ class RepeatedArgument(Protocol):
     def sources(self, contribution: GradientSource) -> dict[str, GradientSource]:
         """Return where the gradient of each argument comes from, by path, given the contribution to the gradient of the tensor."""
 
-    def evaluate(self, output: Any) -> bool:
-        """Evaluate the submodule again, after it has run."""
+    def evaluate(self, output: Any) -> str | None:
+        """Evaluate the submodule again, after it has run. Return why this is not possible."""
 
     @property
     def returned(self) -> str | None:

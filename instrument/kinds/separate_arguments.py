@@ -27,7 +27,7 @@ from .gradient_contribution import StoredTensors
 from .gradient_hooks import versions_of
 from .module_copies import copy_arguments, copy_modules
 from .replayed_calls import GradientSource, RandomStates, ReplayedCalls
-from .separate_gradients import ArgumentGradient, SeparateGradients, are_close, without_side_effects
+from .separate_gradients import ArgumentGradient, SeparateGradients, are_close, describe_error, without_side_effects
 
 
 class Inputs(NamedTuple):
@@ -79,10 +79,14 @@ class SeparateArguments:
         self.tensor = tensor
         self.gradients = gradients
         self.calls = ReplayedCalls(inputs.module, clock, active, find_repeated_arguments)
-        self.copies = copy_modules(inputs.module)  # with the attributes from before the call
         given = dict(iter_tensors(inputs.arguments))
         self.aliases = {path: _alias(tensor) for path, each in given.items() if each is tensor}
-        self.arguments = copy_arguments(inputs.arguments, self._argument)
+        self.obstacle: str | None = None
+        try:  # with the attributes from before the call
+            self.copies = copy_modules(inputs.module)
+            self.arguments = copy_arguments(inputs.arguments, self._argument)
+        except Exception as error:  # from the objects of users
+            self.obstacle = f"it cannot be copied: {describe_error(error)}"
         self.versions = versions_of(each for each in given.values() if each.requires_grad)
         self.random_states = RandomStates.now()
         gradients.precision = _precision(inputs.module, tensor.device)
@@ -103,20 +107,17 @@ class SeparateArguments:
             return self.aliases[path]
         return tensor.detach() if tensor.requires_grad else tensor.clone()
 
-    def evaluate(self, output: Any, stored: StoredTensors | None = None) -> bool:
-        """Evaluate the module again, after it has run. Return whether this is possible.
+    def evaluate(self, output: Any, stored: StoredTensors | None = None) -> str | None:
+        """Evaluate the module again, after it has run. Return why this is not possible; None if it is.
 
         Args:
             output: The output of the module.
             stored: The tensors that the module stores.
         """
         self.calls.release()
-        given = [tensor for _, tensor in iter_tensors(self.given)]
-        is_changed = any(self.versions.get(key, now) != now for key, now in versions_of(given).items())
-        if self.copies is None or self.arguments is None or is_changed or _has_any_global_hook():
-            return False
-        if any(map(is_sharded, self.module.parameters())):  # the second evaluation would communicate
-            return False
+        obstacle = self.obstacle or self._obstacle()
+        if obstacle is not None:
+            return obstacle
         outputs = [tensor for _, tensor in iter_tensors(self.calls.own_output(output))]
         stored = stored or StoredTensors(self.module)
         try:
@@ -126,13 +127,21 @@ class SeparateArguments:
             stored_pairs = [*zip(stored(), stored(self.copies), strict=True)]
             pairs += [pair for pair in stored_pairs if pair[0] is not self.tensor]
             if not all(are_close(new, old, [old], self.gradients.precision) for old, new in pairs):
-                return False
-        except Exception:  # the module depends on more than its arguments
-            return False
+                return "its second evaluation gives another result: it compares its arguments or uses global variables"
+        except Exception as error:  # the module depends on more than its arguments
+            return f"its second evaluation fails: {describe_error(error)}"
         return self._store_results(pairs)
 
-    def _store_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Store the results of the second evaluation. Return false if it is ambiguous which argument the module returns.
+    def _obstacle(self) -> str | None:
+        given = [tensor for _, tensor in iter_tensors(self.given)]
+        if any(self.versions.get(key, now) != now for key, now in versions_of(given).items()):
+            return "it writes to an argument with a gradient"
+        if any(map(is_sharded, self.module.parameters())):  # the second evaluation would communicate
+            return "its parameters are sharded"
+        return "global hooks on modules are registered" if _has_any_global_hook() else None
+
+    def _store_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> str | None:
+        """Store the results of the second evaluation. Return why this is not possible; None if it is.
 
         Args:
             pairs: Each output of the call with the same output of the second evaluation.
@@ -140,7 +149,7 @@ class SeparateArguments:
         paths = {id(alias): path for path, alias in self.aliases.items()}
         returned = {paths.get(id(new)) for old, new in pairs if old is self.tensor}
         if len(returned) > 1 or None in returned:
-            return False
+            return "it returns several of these arguments"
         used = [
             (old, new) for old, new in pairs if old is not self.tensor and old.requires_grad and new.grad_fn is not None
         ]
@@ -149,7 +158,7 @@ class SeparateArguments:
         self.gradients.submodule_inputs = self.calls.inputs
         self.gradients.returned = next(iter(returned), None)
         self.gradients.receive_from([old for old, _ in used])
-        return True
+        return None
 
     def _run(self, module: nn.Module, arguments: dict[str, Any]) -> Any:
         args, kwargs = split_arguments(arguments, self.positional)
@@ -173,7 +182,7 @@ def find_repeated_arguments(
     inputs = Inputs(module, arguments, positional)
     return [
         # The sum check of the outer module detects a missing gradient.
-        SeparateArguments(inputs, tensor, SeparateGradients({}, lambda: None), calls.clock, calls.active)
+        SeparateArguments(inputs, tensor, SeparateGradients({}, lambda obstacle: None), calls.clock, calls.active)
         for tensor in tensors.values()
     ]
 

@@ -29,7 +29,7 @@ class SeparateGradients:
 
     Args:
         hooks: The hooks on these gradients, by path.
-        count_misses: Called if the gradients are not those of the call.
+        count_misses: Called with the reason if the gradients are not those of the call.
 
     Attributes:
         aliases: The separate arguments of the second evaluation, by path. Empty if it was not possible.
@@ -39,7 +39,7 @@ class SeparateGradients:
         precision: The type with the lowest precision in the computation.
     """
 
-    def __init__(self, hooks: Mapping[str, Hook], count_misses: Callable[[], None]) -> None:
+    def __init__(self, hooks: Mapping[str, Hook], count_misses: Callable[[str], None]) -> None:
         self.hooks = hooks
         self.count_misses = count_misses
         self.aliases: dict[str, Tensor] = {}
@@ -47,6 +47,9 @@ class SeparateGradients:
         self.submodule_inputs: list[tuple[Tensor, GradientSource]] = []
         self.returned: str | None = None
         self.precision = torch.float64
+        self.obstacle = (
+            "the gradients of the arguments do not add up to that of the tensor, as in a double backward pass"
+        )
         self._received: dict[int, dict[int, Tensor]] = {}  # by backward pass, and by the index of the output
         self._lock = threading.Lock()  # several threads may run passes through one graph
 
@@ -75,7 +78,7 @@ class SeparateGradients:
             return
         parts = self.parts(total)
         if parts is None:
-            self.count_misses()
+            self.count_misses(self.obstacle)
             return
         if self.returned is not None:
             parts[self.returned] = gradient - sum(part for path, part in parts.items() if path != self.returned)
@@ -105,7 +108,8 @@ class SeparateGradients:
             try:
                 with without_side_effects():
                     of_aliases = torch.autograd.grad(outputs, aliases, gradients, retain_graph=True, allow_unused=True)
-            except Exception:  # from the code of users, or from reentrant checkpointing in the module
+            except Exception as error:  # from the code of users, or from reentrant checkpointing in the module
+                self.obstacle = f"its backward pass fails: {describe_error(error)}"
                 return None
         parts = {path: part for path, part in zip(self.aliases, of_aliases, strict=True) if part is not None}
         return parts if _is_sum(total, [*parts.values()], self.precision) else None
@@ -152,6 +156,12 @@ def _is_sum(total: Tensor, terms: Sequence[Tensor], precision: torch.dtype) -> b
         return bool(terms) and are_close(sum(terms[1:], start=terms[0]), total, terms, precision)
     except RuntimeError:  # from layouts without these operations
         return False
+
+
+def describe_error(error: Exception) -> str:
+    """Return the class and the first line of an error."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:100]}" if text else type(error).__name__
 
 
 @torch.no_grad()

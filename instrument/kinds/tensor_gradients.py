@@ -85,8 +85,9 @@ class PendingInputGradients:
         if stored is not None:
             self._find_contributions(output, stored())
         for arguments in self.repeated:
-            if not arguments.evaluate(output, stored):
-                arguments.gradients.count_misses()
+            obstacle = arguments.evaluate(output, stored)
+            if obstacle is not None:
+                arguments.gradients.count_misses(obstacle)
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }

@@ -745,9 +745,17 @@ class Reentrant(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "make", [WritesInPlace, HasPythonGenerator, GlobalState, OutlierChannel, FailsInBackward, Reentrant]
+    ("make", "cause"),
+    [
+        (WritesInPlace, "writes to an argument"),
+        (HasPythonGenerator, "cannot be copied: TypeError: cannot pickle 'generator' object"),
+        (GlobalState, "gives another result"),
+        (OutlierChannel, "gives another result"),
+        (FailsInBackward, "backward pass fails: StopIteration"),
+        (Reentrant, "backward pass fails: RuntimeError: When use_reentrant=True"),
+    ],
 )
-def test_unknown_gradients_are_reported(make: type[nn.Module]) -> None:
+def test_unknown_gradients_are_reported(make: type[nn.Module], cause: str) -> None:
     model, h = make(), torch.ones(2, 3, requires_grad=True)
     with instrument.attach(model, {"own": {**RECORD, "layers": "."}}) as probe:
         hidden = h * 1.0
@@ -758,3 +766,4 @@ def test_unknown_gradients_are_reported(make: type[nn.Module]) -> None:
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
     assert "one tensor as several arguments" in row["cause"]
+    assert cause in row["cause"]
