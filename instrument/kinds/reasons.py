@@ -32,6 +32,10 @@ INLINED = (
 SCRIPT = "it is a TorchScript module, for which PyTorch calls no hooks: hook the module around it, or its parameters"
 NOT_TURNED_ON = "no rule turned it on"
 NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
+NOT_SEEN_BY_PYTORCH = (
+    "PyTorch's own hook sees only tensors that are positional arguments, and outputs that are a tensor or a tuple of tensors: without "
+    "via: module, keyword arguments and nested values are recorded too"
+)
 NO_GRAPH = (
     "the tensor requires no gradient: it is data, is detached, has integer or bool values, or depends on frozen parameters "
     "only"

@@ -26,7 +26,7 @@ from .attached_hook import AttachedHook, fire_all, no_gradient_reason
 from .clock import Clock, Firing
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
-from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
 from .together import act_together, groups_of, is_together
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
@@ -107,7 +107,7 @@ class ModuleBackwardHooks(InertWhenCopied):
                 continue
             at_input = attached.site.spec.tensor_role == "grad_input"
             value = args if at_input else output
-            obstacle = _obstacle(attached, value) if isinstance(output, Tensor | tuple) else NO_TENSOR
+            obstacle = _obstacle(attached, value) if isinstance(output, Tensor | tuple) else NOT_SEEN_BY_PYTORCH
             if at_input and obstacle == NO_GRAPH and attached.is_record_hook:
                 attached.count_exempt(NO_INPUT_GRAPH)
                 continue
@@ -171,7 +171,7 @@ def _obstacle(attached: AttachedHook, value: Any) -> str:
     """Return why a site cannot get a gradient of a value; empty if it can."""
     tensors = [tensor for path, tensor in iter_tensors(value) if attached.matches_path(path)]
     if not tensors:
-        return NO_TENSOR
+        return NOT_SEEN_BY_PYTORCH
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return no_gradient_reason()
     reasons = [unreadable(tensor) for tensor in tensors if tensor.requires_grad]
