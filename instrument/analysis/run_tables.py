@@ -185,6 +185,7 @@ class RunTables:
 
         Raises:
             ValueError: The table, or one of the columns, does not exist.
+            TypeError: `columns` is a single name.
         """
         check_table(table)
         custom = self._custom(table, columns)
@@ -227,6 +228,8 @@ class RunTables:
 
     def _custom(self, table: str, columns: Sequence[str]) -> list[str]:
         """Return those columns that are custom statistics or metrics; see `scan` for errors."""
+        if isinstance(columns, str):
+            raise TypeError(f"columns is a list of names, such as [{columns!r}], not one name")
         standard = TABLES[table].schema.names
         custom = [name for name in columns if name not in standard]
         remainders = REMAINDERS.values() if table == "stats" else ()

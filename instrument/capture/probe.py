@@ -647,7 +647,9 @@ class Probe:
 
     def _finish(self, error: BaseException | None) -> None:
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
-        if self._scheduled.has_opportunities and not self.step and error is None:
+        moment = self.clock.moment
+        is_unfinished = self._scheduled.has_opportunities or (moment.phase == "train" and moment.micro_step > 0)
+        if is_unfinished and not self.step and error is None:
             message = "end_step was never called: all rows have step 0, and no schedule advanced"
             self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
         if self._metrics.unwritten and error is None:

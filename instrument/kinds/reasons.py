@@ -140,7 +140,8 @@ def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None
 
 def phase_never_entered(phase: str) -> str:
     """Return the reason for a hook whose phase never occurred."""
-    return f"never scheduled: the hook is for phase {phase}, which the loop never entered (with probe.in_phase({phase!r}): ...)"
+    block = "probe.evaluating()" if phase == "eval" else f"probe.in_phase({phase!r})"
+    return f"never scheduled: the hook is for phase {phase}, which the loop never entered (with {block}: ...)"
 
 
 def fused_attention_reason(module: Any, parents: Iterable[Any]) -> str | None:

@@ -127,7 +127,10 @@ class SeparateArguments:
             stored_pairs = [*zip(stored(), stored(self.copies), strict=True)]
             pairs += [pair for pair in stored_pairs if pair[0] is not self.tensor]
             if not all(are_close(new, old, [old], self.gradients.precision) for old, new in pairs):
-                return "its second evaluation gives another result: it compares its arguments, uses global variables, or is changed by a hook of kind function"
+                return (
+                    "its second evaluation gives another result: it compares its arguments, uses global variables, or is changed by a "
+                    "hook of kind function"
+                )
         except Exception as error:  # the module depends on more than its arguments
             return f"its second evaluation fails: {describe_error(error)}"
         return self._store_results(pairs)

@@ -270,6 +270,9 @@ def test_extremes_of_64_bit_integers_are_exact(
     with pytest.raises(ValueError, match="the table 'effects' has no remainders"):
         run.lazy("effects", remainders=True)
     largest_of_each = [round(max(tensor.tolist())) for tensor in given]
+    with pytest.raises(TypeError, match=r"such as \['max'\]"):
+        run.read("stats", "max")
+    assert len(run.read("stats", ["custom"])) == len(given)
     assert run.read("stats", ["layer", "max"])["max"].astype(object).tolist() == largest_of_each
     batches = [batch.to_pylist() for batch in run.scan("stats", ["max", "max_remainder"])]
     cells = [(row["max"], row["max_remainder"]) for batch in batches for row in batch]

@@ -12,11 +12,14 @@ from instrument import InstrumentWarning
 HOOKS = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
 
 
-def test_missing_end_step_is_reported() -> None:
+@pytest.mark.parametrize("ends_micro_steps", [False, True])
+def test_missing_end_step_is_reported(ends_micro_steps: bool) -> None:
     model = nn.Linear(2, 2)
     with pytest.warns(InstrumentWarning, match="end_step was never called"), instrument.attach(model, HOOKS) as probe:
         for _ in range(3):
             model(torch.zeros(1, 2))
+            if ends_micro_steps:
+                probe.end_micro_step()
     assert [event["rule"] for event in probe.sink.records("events")] == ["no_end_step"]
 
 

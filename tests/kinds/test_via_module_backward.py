@@ -122,4 +122,19 @@ def test_output_ignored_by_pytorch_is_reported_in_coverage(output: Any) -> None:
         probe.end_step()
     (row,) = probe.coverage()
     assert (row["expected"], row["fired"]) == (1, 0)
-    assert "no tensor" in row["cause"]
+    assert "PyTorch's own hook sees only" in row["cause"]
+
+
+def test_keyword_argument_ignored_by_pytorch_is_reported_in_coverage() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    spec = {"layers": ".", "kind": "full_backward", "role": "grad_input", "action": "record", "via": "module"}
+    with instrument.attach(Doubled(), {"h": spec}) as probe:
+        with pytest.warns(UserWarning, match="no inputs require gradients"):
+            probe.plan.layers.model(x=torch.ones(1, requires_grad=True)).sum().backward()
+        probe.end_step()
+    (row,) = probe.coverage()
+    assert (row["expected"], row["fired"]) == (1, 0)
+    assert "PyTorch's own hook sees only tensors that are positional arguments" in row["cause"]
