@@ -197,7 +197,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _precision(module: nn.Module, device: torch.device) -> torch.dtype:
-    """Return the type with the lowest precision among those of parameters and of autocast; float64 if there is none."""
+    """Return the type with the lowest precision among those of parameters and of autocast. Default: float64."""
     types = [parameter.dtype for parameter in module.parameters() if parameter.dtype.is_floating_point]
     if torch.is_autocast_enabled(device.type):
         types.append(torch.get_autocast_dtype(device.type))

@@ -138,10 +138,8 @@ class InputGradients:
             positional: The number of positional arguments.
             call: The call.
         """
-        for calls in [
-            each for each in [*self.replayed_calls.values()] if each.micro_step_index != call.micro_step_index
-        ]:
-            calls.release()
+        if self.replayed_calls:
+            self._release_calls(but_of=call.micro_step_index)
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -206,8 +204,13 @@ class InputGradients:
     def release(self) -> None:
         """Remove the hooks that do not belong to a graph."""
         self.leaf_hooks.release()
+        self._release_calls()
+
+    def _release_calls(self, *, but_of: int | None = None) -> None:
+        """Remove the hooks on submodules, but not those of a micro-step."""
         for calls in [*self.replayed_calls.values()]:
-            calls.release()
+            if calls.micro_step_index != but_of:
+                calls.release()
 
     def _add_contribution(
         self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
