@@ -25,7 +25,7 @@ from ..nested import shape_of
 from ..stats.device_sums import DeviceMemory
 from ..stats.exact_integers import remainders
 from ..stats.measure import Measured, as_cell, on_host
-from ..stats.sums import COLUMNS, statistics_of
+from ..stats.sums import BASE, COLUMNS, statistics_of
 from ..stats.table_rows import Measure, Values
 from .collectives import Ranks
 from .device_copy import HostCopy, Transfer
@@ -49,6 +49,8 @@ Decisions = tuple[Tensor, ...]
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
 """The call, the shape of the complete tensor, a copy on the device, and the decision."""
 NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
+_BY_DEVICE = len(BASE) - 1  # sums
+_EFFECT_BY_DEVICE = EFFECT.index("norm_after")
 MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]
 """Table, identity, the values of a `Measure` or a function that computes them, and what converts the values to cells."""
 
@@ -90,7 +92,7 @@ class Recorder:
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
-        self._stats, self._effects = StepSlab(len(COLUMNS)), StepSlab(len(EFFECT))
+        self._stats, self._effects = StepSlab(len(COLUMNS), _BY_DEVICE), StepSlab(len(EFFECT), _EFFECT_BY_DEVICE)
         self.record_plain, self.record_plain_effect = self._stats.add_plain, self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
@@ -266,7 +268,7 @@ class Recorder:
         self._pending = _Step(
             stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, sums, transfer
         )
-        if transfer.is_complete and not (sums or deferred):
+        if transfer.is_complete and not (sums or deferred or stats.on_device or effects.on_device):
             self.flush()
 
     @property
@@ -293,6 +295,8 @@ class Recorder:
             return
         fetched = step.transfer.read()
         merged = () if step.merged is None else step.merged.fetch(fetched)
+        step.stats.fetch()
+        step.effects.fetch()
         _read_sums([*step.stats.others.values(), *(values for _, values in step.lines)], step.sums)
         stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
         lines = [(text, values.names, values.cells(fetched)) for text, values in step.lines]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
 from ..actions.base import StepContext
 from ..errors import ConfigError, Problem
@@ -23,13 +26,16 @@ from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 from ..spec.tables import CUSTOM, IDENTITY, TABLES
-from ..stats.kernel import make_slab
+from ..stats.kernel import launch_devices, make_slab
 from ..stats.sums import statistics_of
+from .device_copy import HostCopy
 from .message_template import Column, ColumnRows, ListColumn, NumberColumn, as_record_batch
 from .sink_interface import Row
 
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Keys = np.ndarray[Any, np.dtype[np.int64]]
+_KEYS, _LENT, _LENT_ROW = 5, 3, 4  # see `instrument.stats.kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
@@ -156,23 +162,51 @@ class Slots:
         return layout
 
 
+class OnDevice:
+    """The rows of a step that a device measured, of which a copy is made.
+
+    Args:
+        memory: The lent memory.
+        keys: See `Taken`.
+        number: The index of the lent memory.
+
+    Attributes:
+        device: The device.
+        rows: The indices of the rows.
+    """
+
+    def __init__(self, memory: Tensor, keys: Keys, number: int) -> None:
+        self.device = memory.device
+        self.rows = np.flatnonzero(keys[:, _LENT] == number)
+        self._places = keys[self.rows, _LENT_ROW]
+        self._copy = HostCopy(memory[: self._places.max() + 1]) if len(self.rows) else None
+
+    def numbers(self) -> Matrix:
+        """Return the measured numbers, float64 [rows, columns]. Waits for the copy."""
+        assert self._copy is not None, "there are rows"
+        numbers: Matrix = self._copy.wait().numpy()[self._places]
+        return numbers
+
+
 @dataclass
 class Taken:
     """The rows of a step.
 
     Attributes:
         numbers: float64 [rows, columns of the slab].
-        keys: int64 [rows, 3]: the slot, the index of the moment, and the number of dimensions (-1 without a shape).
+        keys: int64 [rows, 5]; see `instrument.stats.kernel.Slab.take`.
         dims: The dimensions of all rows, int64.
         moments: The times of rows. Neighbours may be equal.
         others: What rows have besides their numbers, by the index of the row.
+        on_device: The rows that devices measured.
     """
 
     numbers: Matrix
-    keys: np.ndarray[Any, np.dtype[np.int64]]
+    keys: Keys
     dims: np.ndarray[Any, np.dtype[np.int64]]
     moments: list[StepContext]
     others: dict[int, Any] = field(default_factory=dict)
+    on_device: list[OnDevice] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -181,6 +215,12 @@ class Taken:
     def shapes(self) -> ListColumn:
         """The shapes of all rows."""
         return ListColumn(self.keys[:, 2], self.dims)
+
+    def fetch(self) -> None:
+        """Complete the numbers that devices have measured. Waits for the copies."""
+        for each in self.on_device:
+            numbers = each.numbers()
+            self.numbers[each.rows, 1 : 1 + numbers.shape[1]] = numbers
 
     def without(self, left_out: Sequence[int]) -> Taken:
         """Return the rows without some of them."""
@@ -197,19 +237,23 @@ class StepSlab:
 
     Args:
         width: The number of columns of the slab.
+        on_device: The number of columns, after the first one, that a device measures.
 
     Attributes:
         slots: The identities.
         add_plain, add_plain_effect: Add the numbers of plain tensors; see `instrument.stats.kernel.Slab`.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, on_device: int) -> None:
         self.slots = Slots()
         self._slab = make_slab(width)
         self.add_plain, self.add_plain_effect = self._slab.add, self._slab.add_effect
-        self._width = width
+        self._width, self._on_device = width, on_device
         self._others: dict[int, Any] = {}
         self._lock = threading.Lock()
+        self._lent: list[Tensor] = []  # the memory of this step on each device
+        self._returned: list[Tensor] = []  # that of the step before, which may still be copied
+        self._most: Counter[torch.device] = Counter()  # rows of a step
 
     def __len__(self) -> int:
         return len(self._slab)
@@ -244,13 +288,37 @@ class StepSlab:
         with self._lock:
             numbers, keys, dims, moments = self._slab.take()
             others, self._others = self._others, {}
+            table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
+            on_device = [OnDevice(memory, table, number) for number, memory in enumerate(self._lent)]
+            self._lend({each.device: len(each.rows) for each in on_device}, len(others))
         return Taken(
             np.frombuffer(numbers).reshape(-1, self._width).copy(),
-            np.frombuffer(keys, np.int64).reshape(-1, 3),
+            table,
             np.frombuffer(dims, np.int64),
             moments,
             others,
+            [each for each in on_device if len(each.rows)],
         )
+
+    def _lend(self, launched: Mapping[torch.device, int], others: int) -> None:
+        """Lend memory for the next step on each device with a launcher, which is that of the step before the last one.
+
+        The host has read its numbers: it reads those of a step when the next one ends.
+
+        Args:
+            launched: How many rows of the last step have their numbers on each device.
+            others: How many other rows are not complete: their numbers may be on any device.
+        """
+        free, self._returned = {each.device: each for each in self._returned}, self._lent
+        self._lent = []
+        for device in launch_devices:
+            rows = self._most[device] = max(self._most[device], launched.get(device, 0) + others)
+            memory = free.get(device)
+            if memory is None or len(memory) < rows:
+                with torch.inference_mode(False):
+                    memory = torch.empty((rows, self._on_device), dtype=torch.float64, device=device)
+            self._slab.lend(*memory.__dlpack_device__(), memory.data_ptr(), rows)
+            self._lent.append(memory)
 
 
 class SlabRows(ColumnRows):

@@ -92,16 +92,17 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
     is_repeated = KINDS[attached.site.spec.kind].repeats
 
     def direct(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
-        if not is_plain_float(tensor) or not tensor.is_cpu or (firing.recompute and is_repeated):
+        if not is_plain_float(tensor) or (firing.recompute and is_repeated):
             return None
+        check_not_captured(tensor, context)
         if attached.checked_paths is not None:
             attached.check_shape(path, tensor)
         context.moment = moment = clock.moment
         new, factor = call_action(change, tensor, context)
-        number = factor.item() if isinstance(factor, Tensor) else factor
-        is_nan = number != number  # noqa: PLR0124
+        number = factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
+        is_no_number = isinstance(number, Tensor) or number != number  # noqa: PLR0124
         slot = slots[path, firing, type(module)]
-        if is_nan or not rows.record_plain_effect(tensor, new, slot, moment, number, held):
+        if is_no_number or not rows.record_plain_effect(tensor, new, slot, moment, number, held):
             effect = effect_of(tensor, new, number, tensor.numel())
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)

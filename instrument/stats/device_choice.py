@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
 from .device_sums import DeviceSums, device_memory
-from .portable import further_sums, portable_sums
-from .sums import INDEX, MEASURED_COLUMNS, statistics_of
+from .kernel import disconnect_driver, make_slab
+from .portable import count_changed, further_sums, portable_sums
+from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
 
 BY_KERNEL = "Triton kernel"
 """The fastest way to measure; see `measured_by`."""
@@ -125,18 +126,57 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
     integers = (
         torch.arange(5000, device="cpu") % 61 - 20.0
     )  # every dtype represents them, and none is on an edge of the bins
-    values = torch.cat([integers, torch.tensor([math.nan, math.inf, -math.inf], device="cpu")]).to(dtype)
-    row = device_memory(1, device)
-    kernels.measure_by_kernel(values.to(device), row[0, MEASURED_COLUMNS])
-    sums = device_memory(1, values.device)
-    sums[0, MEASURED_COLUMNS] = portable_sums(values)
-    sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums[0], [MAGNITUDES])[0]
-    both = (statistics_of(each.numpy(force=True), _COMPARED) for each in (sums, row))
-    for name, expected, found in zip(_COMPARED, *both, strict=True):
-        if not np.isclose(found, expected, rtol=_TOLERANCE):
-            return f"the kernel returned {name} {found.item()} instead of {expected.item()}"
+    finite = integers.to(dtype)
+    values = torch.cat([finite, torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype, device="cpu")])
+
+    def by_kernel(flat: Tensor, results: Tensor) -> None:
+        kernels.measure_by_kernel(flat, results)
+
+    def by_slab(flat: Tensor, results: Tensor) -> None:
+        by_kernel(flat, results)  # the first launch on a stream
+        slab = make_slab(len(COLUMNS))
+        slab.lend(*results.__dlpack_device__(), results.data_ptr(), 1)
+        slab.add(flat, 0, None, True)
+
+    for measure in (by_kernel, by_slab):
+        for given in (finite, values):
+            if (difference := _difference(given, device, measure)) is not None:
+                disconnect_driver()
+                return difference
+        kernels.trust_kernels(values.to(device))
+    if (difference := _difference_of_effects(values, device)) is not None:
+        disconnect_driver()
+        return difference
     counts = kernels.histogram_by_kernel(values.to(device), _BINS)[2:].tolist()
     expected_counts = np.histogram(integers.numpy(), _BINS)[0].tolist()
     return (
         None if counts == expected_counts else f"the kernel returned the counts {counts} instead of {expected_counts}"
     )
+
+
+def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor, Tensor], None]) -> str | None:
+    """Return how the sums of CPU values, measured on a device, differ from those by operations."""
+    sums, row = device_memory(1, values.device), device_memory(1, device)
+    sums[0, MEASURED_COLUMNS] = portable_sums(values)
+    sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums[0], [MAGNITUDES])[0]
+    measure(values.to(device), row[0, MEASURED_COLUMNS])
+    both = (statistics_of(each.numpy(force=True), _COMPARED) for each in (sums, row))
+    for name, expected, found in zip(_COMPARED, *both, strict=True):
+        if not np.isclose(found, expected, rtol=_TOLERANCE):
+            return f"the kernel returned {name} {found.item()} instead of {expected.item()}"
+    return None
+
+
+def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
+    """Return how the effect of a change of CPU values, measured by a launch on a device, differs from that on the CPU."""
+    after = before.clamp(-5, 30)
+    finite = (each[each.isfinite()].double() for each in (before, after))
+    expected = [count_changed(before, after).item(), *(torch.linalg.vector_norm(each).item() for each in finite)]
+    results = torch.full((1, len(expected)), math.nan, dtype=torch.float64, device=device)
+    slab = make_slab(len(COLUMNS))
+    slab.lend(*results.__dlpack_device__(), results.data_ptr(), 1)
+    slab.add_effect(before.to(device), after.to(device), 0, None, None, None)
+    if not any(number >= 0 for number in np.frombuffer(slab.take()[1], np.int64)[3::5]):
+        return None  # slabs launch nothing on this device
+    found = results[0].tolist()
+    return None if np.allclose(found, expected, rtol=_TOLERANCE) else f"the kernel returned {found} instead of {expected}"

@@ -23,7 +23,8 @@ except ImportError:
 KERNEL = "portable" if native is None else "native"
 """The kernel that measures CPU tensors, for run.json."""
 
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
+_HALF = _KINDS[torch.float16]  # measured only on devices
 _NO_SHAPE = -1
 
 # PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10. Without it, no tensor is plain.
@@ -44,7 +45,8 @@ class Slab(Protocol):
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
         Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
-        elements, and elements in a contiguous block in any order of the dimensions.
+        elements, and elements in a contiguous block in any order of the dimensions. On a device, plain are those for which
+        a launcher was added, while lent memory is free. The device writes their sums to it.
 
         Args:
             tensor: Any tensor.
@@ -66,6 +68,16 @@ class Slab(Protocol):
             Whether the row was added. False if the tensors are not plain, or differ in shape, dtype or strides.
         """
 
+    def lend(self, device_type: int, device_id: int, address: int, rows: int) -> None:
+        """Lend memory on a device until the next `take`; see `add_launcher`.
+
+        Args:
+            device_type: The first number of `__dlpack_device__`.
+            device_id: The second number.
+            address: The address of the memory: float64 [rows, 9], or [rows, 3] for `add_effect`.
+            rows: The count of its rows.
+        """
+
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""
 
@@ -73,8 +85,9 @@ class Slab(Protocol):
         """Remove all rows.
 
         Returns:
-            The numbers, float64 [rows, width]; int64 [rows, 3] with the slot, the index of the moment and the number of dimensions
-            (-1 without a shape); the dimensions of all rows, int64; the moments, in which neighbours may be equal.
+            The numbers, float64 [rows, width]; int64 [rows, 5] with the slot, the index of the moment, the number of dimensions
+            (-1 without a shape), the index of the lent memory that has the numbers, and the row there (both -1 without);
+            the dimensions of all rows, int64; the moments, in which neighbours may be equal.
         """
 
     def __len__(self) -> int: ...
@@ -93,6 +106,9 @@ class PortableSlab(Slab):
     def add_effect(self, *given: Any) -> bool:  # noqa: ARG002
         return False
 
+    def lend(self, *given: Any) -> None:
+        """Ignore the memory."""
+
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         self._rows.append((numbers, slot, moment, shape))
         return len(self._rows) - 1
@@ -104,7 +120,7 @@ class PortableSlab(Slab):
             row[: len(numbers) // row.itemsize] = np.frombuffer(numbers)
         shapes = [shape for *_, shape in rows]
         ranks = [_NO_SHAPE if shape is None else len(shape) for shape in shapes]
-        keys = np.array([(row[1], at, rank) for at, (row, rank) in enumerate(zip(rows, ranks, strict=True))], np.int64)
+        keys = np.array([(row[1], at, rank, -1, -1) for at, (row, rank) in enumerate(zip(rows, ranks, strict=True))], np.int64)
         dims = np.array([size for shape in shapes for size in shape or ()], np.int64)
         return matrix.tobytes(), keys.tobytes(), dims.tobytes(), [moment for _, _, moment, _ in rows]
 
@@ -113,6 +129,55 @@ class PortableSlab(Slab):
 
 
 make_slab: Callable[[int], Slab] = native.Slab if _connected else PortableSlab
+
+
+def connect_driver(functions: Sequence[int | None], elements: int, programs: int) -> None:
+    """Give slabs access to the driver of devices. Removes all launchers.
+
+    Args:
+        functions: The addresses of `cuLaunchKernel`, `cuStreamIsCapturing` and `cuCtxGetDevice`.
+        elements: The elements of a program of a launch.
+        programs: The most programs of a launch.
+    """
+    if _connected:
+        native.connect_driver(*functions, elements, programs)
+
+
+def disconnect_driver() -> None:
+    """Remove all launchers: slabs refuse tensors on devices."""
+    connect_driver((0, 0, 0), 1, 1)
+    launch_devices.clear()
+
+
+launch_devices: dict[torch.device, bool] = {}
+"""The devices with a launcher, each with true."""
+
+
+def add_launcher(
+    device: torch.device,
+    dtype: torch.dtype,
+    stream: int,
+    tensors: int,
+    function: int,
+    size: tuple[int, int],
+    memory: tuple[Tensor, Tensor],
+) -> None:
+    """Let slabs launch a kernel for tensors of a dtype on a stream.
+
+    Args:
+        device: The device of the tensors.
+        dtype: Their dtype.
+        stream: The stream.
+        tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
+        function: The handle of the kernel, compiled for addresses divisible by 16.
+        size: The threads of a program, and the bytes of their shared memory.
+        memory: The memory of the stream: partial results, and a counter.
+    """
+    if _connected:
+        number = memory[0].__dlpack_device__()
+        addresses = [tensor.data_ptr() for tensor in memory]
+        native.add_launcher(*number, stream, _KINDS[dtype], tensors, function, *size, *addresses)
+        launch_devices[device] = True
 
 
 def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dtype[np.float64]] | None:
@@ -127,7 +192,7 @@ def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dt
         squares overflow or underflow.
     """
     kind = _KINDS.get(flat.dtype)
-    if native is None or kind is None:
+    if native is None or kind in (None, _HALF):
         return None
     numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
     return None if numbers is None else np.frombuffer(numbers)
@@ -174,7 +239,7 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
         Whether the elements were counted. False if the kernel is missing or does not support the dtype.
     """
     kind = _KINDS.get(vector.dtype)
-    if native is None or kind is None:
+    if native is None or kind in (None, _HALF):
         return False
     native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
     return True

@@ -30,15 +30,20 @@
    order of the dimensions. False for all others: other devices, dtypes, layouts and classes, negated views, and tensors with
    fewer than two elements. False for every tensor until `connect` was called.
 
+   lend(device type, device id, address, rows): lends memory on a device, float64 [rows, numbers]. Until the next `take`, `add` and
+   `add_effect` also support tensors on this device: they launch a kernel that writes there all sums but the number of elements, or
+   the results of `effect`. False if the memory is full, or if the current stream has no launcher for the dtype.
+
    add_effect(before, after, slot, moment, factor, held) -> bool: adds a row of six numbers: the number of elements, the results of
    `effect`, and two given numbers, which may be None. False for tensors that `effect` does not support.
 
    append(numbers, slot, moment, shape) -> int: adds a row with the given numbers, the memory of a float64 array, and returns its
    index. The shape is a sequence of integers, or None.
 
-   take() -> (numbers, keys, dims, moments): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 3]:
-   slot, index of the moment, number of dimensions (-1 without a shape); the dims int64: the dimensions of all rows; the moments a
-   list, in which consecutive rows with the same object share an entry.
+   take() -> (numbers, keys, dims, moments): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 5]:
+   slot, index of the moment, number of dimensions (-1 without a shape), and for numbers on a device the index of the lent memory
+   and the row there (otherwise -1); the dims int64: the dimensions of all rows; the moments a list, in which consecutive rows with
+   the same object share an entry. The memory is no longer lent.
 
    effect(before, after) -> list or None
 
@@ -56,6 +61,16 @@
    Gives access to tensors of these two classes. The exchange API is the capsule `__dlpack_c_exchange_api__` of the class,
    which DLPack defines (https://dmlc.github.io/dlpack/latest/c_api.html). False if it cannot describe a tensor without
    a new reference.
+
+   connect_driver(launch, capture status, current device, elements, programs) -> None
+
+   Sets the addresses of three functions of a device's driver with the signatures of `cuLaunchKernel`, `cuStreamIsCapturing` and
+   `cuCtxGetDevice`, and the size of a launch: the elements of a program, and the most programs.
+
+   add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> None
+
+   Adds a kernel for tensors of one dtype on a stream: of `device_kernel.py`, `_measure` for one tensor or `_compare` for two,
+   compiled for addresses divisible by 16. `kind` is as above, or 3 for float16.
 
    histogram(address, count, kind, low, high, bins, counts) -> None
 
@@ -77,7 +92,7 @@
 #define SMALL 16384 /* elements up to which the global interpreter lock is kept: to release it takes longer than to wait */
 
 enum { NUMEL, FINITE, NANS, ZEROS, LOW, HIGH, MEAN, DEVIATIONS, MAGNITUDES, UNIT, SUMS };
-enum { FLOAT32, BFLOAT16, FLOAT64 };
+enum { FLOAT32, BFLOAT16, FLOAT64, FLOAT16 };
 
 /* The limit of squared mean over variance up to which the variance is computed as the difference of two sums. */
 #define CANCELLATION 1e6
@@ -280,12 +295,13 @@ typedef struct {
     void *previous;
     void *allocate, *export_managed, *import_managed;
     int (*describe)(void *tensor, DLTensor *out); /* without a new reference; may be NULL */
-    void *current_stream;
+    int (*current_stream)(int device_type, int32_t device_id, void **stream);
 } ExchangeAPI;
 
 enum { CPU = 1, FLOAT = 2, BFLOAT = 4 };
 
 static int (*describe)(void *tensor, DLTensor *out);
+static int (*current_stream)(int device_type, int32_t device_id, void **stream);
 static PyObject *tensor_class, *parameter_class, *is_neg;
 
 static PyObject *connect(PyObject *self, PyObject *args) {
@@ -302,6 +318,7 @@ static PyObject *connect(PyObject *self, PyObject *args) {
     if (!method)
         return NULL;
     describe = api->describe;
+    current_stream = api->current_stream;
     Py_INCREF(tensor);
     Py_INCREF(parameter);
     Py_XDECREF(tensor_class);
@@ -345,8 +362,8 @@ static int is_negated(PyObject *tensor) {
     return negated;
 }
 
-/* Describes a tensor that `Slab.add` supports. Returns the number of its elements, otherwise 0. */
-static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
+/* Describes a tensor of a dtype and layout that `Slab.add` supports. Returns the number of its elements, otherwise 0. */
+static size_t describe_anywhere(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     PyObject *class = (PyObject *)Py_TYPE(object);
     if (!describe || (class != tensor_class && class != parameter_class))
         return 0;
@@ -354,7 +371,7 @@ static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const voi
         PyErr_Clear();
         return 0;
     }
-    if (t->device.type != CPU || t->dtype.lanes != 1 || !t->data)
+    if (t->dtype.lanes != 1 || !t->data)
         return 0;
     if (t->dtype.code == FLOAT && t->dtype.bits == 32)
         *kind = FLOAT32;
@@ -362,6 +379,8 @@ static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const voi
         *kind = BFLOAT16;
     else if (t->dtype.code == FLOAT && t->dtype.bits == 64)
         *kind = FLOAT64;
+    else if (t->dtype.code == FLOAT && t->dtype.bits == 16)
+        *kind = FLOAT16;
     else
         return 0;
     *memory = (const char *)t->data + t->byte_offset;
@@ -369,15 +388,118 @@ static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const voi
     return count > 1 && !is_negated(object) ? (size_t)count : 0;
 }
 
+/* Describes a tensor that the kernels above support. Returns the number of its elements, otherwise 0. */
+static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
+    const size_t numel = describe_anywhere(object, t, kind, memory);
+    return numel && t->device.type == CPU && *kind != FLOAT16 ? numel : 0;
+}
+
+/* The driver of a device; see `connect_driver`. */
+static struct {
+    int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                  unsigned block_z, unsigned shared, void *stream, void **parameters, void **extra);
+    int (*capture_status)(void *stream, int *status);
+    int (*current_device)(int *id);
+    long long elements;
+    unsigned most_programs;
+} driver;
+
+typedef struct {
+    int type, id, kind, tensors;
+    void *stream, *function;
+    uint64_t partials, arrived; /* addresses */
+    unsigned threads, shared;
+} Launcher;
+
+#define MOST_LAUNCHERS 256
+static Launcher launchers[MOST_LAUNCHERS];
+static int launcher_count;
+
+static PyObject *connect_driver(PyObject *self, PyObject *args) {
+    unsigned long long launch, capture_status, current_device;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKKLI", &launch, &capture_status, &current_device, &driver.elements,
+                          &driver.most_programs))
+        return NULL;
+    memcpy(&driver.launch, &(uintptr_t){(uintptr_t)launch}, sizeof driver.launch);
+    memcpy(&driver.capture_status, &(uintptr_t){(uintptr_t)capture_status}, sizeof driver.capture_status);
+    memcpy(&driver.current_device, &(uintptr_t){(uintptr_t)current_device}, sizeof driver.current_device);
+    launcher_count = 0;
+    Py_RETURN_NONE;
+}
+
+static PyObject *add_launcher(PyObject *self, PyObject *args) {
+    unsigned long long stream, function, partials, arrived;
+    Launcher new;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iiKiiKIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
+                          &new.threads, &new.shared, &partials, &arrived))
+        return NULL;
+    if (launcher_count == MOST_LAUNCHERS) /* only a program with many streams; `add` refuses the tensors of further ones */
+        Py_RETURN_NONE;
+    new.stream = (void *)(uintptr_t)stream;
+    new.function = (void *)(uintptr_t)function;
+    new.partials = partials;
+    new.arrived = arrived;
+    launchers[launcher_count++] = new;
+    Py_RETURN_NONE;
+}
+
+/* Launches the kernel for tensors on a device, which writes to `results` there. `after` is NULL for one tensor. Returns false if it
+   cannot. */
+static int launch(const DLTensor *t, int kind, const void *before, const void *after, size_t numel, void *results) {
+    void *stream;
+    const int tensors = after ? 2 : 1;
+    int id = t->device.id, status = 0;
+    if (!driver.launch || !current_stream || ((uintptr_t)before | (uintptr_t)after) % 16 ||
+        current_stream(t->device.type, t->device.id, &stream))
+        return 0;
+    const Launcher *found = launchers, *end = launchers + launcher_count;
+    while (found != end && (found->stream != stream || found->kind != kind || found->tensors != tensors ||
+                            found->id != t->device.id || found->type != t->device.type))
+        found++;
+    if (found == end || driver.current_device(&id) || id != t->device.id || driver.capture_status(stream, &status) ||
+        status)
+        return 0;
+    int64_t count = (int64_t)numel;
+    const int64_t programs = (count + driver.elements - 1) / driver.elements;
+    const unsigned grid = programs < driver.most_programs ? (unsigned)programs : driver.most_programs;
+    Launcher used = *found;
+    /* Triton adds up to two parameters for scratch memory, which these kernels do not need. */
+    void *no_scratch = NULL, *parameters[8] = {&before, &after};
+    void **other = parameters + tensors;
+    *other++ = &used.partials;
+    *other++ = &used.arrived;
+    *other++ = &results;
+    *other++ = &count;
+    *other++ = &no_scratch;
+    *other++ = &no_scratch;
+    int failed;
+    Py_BEGIN_ALLOW_THREADS /* a full queue of the device makes it wait */
+    failed = driver.launch(used.function, grid, 1, 1, used.threads, 1, 1, used.shared, stream, parameters, NULL);
+    Py_END_ALLOW_THREADS
+    return !failed;
+}
+
+#define MOST_LENT 64
+
+typedef struct {
+    int type, id;
+    uint64_t address;
+    Py_ssize_t used, rows;
+} Lent;
+
 typedef struct {
     PyObject_HEAD Py_ssize_t width, rows, capacity, dim_count, dims_capacity;
     double *numbers;   /* [capacity, width] */
     int64_t *keys;     /* [capacity, KEYS] */
     int64_t *dims;     /* [dims_capacity] */
     PyObject *moments; /* a list */
+    int lent_count;
+    Lent lent[MOST_LENT]; /* memory on devices, for this step */
 } Slab;
 
-enum { SLOT, MOMENT, DIMENSIONS, KEYS };
+enum { SLOT, MOMENT, DIMENSIONS, LENT, LENT_ROW, KEYS };
 
 static int slab_init(Slab *self, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
@@ -437,9 +559,49 @@ static double *slab_row(Slab *self, int64_t slot, PyObject *moment, int64_t ndim
     key[SLOT] = slot;
     key[MOMENT] = moments - 1;
     key[DIMENSIONS] = ndim;
+    key[LENT] = key[LENT_ROW] = -1;
     for (int64_t i = 0; i < ndim; i++)
         self->dims[self->dim_count++] = shape[i];
     self->rows++;
+    return row;
+}
+
+static PyObject *slab_lend(Slab *self, PyObject *args) {
+    Lent new = {0};
+    unsigned long long address;
+    if (!PyArg_ParseTuple(args, "iiKn", &new.type, &new.id, &address, &new.rows))
+        return NULL;
+    if (self->lent_count == MOST_LENT)
+        return PyErr_Format(PyExc_ValueError, "memory of more than %d devices", MOST_LENT);
+    new.address = address;
+    self->lent[self->lent_count++] = new;
+    Py_RETURN_NONE;
+}
+
+/* Adds a row whose numbers a device writes: all but the first, which is the number of elements. Returns NULL, with an exception set
+   or without: then the tensors are not supported. */
+static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
+                             const void *before, const void *after, size_t numel) {
+    enum { NUMBERS_OF_EFFECT = 3 };
+    int number = 0;
+    while (number < self->lent_count &&
+           (self->lent[number].id != t->device.id || self->lent[number].type != t->device.type))
+        number++;
+    if (number == self->lent_count || self->lent[number].used == self->lent[number].rows)
+        return NULL;
+    Lent *lent = &self->lent[number];
+    const Py_ssize_t at = lent->used++; /* another thread may reserve the next one during the launch */
+    const uint64_t width = after ? NUMBERS_OF_EFFECT : SUMS - 1;
+    const uint64_t results = lent->address + (uint64_t)at * width * sizeof(double);
+    if (!launch(t, kind, before, after, numel, (void *)(uintptr_t)results))
+        return NULL;
+    double *row = slab_row(self, slot, moment, after ? -1 : t->ndim, t->shape);
+    if (row) {
+        int64_t *key = self->keys + (self->rows - 1) * KEYS;
+        row[0] = (double)numel;
+        key[LENT] = number;
+        key[LENT_ROW] = at;
+    }
     return row;
 }
 
@@ -456,8 +618,13 @@ static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
     const int with_magnitudes = PyObject_IsTrue(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    const size_t numel = describe_dense(args[0], &t, &kind, &memory);
-    if (!numel || !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
+    const size_t numel = describe_anywhere(args[0], &t, &kind, &memory);
+    if (numel && row_on_device(self, slot, args[2], &t, kind, memory, NULL, numel))
+        Py_RETURN_TRUE;
+    if (PyErr_Occurred())
+        return NULL;
+    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
+        !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
         Py_RETURN_FALSE;
     double *row = slab_row(self, slot, args[2], t.ndim, t.shape);
     if (!row)
@@ -512,6 +679,7 @@ static PyObject *slab_take(Slab *self, PyObject *args) {
         return NULL;
     }
     self->rows = self->dim_count = 0;
+    self->lent_count = 0;
     self->moments = no_moments;
     return Py_BuildValue("(NNNN)", numbers, keys, dims, moments);
 }
@@ -631,19 +799,34 @@ static int write_effect_unlocked(const void *before, const void *after, size_t c
     return done;
 }
 
-/* Compares two tensors. Returns the number of their elements, or 0 if they are not supported. */
-static size_t compare(PyObject *before, PyObject *after, double *numbers) {
-    DLTensor one, other;
-    int kind, kind_after, is_inside;
-    const void *memory, *memory_after;
-    const size_t numel = describe_dense(before, &one, &kind, &memory);
-    if (!numel || describe_dense(after, &other, &kind_after, &memory_after) != numel || kind != kind_after ||
-        one.ndim != other.ndim)
-        return 0;
-    for (int i = 0; i < one.ndim; i++)
-        if (one.shape[i] != other.shape[i] || (one.shape[i] != 1 && one.strides[i] != other.strides[i]))
-            return 0;
-    return write_effect_unlocked(memory, memory_after, numel, kind, 0.0, 0.0, &is_inside, numbers) ? numel : 0;
+/* Two tensors whose elements are compared in the order of memory. */
+typedef struct {
+    DLTensor t;
+    int kind;
+    const void *before, *after;
+    size_t numel; /* 0 if they are not supported */
+} Pair;
+
+static Pair pair_of(PyObject *before, PyObject *after) {
+    Pair pair = {0};
+    DLTensor other;
+    int kind;
+    const size_t numel = describe_anywhere(before, &pair.t, &pair.kind, &pair.before);
+    if (!numel || describe_anywhere(after, &other, &kind, &pair.after) != numel || kind != pair.kind ||
+        pair.t.ndim != other.ndim || pair.t.device.type != other.device.type || pair.t.device.id != other.device.id)
+        return pair;
+    for (int i = 0; i < other.ndim; i++)
+        if (pair.t.shape[i] != other.shape[i] || (other.shape[i] != 1 && pair.t.strides[i] != other.strides[i]))
+            return pair;
+    pair.numel = numel;
+    return pair;
+}
+
+/* Compares two tensors on the CPU. Returns false if they are not supported. */
+static int compare(const Pair *pair, double *numbers) {
+    int is_inside;
+    return pair->numel && pair->t.device.type == CPU && pair->kind != FLOAT16 &&
+           write_effect_unlocked(pair->before, pair->after, pair->numel, pair->kind, 0.0, 0.0, &is_inside, numbers);
 }
 
 static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -653,7 +836,8 @@ static PyObject *effect(PyObject *self, PyObject *const *args, Py_ssize_t count)
         PyErr_SetString(PyExc_TypeError, "effect takes two arguments");
         return NULL;
     }
-    if (!compare(args[0], args[1], numbers))
+    const Pair pair = pair_of(args[0], args[1]);
+    if (!compare(&pair, numbers))
         Py_RETURN_NONE;
     return Py_BuildValue("[ddd]", numbers[0], numbers[1], numbers[2]);
 }
@@ -671,14 +855,20 @@ static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t c
     const double factor = number_or_nan(args[4]), held = number_or_nan(args[5]);
     if (PyErr_Occurred())
         return NULL;
-    const size_t numel = compare(args[0], args[1], numbers);
-    if (!numel)
-        Py_RETURN_FALSE;
-    double *row = slab_row(self, slot, args[3], -1, NULL);
+    const Pair pair = pair_of(args[0], args[1]);
+    double *row = NULL;
+    if (pair.numel)
+        row = row_on_device(self, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
+    if (!row && !PyErr_Occurred()) {
+        if (!compare(&pair, numbers))
+            Py_RETURN_FALSE;
+        row = slab_row(self, slot, args[3], -1, NULL);
+        if (row)
+            memcpy(row + 1, numbers, sizeof numbers);
+    }
     if (!row)
         return NULL;
-    row[0] = (double)numel;
-    memcpy(row + 1, numbers, sizeof numbers);
+    row[0] = (double)pair.numel;
     row[4] = factor;
     row[5] = held;
     Py_RETURN_TRUE;
@@ -708,6 +898,7 @@ static PyMethodDef slab_methods[] = {
     {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
     {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
      "add_effect(before, after, slot, moment, factor, held) -> bool"},
+    {"lend", (PyCFunction)slab_lend, METH_VARARGS, "lend(device type, device id, address, rows) -> None"},
     {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
     {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (numbers, keys, dims, moments)"},
     {NULL, NULL, 0, NULL},
@@ -796,6 +987,10 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
 
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
+    {"connect_driver", connect_driver, METH_VARARGS,
+     "connect_driver(launch, capture status, current device, elements, programs) -> None"},
+    {"add_launcher", add_launcher, METH_VARARGS,
+     "add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> None"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},

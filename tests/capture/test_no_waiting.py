@@ -17,6 +17,7 @@ from instrument.capture.device_copy import Transfer
 from instrument.kinds.attached_hook import AttachedHook
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.spec_file import read_specs
+from instrument.stats import device_kernel
 from instrument.stats.device_choice import measured_by
 from instrument.stats.device_kernel import DTYPES
 
@@ -308,6 +309,37 @@ def test_gpu_statistics_equal_cpu_statistics(dtype: torch.dtype) -> None:
             assert name == "step" or row[name] == (value if exact else bound)
     if dtype in DTYPES:  # the first step compares the kernel, the others use it
         assert measured_by()[f"cuda:0 {str(dtype).removeprefix('torch.')}"] == "Triton kernel"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gpu_needs_triton_in_the_first_step_only(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    specs: dict[str, dict[str, Any]] = {
+        "outputs": {"layers": "*", "kind": "forward", "action": "record", "stats": "default"},
+        "grads": {"layers": "*", "kind": "tensor", "action": "record"},
+        "tame": {"layers": "0", "kind": "forward", "action": "clip", "value": 0.5},
+        "half": {"layers": "2", "kind": "tensor", "action": "scale", "factor": 0.5},
+    }
+
+    def rows(device: str) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 30)).to(dtype)
+        batch = torch.randn(4000, 64, dtype=dtype)
+        with instrument.attach(model.to(device), specs) as probe, monkeypatch.context() as patch:
+            for _ in range(4):
+                model(batch.to(device)).float().square().mean().backward()
+                probe.end_step()
+                if device == "cuda":
+                    patch.setattr(device_kernel, "_launch", None)
+        return [row for table in ("stats", "effects") for row in probe.sink.records(table)]
+
+    def close(name: str, value: Any) -> Any:
+        return pytest.approx(value, rel=0.1, abs=1e-2) if isinstance(value, float) or "changed" in name else value
+
+    found, expected = rows("cuda"), rows("cpu")
+    assert len(found) == 4 * (3 + 3 + 1 + 1)
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == {name: close(name, value) for name, value in wanted.items()}
 
 
 def rows_of_three_steps(tensor: Tensor, specs: dict[str, Any]) -> list[dict[str, Any]]:

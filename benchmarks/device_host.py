@@ -1,0 +1,102 @@
+"""Time of the host per recorded tensor on the path of a GPU, whose driver is replaced, relative to the path of the CPU.
+
+python benchmarks/device_host.py [--rounds N]
+
+The network and its tensors are on the CPU. A function of the C library, which does nothing, takes the place of the three functions of
+the driver. So the result is the time of a launch without that in the driver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from measure import machine
+from torch import Tensor, nn
+
+import instrument
+from instrument.stats import kernel
+
+LAYERS, WIDTH, BATCH = 32, 64, 16
+TENSORS = 2 * LAYERS  # outputs and gradients
+SPECS: dict[str, dict[str, Any]] = {
+    "outputs": {"layers": "*", "kind": "forward", "action": "record"},
+    "grads": {"layers": "*", "kind": "tensor", "action": "record"},
+}
+
+
+def network() -> nn.Module:
+    """Return a network whose layers take little time."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def replace_driver() -> None:
+    """Let slabs launch a function that does nothing and returns 0, for float32 tensors on the CPU."""
+    nothing = ctypes.cast(ctypes.CDLL("libm.so.6").feclearexcept, ctypes.c_void_p).value
+    kernel.connect_driver([nothing] * 3, 4096, 1024)
+    memory = torch.empty(8), torch.empty(1)
+    kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 0, (128, 32), memory)
+
+
+def step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
+    """Return a function that runs a forward and a backward pass."""
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+
+    return step
+
+
+def empty_hooks(model: nn.Module) -> None:
+    """Register hooks that register a hook on their output, and do nothing else."""
+
+    def on_output(module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ARG001
+        output.register_hook(lambda gradient: None)
+
+    for layer in model.children():
+        layer.register_forward_hook(on_output)
+
+
+def measure(rounds: int, ways: dict[str, Callable[[], None]], end_step: Callable[[], object]) -> dict[str, float]:
+    """Return the microseconds per tensor of each way, in addition to those of the first one. All ways take turns."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, step in ways.items():
+            start = time.perf_counter()
+            step()
+            found[name].append(time.perf_counter() - start)
+            end_step()
+    bare, *_ = found.values()
+    return {name: 1e6 / TENSORS * (median(times) - median(bare)) for name, times in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=1000)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    print(machine(), f"\n{LAYERS} x Linear({WIDTH}), outputs and gradients, hooks only: microseconds per tensor\n")
+    batch = torch.randn(BATCH, WIDTH)
+    models = {name: network() for name in ("nothing", "empty hooks", "recorded")}
+    empty_hooks(models["empty hooks"])
+    ways = {name: step_of(model, batch) for name, model in models.items()}
+    with instrument.attach(models["recorded"], SPECS) as probe:
+        on_cpu = measure(rounds, ways, probe.end_step)
+        replace_driver()
+        probe.recorder._stats._most[torch.device("cpu")] = TENSORS  # a GPU gets memory after a first step by other ways
+        probe.end_step()
+        on_device = measure(rounds, ways, probe.end_step)
+        kernel.disconnect_driver()
+    for label, found in (("path of the CPU", on_cpu), ("path of a GPU, launch replaced", on_device)):
+        print(f"{label}: {found['recorded']:.2f} (empty hooks {found['empty hooks']:.2f})")
+    print(f"ratio: {on_device['recorded'] / on_cpu['recorded']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

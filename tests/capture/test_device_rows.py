@@ -1,0 +1,155 @@
+"""Rows whose numbers a kernel writes to memory on a device: the same as on the CPU, one launch and no further object for each."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from imitated_driver import COMPARE, MEASURE, Driver, imitated_driver
+from torch import Tensor, nn
+
+import instrument
+from instrument.capture.slab_rows import StepSlab
+from instrument.stats import kernel
+
+RECORD = {"layers": "*", "action": "record", "stats": ["mean", "std", "min", "max", "l1", "zero_fraction", "nan_count"]}
+SPECS: dict[str, dict[str, Any]] = {
+    "outputs": {**RECORD, "kind": "forward"},
+    "grads": {**RECORD, "kind": "tensor"},
+    "tame": {"layers": "0", "kind": "forward", "action": "clip", "value": 0.5},
+    "half": {"layers": "2", "kind": "full_backward", "action": "scale", "factor": 0.5},
+}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """Measure float32 tensors on an imitated device from the second step on, like those of a GPU."""
+
+    def lend(slab: StepSlab, launched: Any, others: int) -> None:
+        original(slab, launched, others if launched else 64)
+
+    original = StepSlab._lend
+    monkeypatch.setattr(StepSlab, "_lend", lend)
+    with imitated_driver() as state:
+        yield state
+
+
+def train(specs: dict[str, Any], steps: int = 4) -> instrument.Probe:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(32, 8)
+    batch[0, 0] = math.inf
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(batch).nan_to_num(0.0, 0.0, 0.0).square().mean()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss)
+    return probe
+
+
+def rows_of(probe: instrument.Probe) -> list[dict[str, Any]]:
+    return [row for table in ("stats", "effects") for row in probe.sink.records(table)]  # type: ignore[attr-defined]
+
+
+def test_rows_of_a_device_equal_those_of_the_cpu(driver: Driver) -> None:
+    found = rows_of(train(SPECS))
+    launches = Counter(function for function, *_ in driver.launches)
+    assert launches == {MEASURE: 3 * 6, COMPARE: 3 * 2}  # in each step but the first, which has no memory yet
+    kernel.disconnect_driver()
+    expected = rows_of(train(SPECS))
+    assert len(found) == len(expected) == 4 * (6 + 2)
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == {
+            name: pytest.approx(value, rel=1e-12, abs=1e-12) if isinstance(value, float) else value
+            for name, value in wanted.items()
+        }
+
+
+def test_memory_is_that_of_the_largest_step_and_used_in_turn(driver: Driver) -> None:
+    train({"outputs": SPECS["outputs"]}, steps=6)
+    addresses = [results for *_, results in driver.launches]
+    first, second, third, fourth, fifth = np.array(addresses).reshape(5, 3).tolist()
+    assert first == third == fifth
+    assert second == fourth
+    assert set(first).isdisjoint(second)
+    assert np.diff(first).tolist() == [9 * 8] * 2  # nine numbers of eight bytes for each row
+
+
+@pytest.mark.parametrize("change", [{"is_capturing": True}, {"current": 1}, {"error": 700}], ids=str)
+def test_tensor_without_a_launch_is_measured_in_another_way(driver: Driver, change: dict[str, Any]) -> None:
+    """While a graph is captured, on another device than the current one, and if a launch fails."""
+    for name, value in change.items():
+        setattr(driver, name, value)
+    probe = train({"outputs": SPECS["outputs"]})
+    assert driver.launches == []
+    found = rows_of(probe)
+    kernel.disconnect_driver()
+    assert found == rows_of(train({"outputs": SPECS["outputs"]}))
+    assert len(found) == 4 * 3
+
+
+def slab_with_room(width: int, rows: int = 4) -> tuple[Any, Tensor]:
+    memory = torch.full((rows, 9), math.nan, dtype=torch.float64)
+    slab = kernel.make_slab(width)
+    slab.lend(*memory.__dlpack_device__(), memory.data_ptr(), rows)
+    return slab, memory
+
+
+def places(slab: Any) -> list[list[int]]:
+    """Return the index of the lent memory and the row there of each row."""
+    found: list[list[int]] = np.frombuffer(slab.take()[1], np.int64).reshape(-1, 5)[:, 3:].tolist()
+    return found
+
+
+def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None:
+    slab, memory = slab_with_room(12)
+    base = torch.randn(64, 8)
+    for tensor in (base, base.t(), base[1:], base.reshape(-1)[1:], base[:, ::2], base.double(), torch.zeros(())):
+        slab.add(tensor, 0, None, True)
+    # A launch requires elements in a block whose address is divisible by 16. The CPU measures others here, a device refuses them.
+    assert places(slab) == [[0, 0], [0, 1], [0, 2], [-1, -1], [-1, -1]]
+    np.testing.assert_allclose(memory[0, 5], base.double().mean(), rtol=1e-12)
+    assert [programs for _, programs, _ in driver.launches] == [1, 1, 1]
+    slab, _ = slab_with_room(12, rows=1)
+    for _ in range(2):
+        assert slab.add(torch.randn(5000), 0, None, True)
+    assert places(slab) == [[0, 0], [-1, -1]]  # the memory is full
+    assert driver.launches[-1][1] == 2  # a program reads 4096 elements
+    slab.add(base, 0, None, True)
+    assert places(slab) == [[-1, -1]]  # the memory is no longer lent
+
+
+def test_a_row_on_a_device_takes_as_many_python_calls_as_on_the_cpu(driver: Driver) -> None:
+    specs = {name: SPECS[name] for name in ("outputs", "grads")}
+    on_device = calls_in_a_step(specs)
+    assert len(driver.launches) == 2 * 6
+    kernel.disconnect_driver()
+    assert calls_in_a_step(specs) == on_device
+
+
+def calls_in_a_step(specs: dict[str, Any]) -> int:
+    """Return how many Python functions of the package a forward and a backward pass call."""
+    model, batch = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)), torch.randn(32, 8)
+    counts: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and "/instrument/" in frame.f_code.co_filename:
+            counts[frame.f_code.co_qualname] += 1
+
+    with instrument.attach(model, specs) as probe:
+        for step in range(3):
+            sys.setprofile(count if step == 2 else None)
+            model(batch).square().mean().backward()
+            sys.setprofile(None)
+            probe.end_step()
+    return counts.total()
