@@ -29,6 +29,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
 
 _BLOCK = 1024  # elements that a program reads at once
+_WARPS = 8  # of a program
 _BLOCKS = 4  # least number of blocks of a program, if there are several programs
 _PROGRAMS = 1024  # most programs: 8 for each multiprocessor of a large GPU
 # Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
@@ -49,10 +50,13 @@ def _measure(elements, partials, arrived, results, numel: tl.int64, block_size: 
     sums = tl.zeros([block_size], tl.float64)
     squares = tl.zeros([block_size], tl.float64)
     magnitudes = tl.zeros([block_size], tl.float64)
-    # As if all elements were finite. Blocks without a mask are read in words of 16 bytes.
+    # As if all elements were finite. Blocks without a mask are read in words of 16 bytes, each one block ahead of its use.
+    lanes = tl.arange(0, block_size)
+    start = tl.minimum(program.to(tl.int64), tl.maximum(whole - 1, 0)) * block_size
+    ahead = tl.load(elements + start + lanes, mask=lanes < numel, other=0)
     for block in range(program, whole, programs):
-        offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
-        x = _as_float(tl.load(elements + offsets), is_bfloat16)
+        x = _as_float(ahead, is_bfloat16)
+        ahead = tl.load(elements + tl.minimum(block + programs, whole - 1) * block_size + lanes)
         low, high = tl.minimum(low, x), tl.maximum(high, x)
         zeros += (x == 0.0).to(tl.int32)
         value = x.to(tl.float64)
@@ -62,7 +66,6 @@ def _measure(elements, partials, arrived, results, numel: tl.int64, block_size: 
     count = tl.maximum((whole - program + programs - 1) // programs, 0) * block_size
     rest = numel - whole * block_size
     if (rest > 0) & (whole % programs == program):
-        lanes = tl.arange(0, block_size)
         inside = lanes < rest
         x = _as_float(tl.load(elements + whole * block_size + lanes, mask=inside, other=0), is_bfloat16)
         low, high = tl.minimum(low, tl.where(inside, x, low)), tl.maximum(high, tl.where(inside, x, high))
@@ -304,7 +307,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
     is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(flat.device):
         elements, is_bfloat16, programs, stream = _prepared(flat)
-        _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16)
+        _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, num_warps=_WARPS)
         if counts is not None:
             upper = _power_of_2(len(counts))
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
@@ -334,7 +337,10 @@ def trust_kernels(flat: Tensor) -> None:
     memory, numel = _memory(flat.device, stream), flat.numel()
     results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
     options = (*memory, results, numel, _BLOCK, is_bfloat16)
-    compiled = _measure[programs](elements, *options), _compare[programs](elements, elements, *options)
+    compiled = (
+        _measure[programs](elements, *options, num_warps=_WARPS),
+        _compare[programs](elements, elements, *options, num_warps=_WARPS),
+    )
     _trusted[flat.device, flat.dtype] = compiled
     _add_launchers(*compiled, flat.device, flat.dtype, stream)
 

@@ -232,7 +232,7 @@ def test_error_in_the_loop_loses_no_completed_step() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [change for change in CHANGES if possible(change, "forward")])
 def test_no_hook_waits_for_a_gpu(change: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).cuda()
