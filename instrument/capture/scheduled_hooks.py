@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from ..kinds.attached_hook import AttachedHook
@@ -10,6 +11,8 @@ from ..kinds.clock import Clock
 from ..lazy_compiler import has_compiled
 from ..spec.hooks import HookSpec
 from ..spec.schedule import STEP_PHASES, Schedule
+
+_subsampling: Callable[[AttachedHook], int] = attrgetter("subsampling")
 
 
 class ScheduledHooks:
@@ -76,7 +79,7 @@ class ScheduledHooks:
             for name, schedule in self._schedules.items()
         }
         # Without a budget, hooks are only sampled if a state with one was loaded.
-        is_sampled = self._is_sampled or any(attached.subsampling > 1 for attached in self.attached_hooks)
+        is_sampled = self._is_sampled or max(map(_subsampling, self.attached_hooks), default=1) > 1
         if not (changed or update_all or is_sampled) and is_scheduled == self._is_scheduled:
             return
         self._is_scheduled = is_scheduled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
-from .module_calls import Call
+from .module_calls import Call, firing_of
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
 from .together import groups_of, is_together, join_gradients
 
@@ -141,7 +142,8 @@ class CallGradients:
                 tensors[path] = tensor
         values = {path: tensor.detach().clone() for path, tensor in tensors.items() if attached.matches_path(path)}
         fired, clock, paths = self.fired, self.clock, list(tensors)
-        firing_of, indices = self.call.gradient_firings(), count()
+        index, recompute, origin = self.call.index, self.call.is_recomputed, self.call.origin
+        passes = count()
 
         def on_gradients(gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             given = {
@@ -154,7 +156,7 @@ class CallGradients:
             if attached not in fired:
                 fired.add(attached)
                 attached.count_firing()
-            new = attached.fire_together(given, firing_of(next(indices)), values=values)
+            new = attached.fire_together(given, firing_of(index, next(passes), recompute, origin), values=values)
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
         aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
@@ -228,23 +230,33 @@ def gradient_hook(
         fired: Receives the sites when they fire for the first time. Those in it are not counted again.
         value: A copy of the tensor, if a site needs it.
     """
-    firing_of, backward = call.gradient_firings(), -1
+    return partial(_on_gradient, attached_hooks, path, call.index, call.is_recomputed, call.origin, clock, fired, value, [])
 
-    def on_gradient(gradient: Tensor | None) -> Tensor | None:
-        # The gradient is None if an operation has several outputs and this one is unused.
-        if clock.closed or gradient is None:
-            return None
-        nonlocal backward
-        backward += 1
-        new, firing = gradient, firing_of(backward)
-        for attached in attached_hooks:
-            if attached not in fired:
-                fired.add(attached)
-                attached.count_firing()
-            new = attached.fire(new, path, firing, value=value)
-        return None if new is gradient else new
 
-    return on_gradient
+def _on_gradient(
+    attached_hooks: Sequence[AttachedHook],
+    path: str,
+    index: int,
+    recompute: bool,
+    origin: int,
+    clock: Clock,
+    fired: set[AttachedHook],
+    value: Tensor | None,
+    passes: list[None],  # an item for each gradient so far
+    gradient: Tensor | None,
+) -> Tensor | None:
+    # The gradient is None if an operation has several outputs and this one is unused.
+    if clock.closed or gradient is None:
+        return None
+    firing, new = firing_of(index, len(passes), recompute, origin), gradient
+    passes.append(None)
+    for attached in attached_hooks:
+        if attached not in fired:
+            fired.add(attached)
+            attached.firings += 1
+        found = None if attached.direct is None else attached.direct(new, path, firing)
+        new = attached.fire(new, path, firing, value=value) if found is None else found
+    return None if new is gradient else new
 
 
 def gradient_groups(

@@ -69,7 +69,8 @@ class HookedModule(RunningModule):
         for attached in () if self.call.is_recomputed else self.observers.values():
             gradients = self.gradients.get(attached)
             if attached in self.fired:
-                attached.count_hit()
+                attached.opportunities += 1
+                attached.firings += 1
             elif gradients is not None:
                 gradients.count_opportunities(missing_is_expected=True)
             elif attached in self.called or has_raised:

@@ -21,21 +21,25 @@ class HookCoverage:
     Args:
         site: The site.
         clock: The clock of the probe.
+
+    Attributes:
+        opportunities, firings: Those of the current micro-step so far. Hooks that fire often add to them without a call.
+        expected, fired: Those of all earlier micro-steps.
     """
 
     __slots__ = (
         "_exempt",
-        "_fired",
         "_misses",
-        "_opportunities",
         "clock",
         "copied",
         "default_reason",
         "exemptions",
         "expected",
         "fired",
+        "firings",
         "frequency",
         "module_calls",
+        "opportunities",
         "other_phases",
         "reasons",
         "requires_grad_at_start",
@@ -55,27 +59,22 @@ class HookCoverage:
         self.copied = False  # whether its module was copied together with its hooks
         self.module_calls: Calls | None = None  # of its module, if that has a forward hook
         self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
-        self._opportunities = self._fired = 0  # in the current micro-step
+        self.opportunities = self.firings = 0  # in the current micro-step
         self._misses: list[str] = []
         self._exempt: list[str] = []
 
     def count_opportunity(self) -> None:
         """Count an opportunity: its module was called, or its optimizer made a step."""
-        self._opportunities += 1
+        self.opportunities += 1
 
     @property
     def opportunity_index(self) -> int:
         """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
-        return self._opportunities - 1
+        return self.opportunities - 1
 
     def count_firing(self) -> None:
         """Count a firing."""
-        self._fired += 1
-
-    def count_hit(self) -> None:
-        """Count an opportunity and its firing."""
-        self._opportunities += 1
-        self._fired += 1
+        self.firings += 1
 
     def count_and_check_readable(self, tensor: Tensor) -> bool:
         """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
@@ -113,9 +112,9 @@ class HookCoverage:
             reason: The reason if there was no opportunity; the default reason of the kind if None.
         """
         # Other threads may count at the same time: what they add in the meantime belongs to the next micro-step.
-        opportunities, fired = self._opportunities, self._fired
-        self._opportunities -= opportunities
-        self._fired -= fired
+        opportunities, fired = self.opportunities, self.firings
+        self.opportunities -= opportunities
+        self.firings -= fired
         if fired >= opportunities > 0 and not self._exempt:  # the usual case
             self.expected += opportunities
             self.fired += fired
@@ -155,7 +154,7 @@ class HookCoverage:
     @property
     def has_opportunities(self) -> bool:
         """Whether it had any opportunity in the current micro-step."""
-        return bool(self._opportunities or self._fired or self._exempt)
+        return bool(self.opportunities or self.firings or self._exempt)
 
     def current_parameter(self) -> Parameter | None:
         """Return the parameter that is at the site now; None if it was removed from the module."""

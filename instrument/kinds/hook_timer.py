@@ -81,6 +81,11 @@ class HookTimer(Generic[HookKey]):
         if not self._depth:
             self.seconds += time.perf_counter() - self._started_at
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a measurement is in progress."""
+        return self._depth > 0
+
     def lap(self) -> None:
         """Add the time of the current measurement so far to the total."""
         if self._depth:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from types import FrameType
@@ -40,7 +39,10 @@ Memory = tuple[tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...], int]
 _FEW_CALLS = 100  # whose inputs are known, before those are removed that are no longer in memory
 
 
-@dataclass(slots=True)
+firing_of = lru_cache(4096)(Firing)
+"""Returns the `Firing` with these fields, without a Python call for one that is known."""
+
+
 class Call:
     """One call of a module.
 
@@ -50,41 +52,39 @@ class Call:
         micro_step_index: The micro-step in which it started.
         is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
+        repeats: Whether it repeats an earlier call in the backward pass.
         on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity; None if they are not needed.
         copies: The containers that the module gets instead of those of the caller.
     """
 
-    index: int
-    origin: int
-    micro_step_index: int
-    is_recomputed: bool = False
-    segment: object | None = None
     on_output: Callable[[Any], None] | None = None
     versions: dict[int, int] | None = None
     copies: Sequence[CopiedContainer] = ()
+
+    def __init__(
+        self,
+        index: int,
+        origin: int,
+        micro_step_index: int,
+        is_recomputed: bool = False,
+        segment: object | None = None,
+    ) -> None:
+        self.index = index
+        self.origin = origin
+        self.micro_step_index = micro_step_index
+        self.is_recomputed = is_recomputed
+        self.segment = segment
+        self.repeats = is_recomputed or origin != index
 
     @property
     def graph_is_discarded(self) -> bool:
         """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
         return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether it repeats an earlier call in the backward pass."""
-        return self.is_recomputed or self.origin != self.index
-
-    def firing(self, backward: int = 0) -> Firing:
-        """Return what identifies a firing in this call: with a gradient, its index."""
-        return _firing(self.index, backward, self.is_recomputed, self.origin)
-
-    def gradient_firings(self) -> Callable[[int], Firing]:
-        """Return a function of the index of a gradient of this call, like `firing`. It does not refer to the call."""
-        index, recompute, origin = self.index, self.is_recomputed, self.origin
-        return lambda backward: _firing(index, backward, recompute, origin)
-
-
-_firing = lru_cache(4096)(Firing)
+    def firing(self) -> Firing:
+        """Return what identifies a firing in this call."""
+        return firing_of(self.index, 0, self.is_recomputed, self.origin)
 
 
 class Calls:
@@ -131,7 +131,10 @@ class Calls:
         """
         micro_step_index = self.clock.micro_step_index
         if self.micro_step_index != micro_step_index:
-            self._begin(micro_step_index)
+            with self._lock:  # several threads may start the first call of a micro-step
+                if self.micro_step_index != micro_step_index:
+                    self._indices, self._latest, self._repeatable = count(), -1, []
+                    self.micro_step_index = micro_step_index
         key = _thread(), group
         active = self._active.get(key)
         if active is None:
@@ -160,14 +163,6 @@ class Calls:
             return call
         self._started.pop(_thread(), None)
         return None
-
-    def _begin(self, micro_step_index: int) -> None:
-        """Start to count the calls of a micro-step. Several threads may do so at once."""
-        with self._lock:
-            if self.micro_step_index != micro_step_index:
-                self._indices, self._latest = count(), -1
-                self._repeatable = []
-                self.micro_step_index = micro_step_index
 
     def _enter_segment(self, inputs: Iterable[Any], active: list[Call]) -> Call:
         """Start a call that may be part of a checkpoint segment, or that runs in a backward pass."""

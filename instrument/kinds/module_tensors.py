@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, cast
@@ -26,7 +25,7 @@ from .attached_hook import AttachedHook, fire_all
 from .clock import Clock
 from .graph_hooks import GraphHooks, Places
 from .hook_group_interface import InertWhenCopied
-from .module_calls import Call, Calls
+from .module_calls import Call, Calls, firing_of
 from .reasons import TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
@@ -35,7 +34,6 @@ from .together import act_together, groups_of, is_together
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
 
-_UNMEASURED = nullcontext()
 _transform = (
     torch._C._functorch.peek_interpreter_stack
 )  # returns the transform of torch.func that runs this code, if any
@@ -149,12 +147,9 @@ class ModuleHooks(InertWhenCopied):
         if not self.active:
             self.hooks.suspend()
             return None
-        if self.clock.timer is None:
-            return self._before(module, args, kwargs)
-        with self.clock.timer:
-            return self._before(module, args, kwargs)
-
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        if (timer := self.clock.timer) is not None and not timer.is_running:
+            with timer:
+                return self.before(module, args, kwargs)
         if _transform() is not None:
             for attached in self.attached_hooks:
                 if attached.is_scheduled:
@@ -162,15 +157,16 @@ class ModuleHooks(InertWhenCopied):
                     attached.count_miss(TRANSFORMED)
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
-        if not (self.pre or self.input_gradients.is_requested or self.output_gradients.changes):
+        inputs, outputs = self.input_gradients, self.output_gradients
+        if not (self.pre or inputs.contribution_hooks or inputs.total_hooks or outputs.changes):
             return None
         original = new = join_arguments(args, kwargs)
         if self.pre:
             new = self._act(self.pre, new, call)
-        if self.input_gradients.is_requested:
-            new = self.input_gradients.register(module, new, len(args), call)
-        if self.output_gradients.changes:
-            self.output_gradients.store_inputs(new, call)
+        if inputs.contribution_hooks or inputs.total_hooks:
+            new = inputs.register(module, new, len(args), call)
+        if outputs.changes:
+            outputs.store_inputs(new, call)
         if new is original:
             return None
         call.copies = copied_containers(original, new)
@@ -182,12 +178,9 @@ class ModuleHooks(InertWhenCopied):
             return self.graph.trace_after(module, args, kwargs, output) if self.clock.in_graphs else None
         if self.clock.closed or not self.active or _transform() is not None:
             return None
-        if self.clock.timer is None:
-            return self._after(module, args, kwargs, output)
-        with self.clock.timer:
-            return self._after(module, args, kwargs, output)
-
-    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if (timer := self.clock.timer) is not None and not timer.is_running:
+            with timer:
+                return self.after(module, args, kwargs, output)
         if (call := self.calls.leave(self)) is None:  # its start was not seen
             return None
         if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
@@ -220,14 +213,15 @@ class ModuleHooks(InertWhenCopied):
 
     def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, in_place: Any = ()) -> Any:
         """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
-        firing = call.firing()
+        firing = firing_of(call.index, 0, call.is_recomputed, call.origin)
         if type(value) is Tensor and not call.is_recomputed:  # most often, it is one plain tensor
             for at, attached in enumerate(attached_hooks):
                 new = None if attached.direct is None else attached.direct(value, "", firing)
                 if new is None:
                     attached_hooks = attached_hooks[at:]
                     break
-                attached.count_hit()
+                attached.opportunities += 1
+                attached.firings += 1
                 value = new
             else:
                 return value

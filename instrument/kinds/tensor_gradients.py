@@ -124,11 +124,6 @@ class InputGradients:
         # If an exception ends a call, its hooks on submodules remain. They are removed in a later micro-step.
         self.replayed_calls: dict[int, ReplayedCalls] = {}
 
-    @property
-    def is_requested(self) -> bool:
-        """Whether any site expects such a gradient."""
-        return bool(self.contribution_hooks or self.total_hooks)
-
     def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
         """Register hooks for all input tensors. Return the input with which to call the module.
 
@@ -266,7 +261,7 @@ class OutputGradients:
         )
         if is_simple:
             for attached in self.attached_hooks:
-                attached.count_opportunity()
+                attached.opportunities += 1
             output.register_hook(gradient_hook(self.attached_hooks, "", call, self.clock, set()))
         return is_simple
 
