@@ -31,7 +31,7 @@ from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .hook_timer import HookTimer
-from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .module_calls import firing_of, is_first_reentrant_pass, recomputed_segment
 from .reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 
 Given = TypeVar("Given")
@@ -203,6 +203,25 @@ class AttachedHook(HookCoverage):
             given = unscaled(part, amp_scale)
             new = rescaled(self.run(given, context), given, part, amp_scale)
         return _replaced(tensor, part, new)
+
+    def fire_at_opportunity(
+        self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None
+    ) -> Tensor | None:
+        """Count an opportunity at the tensor of a parameter or a buffer, and run the action if the tensor can be read.
+
+        Args:
+            tensor: The tensor.
+            value, amp_scale: See `fire`.
+
+        Returns:
+            The tensor that replaces it; None if it cannot be read.
+        """
+        firing, path = firing_of(self.opportunities, 0, False, None), self.site.own_name
+        if self.direct is not None and amp_scale is None and (new := self.direct(tensor, path, firing)) is not None:
+            self.opportunities += 1
+            self.firings += 1
+            return new
+        return self.fire(tensor, path, firing, value=value, amp_scale=amp_scale) if self.can_read(tensor) else None
 
     def fire_together(
         self, tensors: Mapping[str, Tensor], firing: Firing = FIRST_CALL, *, values: Mapping[str, Tensor] | None = None

@@ -62,6 +62,10 @@ class Clock:
     in_checkpoint: bool = False
     named_at: int = -1
     sample_ids: SampleIds | None = None
+    _boundary: tuple[StepContext | None, StepContext] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._boundary = None, self.moment
 
     def name_samples(self, ids: SampleIds) -> None:
         """Name the samples of the current micro-step."""
@@ -74,11 +78,15 @@ class Clock:
 
     @property
     def boundary(self) -> StepContext:
-        """The moment of hooks around the optimizer step.
+        """The moment of hooks around the optimizer step. The same object until the moment changes.
 
         They belong to the last micro-step, which has ended already.
         """
-        return self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
+        of, boundary = self._boundary
+        if of is not self.moment:
+            boundary = self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
+            self._boundary = self.moment, boundary
+        return boundary
 
 
 class Firing(NamedTuple):

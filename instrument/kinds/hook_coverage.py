@@ -76,7 +76,7 @@ class HookCoverage:
         """Count a firing."""
         self.firings += 1
 
-    def count_and_check_readable(self, tensor: Tensor) -> bool:
+    def can_read(self, tensor: Tensor) -> bool:
         """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
         self.count_opportunity()
         reason = unreadable(tensor)

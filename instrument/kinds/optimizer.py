@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from .attached_hook import AttachedHook
-from .clock import Clock, Firing
+from .clock import Clock
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
 from .reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
@@ -100,22 +100,23 @@ class StepHooks:
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
         for attached in self._scheduled(attached_hooks):
-            tensor = self._tensor(attached)
-            if tensor is None or not attached.count_and_check_readable(tensor):
+            parameter = attached.current_parameter()
+            tensor = self._tensor(attached, parameter)
+            if tensor is None:
                 continue
             attached.prepare([tensor])
-            of = attached.current_parameter() if attached.site.spec.tensor_role == "update" else None
-            new = attached.fire(tensor, attached.site.own_name, Firing(attached.opportunity_index), value=of)
-            if new is not tensor:
+            of = parameter if attached.site.spec.tensor_role == "update" else None
+            new = attached.fire_at_opportunity(tensor, value=of)
+            if new is not tensor and new is not None:
                 tensor.copy_(new)
 
     def _scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
         return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
 
-    def _tensor(self, attached: AttachedHook) -> Tensor | None:
+    def _tensor(self, attached: AttachedHook, parameter: Parameter | None) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
         role, site = attached.site.spec.tensor_role, attached.site
-        current = site.current_tensor if role == "buffer" else attached.current_parameter()
+        current = site.current_tensor if role == "buffer" else parameter
         if current is not None and is_lazy(current):
             return current
         tensor = None if current is None else self._in_role(attached, role, current)

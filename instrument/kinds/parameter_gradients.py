@@ -100,7 +100,7 @@ class GradientHooks:
         return [
             attached
             for attached in attached_hooks
-            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
+            if attached.is_scheduled and not self.clock.closed and attached.can_read(gradient)
         ]
 
     def detach(self) -> None:
@@ -156,12 +156,18 @@ class BoundaryHooks:
             scheduled = self.owners.sites_of(
                 self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled]
             )
-            if ready := [entry for attached in scheduled if (entry := _ready(attached, optimized_ids)) is not None]:
-                # A fused optimizer unscales gradients itself and provides the factor.
-                self._act(ready, getattr(self.optimizer, "grad_scale", None))
+            # A fused optimizer unscales gradients itself and provides the factor.
+            scale = getattr(self.optimizer, "grad_scale", None)
+            sites = [entry for attached in scheduled if (entry := _with_gradient(attached, optimized_ids)) is not None]
+            if attached_hooks[0].is_record_hook:
+                with torch.no_grad():
+                    for attached, parameter, gradient in sites:
+                        attached.fire_at_opportunity(gradient, value=parameter, amp_scale=scale)
+            elif ready := [entry for entry in sites if entry[0].can_read(entry[2])]:
+                self._change(ready, scale)
 
     @torch.no_grad()
-    def _act(self, ready: list[tuple[AttachedHook, Parameter, Tensor]], scale: Tensor | None) -> None:
+    def _change(self, ready: list[tuple[AttachedHook, Parameter, Tensor]], scale: Tensor | None) -> None:
         gradients = [gradient for _, _, gradient in ready]
         unscaled_gradients = gradients if scale is None else [unscaled(gradient, scale) for gradient in gradients]
         ready[0][0].prepare(unscaled_gradients)
@@ -180,15 +186,15 @@ class BoundaryHooks:
             self.handle.remove()
 
 
-def _ready(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
-    """Return a site with its parameter and gradient. If it cannot fire, note the reason and return None."""
+def _with_gradient(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
+    """Return a site with its parameter and gradient. If there is none, note the reason and return None."""
     parameter = attached.current_parameter()
     if parameter is None:
         attached.count_opportunity()
         attached.count_miss(REMOVED)
         return None
     if id(parameter) in optimized_ids and parameter.grad is not None:
-        return (attached, parameter, parameter.grad) if attached.count_and_check_readable(parameter.grad) else None
+        return attached, parameter, parameter.grad
     if not parameter.requires_grad:
         attached.count_exempt(FROZEN)
     elif id(parameter) not in optimized_ids:

@@ -120,7 +120,7 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert places(slab) == [[0, 0], [0, 1], [0, 2], [-1, -1], [-1, -1]]
     np.testing.assert_allclose(memory[0, 5], base.double().mean(), rtol=1e-12)
     assert [programs for _, programs, _ in driver.launches] == [1, 1, 1]
-    slab, _ = slab_with_room(12, rows=1)
+    slab, memory = slab_with_room(12, rows=1)
     for _ in range(2):
         assert slab.add(torch.randn(5000), 0, None, True)
     assert places(slab) == [[0, 0], [-1, -1]]  # the memory is full
