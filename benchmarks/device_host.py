@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import time
 from collections.abc import Callable
 from statistics import median
@@ -38,8 +37,8 @@ def network() -> nn.Module:
 
 def replace_driver() -> None:
     """Let slabs launch a function that does nothing and returns 0, for float32 tensors on the CPU."""
-    nothing = ctypes.cast(ctypes.CDLL("libm.so.6").feclearexcept, ctypes.c_void_p).value
-    kernel.connect_driver([nothing] * 3, 4096, 1024)
+    nothing = ctypes.cast(ctypes.CDLL("libm.so.6").feclearexcept, ctypes.c_void_p).value or 0
+    kernel.connect_driver((nothing, nothing, nothing), 4096, 1024)
     memory = torch.empty(8), torch.empty(1)
     kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 0, (128, 32), memory)
 
@@ -63,11 +62,16 @@ def empty_hooks(model: nn.Module) -> None:
         layer.register_forward_hook(on_output)
 
 
-def measure(rounds: int, ways: dict[str, Callable[[], None]], end_step: Callable[[], object]) -> dict[str, float]:
-    """Return the microseconds per tensor of each way, in addition to those of the first one. All ways take turns."""
+def measure(rounds: int, ways: dict[str, tuple[Callable[[], None], Callable[[], object]]]) -> dict[str, float]:
+    """Return the microseconds per tensor of each way, in addition to those of the first one.
+
+    Args:
+        rounds: The number of steps.
+        ways: For each way a step, and what follows it without being measured. All ways take turns.
+    """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
-        for name, step in ways.items():
+        for name, (step, end_step) in ways.items():
             start = time.perf_counter()
             step()
             found[name].append(time.perf_counter() - start)
@@ -83,19 +87,25 @@ def main() -> None:
     torch.set_num_threads(1)
     print(machine(), f"\n{LAYERS} x Linear({WIDTH}), outputs and gradients, hooks only: microseconds per tensor\n")
     batch = torch.randn(BATCH, WIDTH)
-    models = {name: network() for name in ("nothing", "empty hooks", "recorded")}
-    empty_hooks(models["empty hooks"])
-    ways = {name: step_of(model, batch) for name, model in models.items()}
-    with instrument.attach(models["recorded"], SPECS) as probe:
-        on_cpu = measure(rounds, ways, probe.end_step)
-        replace_driver()
-        probe.recorder._stats._most[torch.device("cpu")] = TENSORS  # a GPU gets memory after a first step by other ways
-        probe.end_step()
-        on_device = measure(rounds, ways, probe.end_step)
-        kernel.disconnect_driver()
-    for label, found in (("path of the CPU", on_cpu), ("path of a GPU, launch replaced", on_device)):
-        print(f"{label}: {found['recorded']:.2f} (empty hooks {found['empty hooks']:.2f})")
-    print(f"ratio: {on_device['recorded'] / on_cpu['recorded']:.2f}")
+    bare, empty, on_cpu, on_device = (network() for _ in range(4))
+    empty_hooks(empty)
+    replace_driver()
+    with instrument.attach(on_cpu, SPECS) as cpu_probe, instrument.attach(on_device, SPECS) as device_probe:
+        device_probe.recorder._stats._most[torch.device("cpu")] = TENSORS  # a GPU gets memory after its first step
+        device_probe.end_step()
+        found = measure(
+            rounds,
+            {
+                "nothing": (step_of(bare, batch), lambda: None),
+                "empty hooks that register empty hooks": (step_of(empty, batch), lambda: None),
+                "path of the CPU": (step_of(on_cpu, batch), cpu_probe.end_step),
+                "path of a GPU, driver replaced": (step_of(on_device, batch), device_probe.end_step),
+            },
+        )
+    kernel.disconnect_driver()
+    for name, microseconds in found.items():
+        print(f"{name}: {microseconds:.2f}")
+    print(f"ratio: {found['path of a GPU, driver replaced'] / found['path of the CPU']:.2f}")
 
 
 if __name__ == "__main__":

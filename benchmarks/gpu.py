@@ -1,6 +1,6 @@
 """Steps on a GPU with hooks: their time relative to the same step without hooks, launches, synchronizations and memory.
 
-python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small] [--precision fp32 bf16]
+python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [--precision fp32 bf16] [--compiled]
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from instrument.stats.device_choice import measured_by
 DEVICE = "cuda"  # also the name of ROCm devices
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+NAIVE = "every leaf's output and gradient, with hooks of a notebook"
 PROFILED = 10  # steps, so that a hook with `every: 10` fires once
 
 
@@ -66,6 +68,45 @@ def hooked_step(training: Training, specs: dict[str, dict[str, Any]]) -> Iterato
             yield lambda: probe.end_step(loss=training.step())
 
 
+@contextmanager
+def naive_step(training: Training) -> Iterator[Callable[[], object]]:
+    """Yield a function that makes a training step with hooks of a notebook: eight statistics of each leaf's output and gradient.
+
+    They are written to pinned memory asynchronously, and read a step later.
+    """
+    rows: list[torch.Tensor] = []
+
+    def measure(tensor: torch.Tensor) -> None:
+        x = tensor.detach().float()
+        numbers = (x.mean(), x.std(), x.min(), x.max(), x.norm(), (x == 0).sum(), x.isnan().sum(), x.isinf().sum())
+        rows.append(torch.stack(numbers))
+
+    def on_output(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
+        measure(output)
+        if output.requires_grad:
+            output.register_hook(measure)
+
+    handles = [training.model.get_submodule(name).register_forward_hook(on_output) for name in training.leaves()]
+    copied: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def step() -> None:
+        training.step()
+        memory = torch.empty((len(rows), 8), pin_memory=True).copy_(torch.stack(rows), non_blocking=True)
+        rows.clear()
+        copied.append((memory, torch.cuda.Event()))
+        copied[-1][1].record()
+        if len(copied) > 1:
+            numbers, event = copied.pop(0)
+            event.synchronize()
+            numbers.tolist()
+
+    try:
+        yield step
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class Row(NamedTuple):
     """The cost of hooks.
 
@@ -80,13 +121,17 @@ class Row(NamedTuple):
     memory: float
 
 
-def measure(workload: Workload, specs: dict[str, dict[str, Any]], rounds: int, precision: str) -> Row:
+def measure(
+    create: Callable[[], Training],
+    hooked: Callable[[Training], AbstractContextManager[Callable[[], object]]],
+    rounds: int,
+) -> Row:
     """Measure a step with hooks and a step without."""
     before = torch.cuda.memory_allocated()
-    baseline = workload.training(DEVICE, PRECISIONS[precision])
+    baseline = create()
     baseline.step()
     held = torch.cuda.memory_allocated() - before
-    with hooked_step(workload.training(DEVICE, PRECISIONS[precision]), specs) as step:
+    with hooked(create()) as step:
         time = paired(baseline.step, step, rounds=rounds, steps=10, device=DEVICE)
         return Row(time, counted(step), (held + peak(step)) / (held + peak(baseline.step)))
 
@@ -103,6 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--compiled", action="store_true", help="compile the models with torch.compile(fullgraph=True)")
     parser.add_argument("--only", nargs="*", choices=GPU_WORKLOADS, default=list(GPU_WORKLOADS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -114,14 +160,24 @@ def main() -> None:
     for name in options.only:
         workload = GPU_WORKLOADS[name]
         for precision in options.precision:
-            training = workload.training(DEVICE, PRECISIONS[precision])
+
+            def create(workload: Workload = workload, dtype: torch.dtype | None = PRECISIONS[precision]) -> Training:
+                training = workload.training(DEVICE, dtype)
+                if options.compiled:
+                    training.model.compile(fullgraph=True)
+                return training
+
+            training = create()
             training.step()  # the first step of an optimizer has other kernels
             alone = counted(training.step)
             seconds = paired(training.step, training.step, rounds=3, device=DEVICE).baseline
             show(workload.name, precision, "nothing", f"{1e3 * seconds:.1f} ms", alone, 1.0)
             del training
-            for label, specs in jobs(workload.training()).items():
-                row = measure(workload, specs, options.rounds, precision)
+            ways = {label: partial(hooked_step, specs=specs) for label, specs in jobs(workload.training()).items()}
+            if not options.compiled:
+                ways[NAIVE] = naive_step
+            for label, hooked in ways.items():
+                row = measure(create, hooked, options.rounds)
                 show(workload.name, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)
     print("\nstatistics:", measured_by())
 

@@ -1,4 +1,4 @@
-"""Workloads of the benchmarks: models with batches of fixed sizes, three for a CPU and two for a GPU."""
+"""Workloads of the benchmarks: models with batches of fixed sizes, three for a CPU and three for a GPU."""
 
 from __future__ import annotations
 
@@ -59,6 +59,50 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return self.head(self.norm(self.blocks(x)))  # type: ignore[no-any-return]
+
+
+class LlamaBlock(nn.Module):
+    """A block as in Llama: RMSNorm, rotary positions, and a gated perceptron."""
+
+    def __init__(self, width: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.project = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.act, self.down = nn.SiLU(), nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.norm1(x)
+        q, k, v = (layer(y).view(batch, length, self.heads, -1).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(each.float().unflatten(-1, (-1, 2))) * rotation).flatten(-2)
+            for each in (q, k)
+        )
+        mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        y = self.norm2(x)
+        return x + self.down(self.act(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """A decoder-only transformer with the layers of Llama."""
+
+    def __init__(self, layers: int, width: int, heads: int, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, hidden) for _ in range(layers))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.frequencies = 10_000.0 ** -torch.linspace(0, 1, width // heads // 2 + 1)[:-1]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, positions = self.tokens(tokens), torch.arange(tokens.shape[1], device=tokens.device)
+        angles = torch.outer(positions, self.frequencies.to(tokens.device))
+        rotation = torch.polar(torch.ones_like(angles), angles)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -137,5 +181,10 @@ GPU_WORKLOADS = {
         "GPT-2-small, batch 8 x 1024",
         lambda: GPT(layers=12, width=768, heads=12, length=1024, vocabulary=50_304),
         _tokens(8, 1024, 50_304),
+    ),
+    "llama_300m": Workload(
+        "Llama-like, 322 million parameters, batch 4 x 1024",
+        lambda: Llama(layers=20, width=1024, heads=16, hidden=2816, vocabulary=32_000),
+        _tokens(4, 1024, 32_000),
     ),
 }

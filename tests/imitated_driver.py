@@ -14,9 +14,7 @@ import torch
 from instrument.stats import kernel
 
 _POINTER = ctypes.c_void_p
-_LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int, _POINTER, *[ctypes.c_uint] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER
-)
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, *[ctypes.c_uint] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER)
 _STATUS = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, ctypes.POINTER(ctypes.c_int))
 _DEVICE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
 MEASURE, COMPARE = 1, 2  # handles of the kernels: the numbers of their tensors
@@ -72,7 +70,7 @@ def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
         return 0
 
     functions = _LAUNCH(launch), _STATUS(capture_status), _DEVICE(current_device)
-    kernel.connect_driver([ctypes.cast(each, _POINTER).value for each in functions], 4096, 1024)
+    kernel.connect_driver(tuple(ctypes.cast(each, _POINTER).value for each in functions), 4096, 1024)  # type: ignore[arg-type]
     memory = torch.empty(8), torch.empty(1)
     for tensors in (MEASURE, COMPARE):
         kernel.add_launcher(torch.device("cpu"), dtype, 0, tensors, tensors, (128, 32), memory)

@@ -230,10 +230,12 @@ def gradient_hook(
         fired: Receives the sites when they fire for the first time. Those in it are not counted again.
         value: A copy of the tensor, if a site needs it.
     """
-    return partial(_on_gradient, attached_hooks, path, call.index, call.is_recomputed, call.origin, clock, fired, value, [])
+    return partial(
+        _on_gradient, attached_hooks, path, call.index, call.is_recomputed, call.origin, clock, fired, value, []
+    )
 
 
-def _on_gradient(
+def _on_gradient(  # noqa: PLR0917
     attached_hooks: Sequence[AttachedHook],
     path: str,
     index: int,

@@ -100,9 +100,9 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
         context.moment = moment = clock.moment
         new, factor = call_action(change, tensor, context)
         number = factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
-        is_no_number = isinstance(number, Tensor) or number != number  # noqa: PLR0124
+        is_number = not (isinstance(number, Tensor) or number != number)  # noqa: PLR0124
         slot = slots[path, firing, type(module)]
-        if is_no_number or not rows.record_plain_effect(tensor, new, slot, moment, number, held):
+        if not (is_number and rows.record_plain_effect(tensor, new, slot, moment, cast(float, number), held)):
             effect = effect_of(tensor, new, number, tensor.numel())
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)

@@ -141,9 +141,7 @@ class ModuleHooks(InertWhenCopied):
         if self.clock.closed:
             return None
         if self.unscheduled:
-            for attached in self.unscheduled:
-                attached.count_unscheduled()
-            self.unscheduled = []
+            self._count_unscheduled()
         if not self.active:
             self.hooks.suspend()
             return None
@@ -151,10 +149,7 @@ class ModuleHooks(InertWhenCopied):
             with timer:
                 return self.before(module, args, kwargs)
         if _transform() is not None:
-            for attached in self.attached_hooks:
-                if attached.is_scheduled:
-                    attached.count_opportunity()
-                    attached.count_miss(TRANSFORMED)
+            self._count_transformed()
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
         inputs, outputs = self.input_gradients, self.output_gradients
@@ -171,6 +166,17 @@ class ModuleHooks(InertWhenCopied):
             return None
         call.copies = copied_containers(original, new)
         return split_arguments(new, len(args))
+
+    def _count_unscheduled(self) -> None:
+        for attached in self.unscheduled:
+            attached.count_unscheduled()
+        self.unscheduled = []
+
+    def _count_transformed(self) -> None:
+        for attached in self.attached_hooks:
+            if attached.is_scheduled:
+                attached.count_opportunity()
+                attached.count_miss(TRANSFORMED)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""

@@ -179,4 +179,6 @@ def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
     if not any(number >= 0 for number in np.frombuffer(slab.take()[1], np.int64)[3::5]):
         return None  # slabs launch nothing on this device
     found = results[0].tolist()
-    return None if np.allclose(found, expected, rtol=_TOLERANCE) else f"the kernel returned {found} instead of {expected}"
+    return (
+        None if np.allclose(found, expected, rtol=_TOLERANCE) else f"the kernel returned {found} instead of {expected}"
+    )

@@ -39,7 +39,15 @@ _LANES = tl.constexpr(128)  # results of programs that are merged at once
 
 
 @triton.jit(do_not_specialize=["results", "numel"])
-def _measure(elements, partials, arrived, results, numel: tl.int64, block_size: tl.constexpr, is_bfloat16: tl.constexpr):
+def _measure(  # noqa: PLR0915, PLR0917
+    elements,
+    partials,
+    arrived,
+    results,
+    numel: tl.int64,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+):
     program, programs = tl.program_id(0), tl.num_programs(0)
     whole = numel // block_size
     first = _as_float(tl.load(elements + program.to(tl.int64) * block_size), is_bfloat16)
@@ -105,7 +113,7 @@ def _measure(elements, partials, arrived, results, numel: tl.int64, block_size: 
 
 
 @triton.jit
-def _of_finite_elements(elements, numel, program, programs, block_size: tl.constexpr, is_bfloat16: tl.constexpr):  # noqa: PLR0917
+def _of_finite_elements(elements, numel, program, programs, block_size: tl.constexpr, is_bfloat16: tl.constexpr):
     inf = float("inf")
     n = tl.zeros([block_size], tl.int32)
     nan = tl.zeros([block_size], tl.int32)
@@ -134,7 +142,17 @@ def _of_finite_elements(elements, numel, program, programs, block_size: tl.const
         squares += deviation * deviation
         magnitudes += tl.abs(value)
     start = tl.where(shift < inf, shift, 0.0).to(tl.float64)
-    return tl.sum(n.to(tl.float64), 0), tl.sum(nan.to(tl.float64), 0), start, zeros, low, high, sums, squares, magnitudes
+    return (
+        tl.sum(n.to(tl.float64), 0),
+        tl.sum(nan.to(tl.float64), 0),
+        start,
+        zeros,
+        low,
+        high,
+        sums,
+        squares,
+        magnitudes,
+    )
 
 
 @triton.jit
@@ -210,7 +228,10 @@ def _compare(  # noqa: PLR0917
         finite_before, finite_after = tl.abs(was) < float("inf"), tl.abs(is_now) < float("inf")
         n_before += (inside & finite_before).to(tl.int32)
         n_after += (inside & finite_after).to(tl.int32)
-        value, new = tl.where(finite_before, was, 0.0).to(tl.float64), tl.where(finite_after, is_now, 0.0).to(tl.float64)
+        value, new = (
+            tl.where(finite_before, was, 0.0).to(tl.float64),
+            tl.where(finite_after, is_now, 0.0).to(tl.float64),
+        )
         squares_before += value * value
         squares_after += new * new
     own = partials + program * _NUMBERS
@@ -307,7 +328,9 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
     is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(flat.device):
         elements, is_bfloat16, programs, stream = _prepared(flat)
-        _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, num_warps=_WARPS)
+        _measure[programs](
+            elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, num_warps=_WARPS
+        )
         if counts is not None:
             upper = _power_of_2(len(counts))
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
@@ -363,9 +386,9 @@ def _add_launchers(measure: Any, compare: Any, device: torch.device, dtype: torc
 @cache
 def _connect_driver() -> None:
     library = ctypes.CDLL("libcuda.so.1")
-    names = ("cuLaunchKernel", "cuStreamIsCapturing", "cuCtxGetDevice")
-    functions = [ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names]
-    connect_driver(functions, _BLOCK * _BLOCKS, _PROGRAMS)
+    functions = (library.cuLaunchKernel, library.cuStreamIsCapturing, library.cuCtxGetDevice)
+    launch, capture_status, current_device = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions)
+    connect_driver((launch, capture_status, current_device), _BLOCK * _BLOCKS, _PROGRAMS)
 
 
 def _power_of_2(least: int) -> int:

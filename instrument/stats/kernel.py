@@ -120,7 +120,9 @@ class PortableSlab(Slab):
             row[: len(numbers) // row.itemsize] = np.frombuffer(numbers)
         shapes = [shape for *_, shape in rows]
         ranks = [_NO_SHAPE if shape is None else len(shape) for shape in shapes]
-        keys = np.array([(row[1], at, rank, -1, -1) for at, (row, rank) in enumerate(zip(rows, ranks, strict=True))], np.int64)
+        keys = np.array(
+            [(row[1], at, rank, -1, -1) for at, (row, rank) in enumerate(zip(rows, ranks, strict=True))], np.int64
+        )
         dims = np.array([size for shape in shapes for size in shape or ()], np.int64)
         return matrix.tobytes(), keys.tobytes(), dims.tobytes(), [moment for _, _, moment, _ in rows]
 
@@ -131,7 +133,7 @@ class PortableSlab(Slab):
 make_slab: Callable[[int], Slab] = native.Slab if _connected else PortableSlab
 
 
-def connect_driver(functions: Sequence[int | None], elements: int, programs: int) -> None:
+def connect_driver(functions: tuple[int, int, int], elements: int, programs: int) -> None:
     """Give slabs access to the driver of devices. Removes all launchers.
 
     Args:
@@ -153,7 +155,7 @@ launch_devices: dict[torch.device, bool] = {}
 """The devices with a launcher, each with true."""
 
 
-def add_launcher(
+def add_launcher(  # noqa: PLR0917
     device: torch.device,
     dtype: torch.dtype,
     stream: int,

@@ -3,6 +3,19 @@ from torch import Tensor
 from .kernel import Slab as Slab
 
 def connect(tensor: type, parameter: type, exchange_api: object) -> bool: ...
+def connect_driver(launch: int, capture_status: int, current_device: int, elements: int, programs: int) -> None: ...
+def add_launcher(
+    device_type: int,
+    device_id: int,
+    stream: int,
+    kind: int,
+    tensors: int,
+    function: int,
+    threads: int,
+    shared_memory: int,
+    partials: int,
+    arrived: int,
+) -> None: ...
 def effect(before: Tensor, after: Tensor) -> list[float] | None: ...
 def effect_of_clip(tensor: Tensor, low: float | None, high: float | None) -> tuple[bool, list[float]] | None: ...
 def sums(address: int, count: int, kind: int, with_magnitudes: bool) -> bytes | None: ...

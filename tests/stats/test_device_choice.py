@@ -222,7 +222,9 @@ def test_kernel_is_the_only_launch() -> None:
     measure_by_kernel(VALUES, results)  # allocates the memory of the stream
     for flat in (VALUES, VALUES.bfloat16()):
         with Operations() as operations, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(device_kernel, "_measure", {(2,): lambda *given, **options: operations.names.append("kernel")})
+            patch.setattr(
+                device_kernel, "_measure", {(2,): lambda *given, **options: operations.names.append("kernel")}
+            )
             measure_by_kernel(flat, results)
         views = ("aten.empty.memory_format", "aten.view.dtype", "aten.detach.default")
         launches = [name for name in operations.names if name not in views]
