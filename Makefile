@@ -27,6 +27,7 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -W ignore benchmarks/start.py
 	$(BIN)/python -W ignore benchmarks/steps.py
 	$(BIN)/python -W ignore benchmarks/firing.py
+	$(BIN)/python -W ignore benchmarks/device_host.py
 	$(BIN)/python -W ignore benchmarks/functions.py
 	$(BIN)/python -W ignore benchmarks/budget.py
 	$(BIN)/python -W ignore benchmarks/forecasts.py

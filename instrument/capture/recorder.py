@@ -86,6 +86,7 @@ class Recorder:
         self.sink = sink
         self.on_rows = on_rows
         self.print_line = print_line
+        reduces = ranks is not None and ranks.reduces
         self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
@@ -93,7 +94,8 @@ class Recorder:
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _BY_DEVICE), StepSlab(len(EFFECT), _EFFECT_BY_DEVICE)
-        self.record_plain, self.record_plain_effect = self._stats.add_plain, self._effects.add_plain_effect
+        self.record_plain = _refuse if reduces else self._stats.add_plain
+        self.record_plain_effect = _refuse if reduces else self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, _Values]] = []
@@ -336,6 +338,11 @@ class Recorder:
         for context, source_shape, tensor, decisions in tensors:
             if _read((), decisions, fetched) is not None:
                 self._store(context, source_shape, tensor, None)
+
+
+def _refuse(*given: object) -> bool:  # noqa: ARG001
+    """Add no row of a plain tensor, because the processes merge their rows."""
+    return False
 
 
 class _Values(NamedTuple):

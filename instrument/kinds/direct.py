@@ -42,7 +42,6 @@ def direct_of(attached: AttachedHook) -> Direct | None:
         or attached.condition is not None
         or spec.keep_as is not None
         or not (spec.functions or attached.matches_path(""))
-        or clock.parallel is not None
         or (attached.is_scaled and clock.amp_scale is not None)
     )
     if has_stages:

@@ -29,7 +29,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
 
 _BLOCK = 1024  # elements that a program reads at once
-_WARPS = 8  # of a program
+_OPTIONS = {"num_warps": 8} | (
+    {} if torch.version.hip else {"maxnreg": 64}
+)  # more programs at once: a third less time on an H200
 _BLOCKS = 4  # least number of blocks of a program, if there are several programs
 _PROGRAMS = 1024  # most programs: 8 for each multiprocessor of a large GPU
 # Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
@@ -328,9 +330,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
     is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(flat.device):
         elements, is_bfloat16, programs, stream = _prepared(flat)
-        _measure[programs](
-            elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, num_warps=_WARPS
-        )
+        _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, **_OPTIONS)
         if counts is not None:
             upper = _power_of_2(len(counts))
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
@@ -361,8 +361,8 @@ def trust_kernels(flat: Tensor) -> None:
     results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
     options = (*memory, results, numel, _BLOCK, is_bfloat16)
     compiled = (
-        _measure[programs](elements, *options, num_warps=_WARPS),
-        _compare[programs](elements, elements, *options, num_warps=_WARPS),
+        _measure[programs](elements, *options, **_OPTIONS),
+        _compare[programs](elements, elements, *options, **_OPTIONS),
     )
     _trusted[flat.device, flat.dtype] = compiled
     _add_launchers(*compiled, flat.device, flat.dtype, stream)

@@ -15,7 +15,9 @@ import test_trap_random_graphs as random_graphs
 import torch
 from tiers import portions
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import instrument
@@ -317,6 +319,15 @@ OUTPUTS = {"layers": "*", **RECORD}
 )
 def test_fast_path_is_taken_where_it_applies(specs: dict[str, Any], directly: int) -> None:
     assert measured_directly(specs) == directly
+
+
+def test_fast_path_is_taken_if_each_process_writes_its_own_rows() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        assert measured_directly({"a": OUTPUTS}) == 6
+        assert measured_directly({"a": {"layers": "0", "kind": "parameter_grad", "action": "record"}}) == 4
+    finally:
+        dist.destroy_process_group()
 
 
 def test_fast_path_measures_the_time_for_a_budget() -> None:
