@@ -250,6 +250,7 @@ class StepSlab:
         self.add_plain, self.add_plain_effect = self._slab.add, self._slab.add_effect
         self._width, self._on_device = width, on_device
         self._others: dict[int, Any] = {}
+        self._no_rows = Taken(np.empty((0, width)), np.empty((0, _KEYS), np.int64), np.empty(0, np.int64), [])
         self._lock = threading.Lock()
         self._lent: list[Tensor] = []  # the memory of this step on each device
         self._returned: list[Tensor] = []  # that of the step before, which may still be copied
@@ -285,6 +286,8 @@ class StepSlab:
 
     def take(self) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
+        if not len(self._slab):
+            return self._no_rows
         with self._lock:
             numbers, keys, dims, moments = self._slab.take()
             others, self._others = self._others, {}

@@ -71,10 +71,9 @@ class Journal:
         content = _with_checksums(message)
         size = sum(map(len, content))
         try:
-            for part in content:
-                rest = part
-                while rest:
-                    rest = rest[self._file.write(rest) :]
+            written = os.writev(self._file.fileno(), content)
+            while written < size:
+                written += os.write(self._file.fileno(), b"".join(content)[written:])
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:

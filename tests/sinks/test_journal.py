@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -81,28 +82,25 @@ def test_incomplete_batch_is_removed_from_the_journal(tmp_path: Path, monkeypatc
     journal.append(batch(0))
     size = journal.size
 
-    class Full:
-        """A disk with room for 20 more bytes."""
+    room, write = [20], os.write
 
-        def __init__(self, file: object) -> None:
-            self.file, self.room = file, 20
+    def write_some(descriptor: int, data: bytes) -> int:
+        """Write to a disk with room for 20 more bytes, ten at once."""
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        count = write(descriptor, data[:10])
+        room[0] -= count
+        return count
 
-        def write(self, data: memoryview) -> int:
-            if not self.room:
-                raise OSError(28, "No space left on device")
-            count = self.file.write(data[: self.room])  # type: ignore[attr-defined]
-            self.room -= count
-            return int(count)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self.file, name)
-
-    plain = journal._file
-    monkeypatch.setattr(journal, "_file", Full(plain))
-    with pytest.raises(OSError, match="No space left"):
-        journal.append(batch(1))
+    with monkeypatch.context() as full:
+        full.setattr("instrument.sinks.journal.os.write", write_some)
+        full.setattr(
+            "instrument.sinks.journal.os.writev", lambda descriptor, parts: write_some(descriptor, b"".join(parts))
+        )
+        with pytest.raises(OSError, match="No space left"):
+            journal.append(batch(1))
+    assert room == [0]
     assert path.stat().st_size == size
-    monkeypatch.setattr(journal, "_file", plain)
     journal.append(batch(2))
     journal.close()
     assert list(JournalReader.of(path).batches()) == [batch(0), batch(2)]
