@@ -1,9 +1,9 @@
-"""Time of the host per recorded tensor on the path of a GPU, whose driver is replaced, relative to the path of the CPU.
+"""Time of the host per recorded tensor on the code path of a GPU, relative to that of the CPU.
 
 python benchmarks/device_host.py [--rounds N]
 
-The network and its tensors are on the CPU. A function of the C library, which does nothing, takes the place of the three functions of
-the driver. So the result is the time of a launch without that in the driver.
+The networks and their tensors are on the CPU, and a function that does almost nothing replaces those of the driver. So the time of a
+launch is without the work of the driver, and the path of the CPU also reads the 1,024 elements of a tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def network() -> nn.Module:
 
 
 def replace_driver() -> None:
-    """Let slabs launch a function that does nothing and returns 0, for float32 tensors on the CPU."""
+    """Let slabs launch a function that clears no floating-point flags and returns 0, for float32 tensors on the CPU."""
     nothing = ctypes.cast(ctypes.CDLL("libm.so.6").feclearexcept, ctypes.c_void_p).value or 0
     kernel.connect_driver((nothing, nothing, nothing), 4096, 1024)
     memory = torch.empty(8), torch.empty(1)
@@ -52,7 +52,7 @@ def step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
     return step
 
 
-def empty_hooks(model: nn.Module) -> None:
+def register_empty_hooks(model: nn.Module) -> None:
     """Register hooks that register a hook on their output, and do nothing else."""
 
     def on_output(module: nn.Module, args: Any, output: Tensor) -> None:  # noqa: ARG001
@@ -62,16 +62,16 @@ def empty_hooks(model: nn.Module) -> None:
         layer.register_forward_hook(on_output)
 
 
-def measure(rounds: int, ways: dict[str, tuple[Callable[[], None], Callable[[], object]]]) -> dict[str, float]:
-    """Return the microseconds per tensor of each way, in addition to those of the first one.
+def measure(rounds: int, variants: dict[str, tuple[Callable[[], None], Callable[[], object]]]) -> dict[str, float]:
+    """Return the microseconds per tensor of each variant, minus those of the first one.
 
     Args:
         rounds: The number of steps.
-        ways: For each way a step, and what follows it without being measured. All ways take turns.
+        variants: For each variant a step, and a function that is called after it and not timed. The variants alternate.
     """
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, (step, end_step) in ways.items():
+        for name, (step, end_step) in variants.items():
             start = time.perf_counter()
             step()
             found[name].append(time.perf_counter() - start)
@@ -88,10 +88,10 @@ def main() -> None:
     print(machine(), f"\n{LAYERS} x Linear({WIDTH}), outputs and gradients, hooks only: microseconds per tensor\n")
     batch = torch.randn(BATCH, WIDTH)
     bare, empty, on_cpu, on_device = (network() for _ in range(4))
-    empty_hooks(empty)
+    register_empty_hooks(empty)
     replace_driver()
     with instrument.attach(on_cpu, SPECS) as cpu_probe, instrument.attach(on_device, SPECS) as device_probe:
-        device_probe.recorder._stats._most[torch.device("cpu")] = TENSORS  # a GPU gets memory after its first step
+        device_probe.recorder._stats._max_rows[torch.device("cpu")] = TENSORS  # a GPU gets memory after its first step
         device_probe.end_step()
         found = measure(
             rounds,

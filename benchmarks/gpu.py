@@ -26,7 +26,7 @@ from instrument.stats.device_choice import measured_by
 DEVICE = "cuda"  # also the name of ROCm devices
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-NAIVE = "every leaf's output and gradient, with hooks of a notebook"
+NAIVE = "every leaf's output and gradient, with naive asynchronous hooks"
 PROFILED = 10  # steps, so that a hook with `every: 10` fires once
 
 
@@ -70,9 +70,9 @@ def hooked_step(training: Training, specs: dict[str, dict[str, Any]]) -> Iterato
 
 @contextmanager
 def naive_step(training: Training) -> Iterator[Callable[[], object]]:
-    """Yield a function that makes a training step with hooks of a notebook: eight statistics of each leaf's output and gradient.
+    """Yield a function that makes a training step with naive hooks: eight operations for each leaf's output and gradient.
 
-    They are written to pinned memory asynchronously, and read a step later.
+    The statistics are copied to pinned memory asynchronously, and read a step later.
     """
     rows: list[torch.Tensor] = []
 
@@ -126,7 +126,13 @@ def measure(
     hooked: Callable[[Training], AbstractContextManager[Callable[[], object]]],
     rounds: int,
 ) -> Row:
-    """Measure a step with hooks and a step without."""
+    """Measure a step with hooks and a step without.
+
+    Args:
+        create: Creates a training.
+        hooked: Returns a block that yields the step of a training with hooks.
+        rounds: The number of rounds of ten steps.
+    """
     before = torch.cuda.memory_allocated()
     baseline = create()
     baseline.step()

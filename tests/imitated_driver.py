@@ -41,7 +41,7 @@ class Driver:
 def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
     """Let slabs launch imitated kernels for CPU tensors of a dtype: float32 or float64.
 
-    Slabs get room for 64 rows on the imitated device. A program reads 4096 elements.
+    A program reads 4096 elements.
     """
     state = Driver()
 

@@ -59,7 +59,7 @@ class Hooks:
         for attached in self.attached_hooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
-            elif attached.can_read(output):
+            elif attached.count_and_check_readable(output):
                 output = attached.fire(output, "")
         return output
 

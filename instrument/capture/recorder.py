@@ -49,8 +49,9 @@ Decisions = tuple[Tensor, ...]
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
 """The call, the shape of the complete tensor, a copy on the device, and the decision."""
 NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
-_BY_DEVICE = len(BASE) - 1  # sums
-_EFFECT_BY_DEVICE = EFFECT.index("norm_after")
+# The columns after the first one that a device fills.
+_DEVICE_SUMS = len(BASE) - 1
+_DEVICE_EFFECTS = EFFECT.index("norm_after")
 MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]
 """Table, identity, the values of a `Measure` or a function that computes them, and what converts the values to cells."""
 
@@ -93,9 +94,9 @@ class Recorder:
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
-        self._stats, self._effects = StepSlab(len(COLUMNS), _BY_DEVICE), StepSlab(len(EFFECT), _EFFECT_BY_DEVICE)
-        self.record_plain = _refuse if reduces else self._stats.add_plain
-        self.record_plain_effect = _refuse if reduces else self._effects.add_plain_effect
+        self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
+        self.record_plain = _add_nothing if reduces else self._stats.add_plain
+        self.record_plain_effect = _add_nothing if reduces else self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, _Values]] = []
@@ -270,7 +271,7 @@ class Recorder:
         self._pending = _Step(
             stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, sums, transfer
         )
-        if transfer.is_complete and not (sums or deferred or stats.on_device or effects.on_device):
+        if transfer.is_complete and not (sums or deferred or stats.device_rows or effects.device_rows):
             self.flush()
 
     @property
@@ -340,8 +341,8 @@ class Recorder:
                 self._store(context, source_shape, tensor, None)
 
 
-def _refuse(*given: object) -> bool:  # noqa: ARG001
-    """Add no row of a plain tensor, because the processes merge their rows."""
+def _add_nothing(*given: object) -> bool:  # noqa: ARG001
+    """Return False: no row of a plain tensor is added, because the processes merge their rows."""
     return False
 
 

@@ -12,6 +12,7 @@ from ..lazy_compiler import has_compiled
 from ..spec.hooks import HookSpec
 from ..spec.schedule import STEP_PHASES, Schedule
 
+# Without a Python call for each hook.
 _subsampling: Callable[[AttachedHook], int] = attrgetter("subsampling")
 
 

@@ -35,7 +35,7 @@ from .sink_interface import Row
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Keys = np.ndarray[Any, np.dtype[np.int64]]
-_KEYS, _LENT, _LENT_ROW = 5, 3, 4  # see `instrument.stats.kernel.Slab.take`
+_KEYS, _BUFFER, _BUFFER_ROW = 5, 3, 4  # see `instrument.stats.kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
@@ -162,29 +162,29 @@ class Slots:
         return layout
 
 
-class OnDevice:
-    """The rows of a step that a device measured, of which a copy is made.
+class DeviceRows:
+    """The rows of a step whose numbers are in a buffer on a device. Creating the object starts the copy to the host.
 
     Args:
-        memory: The lent memory.
+        buffer: The buffer, float64 [rows of the buffer, columns].
         keys: See `Taken`.
-        number: The index of the lent memory.
+        index: The index of the buffer.
 
     Attributes:
         device: The device.
-        rows: The indices of the rows.
+        rows: The indices of the rows among all rows of the step.
     """
 
-    def __init__(self, memory: Tensor, keys: Keys, number: int) -> None:
-        self.device = memory.device
-        self.rows = np.flatnonzero(keys[:, _LENT] == number)
-        self._places = keys[self.rows, _LENT_ROW]
-        self._copy = HostCopy(memory[: self._places.max() + 1]) if len(self.rows) else None
+    def __init__(self, buffer: Tensor, keys: Keys, index: int) -> None:
+        self.device = buffer.device
+        self.rows = np.flatnonzero(keys[:, _BUFFER] == index)
+        self._buffer_rows = keys[self.rows, _BUFFER_ROW]
+        self._copy = HostCopy(buffer[: self._buffer_rows.max() + 1]) if len(self.rows) else None
 
     def numbers(self) -> Matrix:
         """Return the measured numbers, float64 [rows, columns]. Waits for the copy."""
-        assert self._copy is not None, "there are rows"
-        numbers: Matrix = self._copy.wait().numpy()[self._places]
+        assert self._copy is not None, "no row has its numbers in this buffer"
+        numbers: Matrix = self._copy.wait().numpy()[self._buffer_rows]
         return numbers
 
 
@@ -198,7 +198,7 @@ class Taken:
         dims: The dimensions of all rows, int64.
         moments: The times of rows. Neighbours may be equal.
         others: What rows have besides their numbers, by the index of the row.
-        on_device: The rows that devices measured.
+        device_rows: The rows whose numbers are on a device until `fetch`.
     """
 
     numbers: Matrix
@@ -206,7 +206,7 @@ class Taken:
     dims: np.ndarray[Any, np.dtype[np.int64]]
     moments: list[StepContext]
     others: dict[int, Any] = field(default_factory=dict)
-    on_device: list[OnDevice] = field(default_factory=list)
+    device_rows: list[DeviceRows] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -217,8 +217,8 @@ class Taken:
         return ListColumn(self.keys[:, 2], self.dims)
 
     def fetch(self) -> None:
-        """Complete the numbers that devices have measured. Waits for the copies."""
-        for each in self.on_device:
+        """Fill in the numbers of `device_rows`. Waits for the copies."""
+        for each in self.device_rows:
             numbers = each.numbers()
             self.numbers[each.rows, 1 : 1 + numbers.shape[1]] = numbers
 
@@ -237,24 +237,24 @@ class StepSlab:
 
     Args:
         width: The number of columns of the slab.
-        on_device: The number of columns, after the first one, that a device measures.
+        device_columns: The number of columns, after the first one, that a device fills.
 
     Attributes:
         slots: The identities.
         add_plain, add_plain_effect: Add the numbers of plain tensors; see `instrument.stats.kernel.Slab`.
     """
 
-    def __init__(self, width: int, on_device: int) -> None:
+    def __init__(self, width: int, device_columns: int) -> None:
         self.slots = Slots()
         self._slab = make_slab(width)
         self.add_plain, self.add_plain_effect = self._slab.add, self._slab.add_effect
-        self._width, self._on_device = width, on_device
+        self._width, self._device_columns = width, device_columns
         self._others: dict[int, Any] = {}
         self._no_rows = Taken(np.empty((0, width)), np.empty((0, _KEYS), np.int64), np.empty(0, np.int64), [])
         self._lock = threading.Lock()
-        self._lent: list[Tensor] = []  # the memory of this step on each device
-        self._returned: list[Tensor] = []  # that of the step before, which may still be copied
-        self._most: Counter[torch.device] = Counter()  # rows of a step
+        self._buffers: list[Tensor] = []  # on each device, for the numbers of this step
+        self._previous_buffers: list[Tensor] = []  # those of the step before, which may still be copied to the host
+        self._max_rows: Counter[torch.device] = Counter()  # the largest number of rows of a step
 
     def __len__(self) -> int:
         return len(self._slab)
@@ -292,36 +292,34 @@ class StepSlab:
             numbers, keys, dims, moments = self._slab.take()
             others, self._others = self._others, {}
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
-            on_device = [OnDevice(memory, table, number) for number, memory in enumerate(self._lent)]
-            self._lend({each.device: len(each.rows) for each in on_device}, len(others))
+            device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
+            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others))
         return Taken(
             np.frombuffer(numbers).reshape(-1, self._width).copy(),
             table,
             np.frombuffer(dims, np.int64),
             moments,
             others,
-            [each for each in on_device if len(each.rows)],
+            [each for each in device_rows if len(each.rows)],
         )
 
-    def _lend(self, launched: Mapping[torch.device, int], others: int) -> None:
-        """Lend memory for the next step on each device with a launcher, which is that of the step before the last one.
-
-        The host has read its numbers: it reads those of a step when the next one ends.
+    def _set_buffers(self, launched: Mapping[torch.device, int], incomplete: int) -> None:
+        """Set the buffers for the next step. Reuse those of the step before the last one, whose numbers the host has read.
 
         Args:
-            launched: How many rows of the last step have their numbers on each device.
-            others: How many other rows are not complete: their numbers may be on any device.
+            launched: How many rows of the last step are in the buffer of each device.
+            incomplete: How many other rows of the last step have numbers that may be on any device.
         """
-        free, self._returned = {each.device: each for each in self._returned}, self._lent
-        self._lent = []
+        free, self._previous_buffers = {each.device: each for each in self._previous_buffers}, self._buffers
+        self._buffers = []
         for device in launch_devices:
-            rows = self._most[device] = max(self._most[device], launched.get(device, 0) + others)
-            memory = free.get(device)
-            if memory is None or len(memory) < rows:
+            rows = self._max_rows[device] = max(self._max_rows[device], launched.get(device, 0) + incomplete)
+            buffer = free.get(device)
+            if buffer is None or len(buffer) < rows:
                 with torch.inference_mode(False):
-                    memory = torch.empty((rows, self._on_device), dtype=torch.float64, device=device)
-            self._slab.lend(*memory.__dlpack_device__(), memory.data_ptr(), rows)
-            self._lent.append(memory)
+                    buffer = torch.empty((rows, self._device_columns), dtype=torch.float64, device=device)
+            self._slab.set_buffer(*buffer.__dlpack_device__(), buffer.data_ptr(), rows)
+            self._buffers.append(buffer)
 
 
 class SlabRows(ColumnRows):

@@ -204,7 +204,7 @@ class AttachedHook(HookCoverage):
             new = rescaled(self.run(given, context), given, part, amp_scale)
         return _replaced(tensor, part, new)
 
-    def fire_at_opportunity(
+    def count_and_fire(
         self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None
     ) -> Tensor | None:
         """Count an opportunity at the tensor of a parameter or a buffer, and run the action if the tensor can be read.
@@ -214,14 +214,18 @@ class AttachedHook(HookCoverage):
             value, amp_scale: See `fire`.
 
         Returns:
-            The tensor that replaces it; None if it cannot be read.
+            The tensor that replaces it, the same object if it is unchanged; None if it cannot be read.
         """
         firing, path = firing_of(self.opportunities, 0, False, None), self.site.own_name
         if self.direct is not None and amp_scale is None and (new := self.direct(tensor, path, firing)) is not None:
             self.opportunities += 1
             self.firings += 1
             return new
-        return self.fire(tensor, path, firing, value=value, amp_scale=amp_scale) if self.can_read(tensor) else None
+        return (
+            self.fire(tensor, path, firing, value=value, amp_scale=amp_scale)
+            if self.count_and_check_readable(tensor)
+            else None
+        )
 
     def fire_together(
         self, tensors: Mapping[str, Tensor], firing: Firing = FIRST_CALL, *, values: Mapping[str, Tensor] | None = None

@@ -231,7 +231,7 @@ def gradient_hook(
         value: A copy of the tensor, if a site needs it.
     """
     return partial(
-        _on_gradient, attached_hooks, path, call.index, call.is_recomputed, call.origin, clock, fired, value, []
+        _on_gradient, attached_hooks, path, call.index, call.is_recomputed, call.origin, clock, fired, value, count()
     )
 
 
@@ -244,20 +244,20 @@ def _on_gradient(  # noqa: PLR0917
     clock: Clock,
     fired: set[AttachedHook],
     value: Tensor | None,
-    passes: list[None],  # an item for each gradient so far
+    passes: Iterator[int],
     gradient: Tensor | None,
 ) -> Tensor | None:
+    """The hook of `gradient_hook`. It does not refer to the call, which may refer to tensors of the graph."""
     # The gradient is None if an operation has several outputs and this one is unused.
     if clock.closed or gradient is None:
         return None
-    firing, new = firing_of(index, len(passes), recompute, origin), gradient
-    passes.append(None)
+    firing, new = firing_of(index, next(passes), recompute, origin), gradient
     for attached in attached_hooks:
         if attached not in fired:
             fired.add(attached)
             attached.firings += 1
-        found = None if attached.direct is None else attached.direct(new, path, firing)
-        new = attached.fire(new, path, firing, value=value) if found is None else found
+        changed = None if attached.direct is None else attached.direct(new, path, firing)
+        new = attached.fire(new, path, firing, value=value) if changed is None else changed
     return None if new is gradient else new
 
 

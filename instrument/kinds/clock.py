@@ -78,12 +78,13 @@ class Clock:
 
     @property
     def boundary(self) -> StepContext:
-        """The moment of hooks around the optimizer step. The same object until the moment changes.
+        """The moment of hooks around the optimizer step.
 
-        They belong to the last micro-step, which has ended already.
+        They belong to the last micro-step, which has ended already. All rows of one moment get the same object, which the slab stores
+        once.
         """
-        of, boundary = self._boundary
-        if of is not self.moment:
+        source, boundary = self._boundary
+        if source is not self.moment:
             boundary = self.moment._replace(micro_step=max(0, self.moment.micro_step - 1))
             self._boundary = self.moment, boundary
         return boundary

@@ -23,8 +23,8 @@ class HookCoverage:
         clock: The clock of the probe.
 
     Attributes:
-        opportunities, firings: Those of the current micro-step so far. Hooks that fire often add to them without a call.
-        expected, fired: Those of all earlier micro-steps.
+        opportunities, firings: Counts of the current micro-step. Hooks that fire often increment them directly, without a method call.
+        expected, fired: Counts of all earlier micro-steps.
     """
 
     __slots__ = (
@@ -76,8 +76,8 @@ class HookCoverage:
         """Count a firing."""
         self.firings += 1
 
-    def can_read(self, tensor: Tensor) -> bool:
-        """Count an opportunity at a tensor. Return whether the hook fires, which requires a readable tensor."""
+    def count_and_check_readable(self, tensor: Tensor) -> bool:
+        """Count an opportunity at a tensor, and the firing or the miss. Return whether the tensor can be read, so that the hook fires."""
         self.count_opportunity()
         reason = unreadable(tensor)
         if reason is None:

@@ -37,7 +37,7 @@ class LossHooks:
         for attached in self.attached_hooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
-        firing = [attached for attached in self.scheduled if attached.can_read(loss)]
+        firing = [attached for attached in self.scheduled if attached.count_and_check_readable(loss)]
         return fire_all(firing, loss, "", Firing(self.calls - 1))
 
     def detach(self) -> None:

@@ -40,7 +40,7 @@ _FEW_CALLS = 100  # whose inputs are known, before those are removed that are no
 
 
 firing_of = lru_cache(4096)(Firing)
-"""Returns the `Firing` with these fields, without a Python call for one that is known."""
+"""Returns a cached `Firing`. It runs no Python code for one that is in the cache."""
 
 
 class Call:
@@ -52,7 +52,7 @@ class Call:
         micro_step_index: The micro-step in which it started.
         is_recomputed: Whether activation checkpointing recomputes it during the backward pass.
         segment: The innermost checkpoint segment of the call; None outside of segments.
-        repeats: Whether it repeats an earlier call in the backward pass.
+        repeats: Whether it runs in a backward pass and repeats an earlier call.
         on_output: Called with the output of the module after it has run.
         versions: The versions of the input tensors, by identity; None if they are not needed.
         copies: The containers that the module gets instead of those of the caller.

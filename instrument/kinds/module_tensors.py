@@ -146,7 +146,7 @@ class ModuleHooks(InertWhenCopied):
             self.hooks.suspend()
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
-            with timer:
+            with timer:  # run again, measured
                 return self.before(module, args, kwargs)
         if _transform() is not None:
             self._count_transformed()
@@ -168,11 +168,13 @@ class ModuleHooks(InertWhenCopied):
         return split_arguments(new, len(args))
 
     def _count_unscheduled(self) -> None:
+        """Count the first call in this phase for each hook that is not scheduled."""
         for attached in self.unscheduled:
             attached.count_unscheduled()
         self.unscheduled = []
 
     def _count_transformed(self) -> None:
+        """Count a miss for each scheduled hook, because a transform of torch.func runs the module."""
         for attached in self.attached_hooks:
             if attached.is_scheduled:
                 attached.count_opportunity()
@@ -185,7 +187,7 @@ class ModuleHooks(InertWhenCopied):
         if self.clock.closed or not self.active or _transform() is not None:
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
-            with timer:
+            with timer:  # run again, measured
                 return self.after(module, args, kwargs, output)
         if (call := self.calls.leave(self)) is None:  # its start was not seen
             return None

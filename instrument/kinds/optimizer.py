@@ -106,7 +106,7 @@ class StepHooks:
                 continue
             attached.prepare([tensor])
             of = parameter if attached.site.spec.tensor_role == "update" else None
-            new = attached.fire_at_opportunity(tensor, value=of)
+            new = attached.count_and_fire(tensor, value=of)
             if new is not tensor and new is not None:
                 tensor.copy_(new)
 

@@ -100,7 +100,7 @@ class GradientHooks:
         return [
             attached
             for attached in attached_hooks
-            if attached.is_scheduled and not self.clock.closed and attached.can_read(gradient)
+            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
         ]
 
     def detach(self) -> None:
@@ -162,8 +162,8 @@ class BoundaryHooks:
             if attached_hooks[0].is_record_hook:
                 with torch.no_grad():
                     for attached, parameter, gradient in sites:
-                        attached.fire_at_opportunity(gradient, value=parameter, amp_scale=scale)
-            elif ready := [entry for entry in sites if entry[0].can_read(entry[2])]:
+                        attached.count_and_fire(gradient, value=parameter, amp_scale=scale)
+            elif ready := [entry for entry in sites if entry[0].count_and_check_readable(entry[2])]:
                 self._change(ready, scale)
 
     @torch.no_grad()
@@ -187,7 +187,7 @@ class BoundaryHooks:
 
 
 def _with_gradient(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
-    """Return a site with its parameter and gradient. If there is none, note the reason and return None."""
+    """Return a site with its parameter and gradient. If the gradient is missing, note the reason and return None."""
     parameter = attached.current_parameter()
     if parameter is None:
         attached.count_opportunity()

@@ -85,7 +85,7 @@ class StateDictHooks(_HooksOfKinds, InertWhenCopied):
         for attached in [] if self.clock.closed else _scheduled(self.by_kind[kind], self.clock):
             key = prefix + attached.site.own_name
             if isinstance(state.get(key), Tensor):
-                if not attached.can_read(state[key]):
+                if not attached.count_and_check_readable(state[key]):
                     continue
                 new = attached.fire(state[key].detach(), attached.site.own_name)
                 if not attached.is_record_hook:
@@ -142,7 +142,7 @@ class OptimizerStateDictHooks(_HooksOfKinds):
         if not isinstance(entry.get(name), Tensor):
             attached.count_opportunity()
             attached.count_miss(NO_STATE)
-        elif attached.can_read(entry[name]):
+        elif attached.count_and_check_readable(entry[name]):
             new = attached.fire(entry[name].detach(), attached.site.own_name)
             if not attached.is_record_hook:
                 entry[name] = new

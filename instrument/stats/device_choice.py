@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
 from .device_sums import DeviceSums, device_memory
-from .kernel import disconnect_driver, make_slab
+from .kernel import Slab, disconnect_driver, make_slab
 from .portable import count_changed, further_sums, portable_sums
 from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
 
@@ -133,17 +133,19 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
         kernels.measure_by_kernel(flat, results)
 
     def by_slab(flat: Tensor, results: Tensor) -> None:
-        by_kernel(flat, results)  # the first launch on a stream
         slab = make_slab(len(COLUMNS))
-        slab.lend(*results.__dlpack_device__(), results.data_ptr(), 1)
+        slab.set_buffer(*results.__dlpack_device__(), results.data_ptr(), 1)
         slab.add(flat, 0, None, True)
+        if not _has_launched(slab):
+            by_kernel(flat, results)
 
     for measure in (by_kernel, by_slab):
         for given in (finite, values):
             if (difference := _difference(given, device, measure)) is not None:
                 disconnect_driver()
                 return difference
-        kernels.trust_kernels(values.to(device))
+        if measure is by_kernel:
+            kernels.enable_launches(values.to(device))
     if (difference := _difference_of_effects(values, device)) is not None:
         disconnect_driver()
         return difference
@@ -155,7 +157,7 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
 
 
 def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor, Tensor], None]) -> str | None:
-    """Return how the sums of CPU values, measured on a device, differ from those by operations."""
+    """Return how the sums of CPU values, measured on a device, differ from those by operations; None if they agree."""
     sums, row = device_memory(1, values.device), device_memory(1, device)
     sums[0, MEASURED_COLUMNS] = portable_sums(values)
     sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums[0], [MAGNITUDES])[0]
@@ -168,17 +170,25 @@ def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor,
 
 
 def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
-    """Return how the effect of a change of CPU values, measured by a launch on a device, differs from that on the CPU."""
+    """Return how the effect of a change of CPU values, measured by a launch, differs from that on the CPU; None if they agree."""
     after = before.clamp(-5, 30)
     finite = (each[each.isfinite()].double() for each in (before, after))
     expected = [count_changed(before, after).item(), *(torch.linalg.vector_norm(each).item() for each in finite)]
     results = torch.full((1, len(expected)), math.nan, dtype=torch.float64, device=device)
     slab = make_slab(len(COLUMNS))
-    slab.lend(*results.__dlpack_device__(), results.data_ptr(), 1)
+    slab.set_buffer(*results.__dlpack_device__(), results.data_ptr(), 1)
     slab.add_effect(before.to(device), after.to(device), 0, None, None, None)
-    if not any(number >= 0 for number in np.frombuffer(slab.take()[1], np.int64)[3::5]):
-        return None  # slabs launch nothing on this device
-    found = results[0].tolist()
-    return (
-        None if np.allclose(found, expected, rtol=_TOLERANCE) else f"the kernel returned {found} instead of {expected}"
-    )
+    if not _has_launched(slab):
+        return None
+    for name, wanted, found in zip(
+        ("changed", "norm_before", "norm_after"), expected, results[0].tolist(), strict=True
+    ):
+        if not np.isclose(found, wanted, rtol=_TOLERANCE):
+            return f"the kernel returned {name} {found} instead of {wanted}"
+    return None
+
+
+def _has_launched(slab: Slab) -> bool:
+    """Return whether a slab has launched a kernel for its only row, which is removed."""
+    keys = np.frombuffer(slab.take()[1], np.int64)
+    return len(keys) > 0 and bool(keys[-1] >= 0)

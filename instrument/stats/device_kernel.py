@@ -1,4 +1,5 @@
-"""Statistics and histograms of a tensor by Triton kernels. One launch, which reads every element once, computes all statistics.
+"""Statistics and histograms of a tensor by Triton kernels. One launch computes all statistics. It reads
+every element once, and again those of programs that find NaN or an infinite one.
 
 Several programs read blocks of the tensor. Each lane sums deviations from a shift, a finite value of the tensor, in float64. The
 distance of the mean from any of n values is at most sqrt(n) standard deviations, so that the relative error of the variance
@@ -29,14 +30,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
 
 _BLOCK = 1024  # elements that a program reads at once
-_OPTIONS = {"num_warps": 8} | (
-    {} if torch.version.hip else {"maxnreg": 64}
-)  # more programs at once: a third less time on an H200
+# At most 64 registers per thread let more programs run at once: a quarter less time on an H200. AMD's compiler has no such option.
+_OPTIONS = {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 64}
 _BLOCKS = 4  # least number of blocks of a program, if there are several programs
-_PROGRAMS = 1024  # most programs: 8 for each multiprocessor of a large GPU
+_PROGRAMS = 1024  # the maximum number of programs: 8 for each multiprocessor of a large GPU
 # Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
 _NUMBERS = tl.constexpr(8)
-_OTHERS = 4  # parameters of a kernel after the tensors: the memory of the stream, the results, the number of elements
+_OTHERS = 4  # parameters of a kernel after its tensors: partials, arrived, results, numel
 _LANES = tl.constexpr(128)  # results of programs that are merged at once
 
 
@@ -51,7 +51,7 @@ def _measure(  # noqa: PLR0915, PLR0917
     is_bfloat16: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    whole = numel // block_size
+    full_blocks = numel // block_size
     first = _as_float(tl.load(elements + program.to(tl.int64) * block_size), is_bfloat16)
     shift = tl.where(tl.abs(first) < float("inf"), first, 0.0).to(tl.float64)
     low = tl.full([block_size], float("inf"), tl.float32)
@@ -60,24 +60,24 @@ def _measure(  # noqa: PLR0915, PLR0917
     sums = tl.zeros([block_size], tl.float64)
     squares = tl.zeros([block_size], tl.float64)
     magnitudes = tl.zeros([block_size], tl.float64)
-    # As if all elements were finite. Blocks without a mask are read in words of 16 bytes, each one block ahead of its use.
+    # As if all elements were finite. Blocks without a mask are read in words of 16 bytes, .
     lanes = tl.arange(0, block_size)
-    start = tl.minimum(program.to(tl.int64), tl.maximum(whole - 1, 0)) * block_size
-    ahead = tl.load(elements + start + lanes, mask=lanes < numel, other=0)
-    for block in range(program, whole, programs):
-        x = _as_float(ahead, is_bfloat16)
-        ahead = tl.load(elements + tl.minimum(block + programs, whole - 1) * block_size + lanes)
+    start = tl.minimum(program.to(tl.int64), tl.maximum(full_blocks - 1, 0)) * block_size
+    next_elements = tl.load(elements + start + lanes, mask=lanes < numel, other=0)
+    for block in range(program, full_blocks, programs):
+        x = _as_float(next_elements, is_bfloat16)
+        next_elements = tl.load(elements + tl.minimum(block + programs, full_blocks - 1) * block_size + lanes)
         low, high = tl.minimum(low, x), tl.maximum(high, x)
         zeros += (x == 0.0).to(tl.int32)
         value = x.to(tl.float64)
         sums += value - shift
         squares += (value - shift) * (value - shift)
         magnitudes += tl.abs(value)
-    count = tl.maximum((whole - program + programs - 1) // programs, 0) * block_size
-    rest = numel - whole * block_size
-    if (rest > 0) & (whole % programs == program):
-        inside = lanes < rest
-        x = _as_float(tl.load(elements + whole * block_size + lanes, mask=inside, other=0), is_bfloat16)
+    count = tl.maximum((full_blocks - program + programs - 1) // programs, 0) * block_size
+    remainder = numel - full_blocks * block_size
+    if (remainder > 0) & (full_blocks % programs == program):
+        inside = lanes < remainder
+        x = _as_float(tl.load(elements + full_blocks * block_size + lanes, mask=inside, other=0), is_bfloat16)
         low, high = tl.minimum(low, tl.where(inside, x, low)), tl.maximum(high, tl.where(inside, x, high))
         zeros += (inside & (x == 0.0)).to(tl.int32)
         value = x.to(tl.float64)
@@ -85,23 +85,23 @@ def _measure(  # noqa: PLR0915, PLR0917
         sums += deviation
         squares += deviation * deviation
         magnitudes += tl.abs(value)
-        count += rest
+        count += remainder
     n, nan, total = count.to(tl.float64), (0 * count).to(tl.float64), tl.sum(sums, 0)
-    if not (tl.abs(total) < float("inf")):  # some are not
+    if not (tl.abs(total) < float("inf")):  # not all elements are
         n, nan, shift, zeros, low, high, sums, squares, magnitudes = _of_finite_elements(
             elements, numel, program, programs, block_size, is_bfloat16
         )
         total = tl.sum(sums, 0)
     mean = total / tl.maximum(n, 1.0)
-    own = results if programs == 1 else partials + program * _NUMBERS
-    tl.store(own, n)
-    tl.store(own + 1, nan)
-    tl.store(own + 2, tl.sum(zeros, 0).to(tl.float64))
-    tl.store(own + 3, tl.min(low, 0).to(tl.float64))
-    tl.store(own + 4, tl.max(high, 0).to(tl.float64))
-    tl.store(own + 5, shift + mean)
-    tl.store(own + 6, tl.maximum(tl.sum(squares, 0) - total * mean, 0.0))
-    tl.store(own + 7, tl.sum(magnitudes, 0))
+    program_results = results if programs == 1 else partials + program * _NUMBERS
+    tl.store(program_results, n)
+    tl.store(program_results + 1, nan)
+    tl.store(program_results + 2, tl.sum(zeros, 0).to(tl.float64))
+    tl.store(program_results + 3, tl.min(low, 0).to(tl.float64))
+    tl.store(program_results + 4, tl.max(high, 0).to(tl.float64))
+    tl.store(program_results + 5, shift + mean)
+    tl.store(program_results + 6, tl.maximum(tl.sum(squares, 0) - total * mean, 0.0))
+    tl.store(program_results + 7, tl.sum(magnitudes, 0))
     if programs == 1:
         tl.store(results + 8, 1.0)
     else:
@@ -114,6 +114,8 @@ def _measure(  # noqa: PLR0915, PLR0917
             tl.store(arrived, 0)  # for the next launch on this stream
 
 
+# Returns n, NaN and the shift (float64 scalars), and per lane the zeros (int32), extremes (float32), and sums of deviations from the
+# shift, of their squares, and of magnitudes (float64).
 @triton.jit
 def _of_finite_elements(elements, numel, program, programs, block_size: tl.constexpr, is_bfloat16: tl.constexpr):
     inf = float("inf")
@@ -201,6 +203,8 @@ def _merge(partials, results, programs):
     tl.store(results + 8, 1.0)
 
 
+# Results, float64 [3]: the number of elements that differ (two NaN are equal), and the L2 norms of both tensors over their finite
+# elements (NaN without any).
 @triton.jit(do_not_specialize=["results", "numel"])
 def _compare(  # noqa: PLR0917
     before,
@@ -236,12 +240,12 @@ def _compare(  # noqa: PLR0917
         )
         squares_before += value * value
         squares_after += new * new
-    own = partials + program * _NUMBERS
-    tl.store(own, tl.sum(changed.to(tl.float64), 0))
-    tl.store(own + 1, tl.sum(n_before.to(tl.float64), 0))
-    tl.store(own + 2, tl.sum(n_after.to(tl.float64), 0))
-    tl.store(own + 3, tl.sum(squares_before, 0))
-    tl.store(own + 4, tl.sum(squares_after, 0))
+    program_results = partials + program * _NUMBERS
+    tl.store(program_results, tl.sum(changed.to(tl.float64), 0))
+    tl.store(program_results + 1, tl.sum(n_before.to(tl.float64), 0))
+    tl.store(program_results + 2, tl.sum(n_after.to(tl.float64), 0))
+    tl.store(program_results + 3, tl.sum(squares_before, 0))
+    tl.store(program_results + 4, tl.sum(squares_after, 0))
     tl.debug_barrier()  # as in `_measure`
     if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == programs - 1:
         tl.debug_barrier()
@@ -334,7 +338,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
         if counts is not None:
             upper = _power_of_2(len(counts))
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
-        if (compiled := _trusted.get((flat.device, flat.dtype))) is not None:
+        if (compiled := _compiled.get((flat.device, flat.dtype))) is not None:
             _add_launchers(*compiled, flat.device, flat.dtype, stream)
 
 
@@ -346,15 +350,17 @@ def _prepared(flat: Tensor) -> tuple[Tensor, bool, tuple[int], int]:
     return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), stream
 
 
-_trusted: dict[tuple[torch.device, torch.dtype], tuple[Any, Any]] = {}
-"""`_measure` and `_compare`, compiled for addresses divisible by 16."""
+_compiled: dict[tuple[torch.device, torch.dtype], tuple[Any, Any]] = {}
+"""`_measure` and `_compare` by device and dtype, compiled for addresses divisible by 16."""
 
 
-def trust_kernels(flat: Tensor) -> None:
-    """Let slabs launch the kernels on each stream on which one has run. That takes less time than a launch by Triton.
+def enable_launches(flat: Tensor) -> None:
+    """Let slabs launch the kernels for tensors of a device and dtype, which takes less time than a launch by Triton.
+
+    Compiles and runs both kernels once. A further stream is added when `measure_by_kernel` runs on it.
 
     Args:
-        flat: A tensor of the dtype and the device, as for `measure_by_kernel`, with an address divisible by 16.
+        flat: A tensor of the device and dtype, as for `measure_by_kernel`, with an address divisible by 16.
     """
     elements, is_bfloat16, programs, stream = _prepared(flat)
     memory, numel = _memory(flat.device, stream), flat.numel()
@@ -364,7 +370,7 @@ def trust_kernels(flat: Tensor) -> None:
         _measure[programs](elements, *options, **_OPTIONS),
         _compare[programs](elements, elements, *options, **_OPTIONS),
     )
-    _trusted[flat.device, flat.dtype] = compiled
+    _compiled[flat.device, flat.dtype] = compiled
     _add_launchers(*compiled, flat.device, flat.dtype, stream)
 
 

@@ -24,7 +24,7 @@ KERNEL = "portable" if native is None else "native"
 """The kernel that measures CPU tensors, for run.json."""
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
-_HALF = _KINDS[torch.float16]  # measured only on devices
+_FLOAT16 = _KINDS[torch.float16]  # measured only on devices
 _NO_SHAPE = -1
 
 # PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10. Without it, no tensor is plain.
@@ -45,14 +45,14 @@ class Slab(Protocol):
         """Add the sums of a plain tensor, the first of `instrument.stats.sums.COLUMNS`; the other columns are NaN.
 
         Plain tensors are those of class `Tensor` or `Parameter` on the CPU with dtype float32, bfloat16 or float64, at least two
-        elements, and elements in a contiguous block in any order of the dimensions. On a device, plain are those for which
-        a launcher was added, while lent memory is free. The device writes their sums to it.
+        elements, and elements in a contiguous block in any order of the dimensions. On a device, their dtype and the current stream
+        have a launcher, their address is divisible by 16, and the buffer has a free row, to which the device writes the sums.
 
         Args:
             tensor: Any tensor.
             slot: The identity of the row.
             moment: The time of the row: any object.
-            with_magnitudes: Whether the sum of magnitudes is requested. It requires a second read.
+            with_magnitudes: Whether the sum of magnitudes is requested. On the CPU, it requires a second read.
 
         Returns:
             Whether the row was added. False if the tensor is not plain, its squares overflow or underflow, or the kernel or
@@ -68,14 +68,17 @@ class Slab(Protocol):
             Whether the row was added. False if the tensors are not plain, or differ in shape, dtype or strides.
         """
 
-    def lend(self, device_type: int, device_id: int, address: int, rows: int) -> None:
-        """Lend memory on a device until the next `take`; see `add_launcher`.
+    def set_buffer(self, device_type: int, device_id: int, address: int, rows: int) -> None:
+        """Set a buffer on a device, to which launched kernels write until the next `take`; see `add_launcher`.
 
         Args:
             device_type: The first number of `__dlpack_device__`.
             device_id: The second number.
-            address: The address of the memory: float64 [rows, 9], or [rows, 3] for `add_effect`.
-            rows: The count of its rows.
+            address: The address of the buffer: float64 [rows, 9], or [rows, 3] for `add_effect`.
+            rows: The number of its rows.
+
+        Raises:
+            ValueError: There are more than 64 buffers.
         """
 
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
@@ -86,7 +89,7 @@ class Slab(Protocol):
 
         Returns:
             The numbers, float64 [rows, width]; int64 [rows, 5] with the slot, the index of the moment, the number of dimensions
-            (-1 without a shape), the index of the lent memory that has the numbers, and the row there (both -1 without);
+            (-1 without a shape), the index of the buffer with the numbers, and the row there (both -1 on the host);
             the dimensions of all rows, int64; the moments, in which neighbours may be equal.
         """
 
@@ -106,8 +109,8 @@ class PortableSlab(Slab):
     def add_effect(self, *given: Any) -> bool:  # noqa: ARG002
         return False
 
-    def lend(self, *given: Any) -> None:
-        """Ignore the memory."""
+    def set_buffer(self, *given: Any) -> None:
+        """Ignore the buffer."""
 
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         self._rows.append((numbers, slot, moment, shape))
@@ -138,21 +141,21 @@ def connect_driver(functions: tuple[int, int, int], elements: int, programs: int
 
     Args:
         functions: The addresses of `cuLaunchKernel`, `cuStreamIsCapturing` and `cuCtxGetDevice`.
-        elements: The elements of a program of a launch.
-        programs: The most programs of a launch.
+        elements: The number of elements per program.
+        programs: The maximum number of programs of a launch.
     """
     if _connected:
         native.connect_driver(*functions, elements, programs)
 
 
 def disconnect_driver() -> None:
-    """Remove all launchers: slabs refuse tensors on devices."""
+    """Remove the launchers of all devices and dtypes, until the process ends."""
     connect_driver((0, 0, 0), 1, 1)
     launch_devices.clear()
 
 
 launch_devices: dict[torch.device, bool] = {}
-"""The devices with a launcher, each with true."""
+"""The devices with a launcher, in the order in which the first one was added."""
 
 
 def add_launcher(  # noqa: PLR0917
@@ -172,8 +175,9 @@ def add_launcher(  # noqa: PLR0917
         stream: The stream.
         tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
         function: The handle of the kernel, compiled for addresses divisible by 16.
-        size: The threads of a program, and the bytes of their shared memory.
-        memory: The memory of the stream: partial results, and a counter.
+        size: Threads per program, and bytes of shared memory per program.
+        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 8], and a counter,
+            int32 [1].
     """
     if _connected:
         number = memory[0].__dlpack_device__()
@@ -194,7 +198,7 @@ def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dt
         squares overflow or underflow.
     """
     kind = _KINDS.get(flat.dtype)
-    if native is None or kind in (None, _HALF):
+    if native is None or kind in (None, _FLOAT16):
         return None
     numbers = native.sums(flat.data_ptr(), flat.numel(), kind, with_magnitudes)
     return None if numbers is None else np.frombuffer(numbers)
@@ -241,7 +245,7 @@ def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any,
         Whether the elements were counted. False if the kernel is missing or does not support the dtype.
     """
     kind = _KINDS.get(vector.dtype)
-    if native is None or kind in (None, _HALF):
+    if native is None or kind in (None, _FLOAT16):
         return False
     native.histogram(vector.data_ptr(), vector.numel(), kind, low, high, len(counts), counts.ctypes.data)
     return True

@@ -27,12 +27,14 @@
    numbers: the sums, and then NaN. Several threads may add rows.
 
    add(tensor, slot, moment, with_magnitudes) -> bool: adds a row. Supports tensors whose elements are a contiguous block in any
-   order of the dimensions. False for all others: other devices, dtypes, layouts and classes, negated views, and tensors with
-   fewer than two elements. False for every tensor until `connect` was called.
+   order of the dimensions, on the CPU and, with a buffer, on a device. False for all others: other dtypes, layouts and classes,
+   negated views, and tensors with fewer than two elements. False for every tensor until `connect` was called.
 
-   lend(device type, device id, address, rows): lends memory on a device, float64 [rows, numbers]. Until the next `take`, `add` and
-   `add_effect` also support tensors on this device: they launch a kernel that writes there all sums but the number of elements, or
-   the results of `effect`. False if the memory is full, or if the current stream has no launcher for the dtype.
+   set_buffer(device type, device id, address, rows): sets a buffer on a device, float64 [rows, 9], or [rows, 3] for `add_effect`. Until
+   the next `take`, `add` and `add_effect` launch a kernel for tensors on this device. It writes to a row of the buffer all sums but
+   the number of elements, or the results of `effect`. They return False if the buffer is full, if the current stream has no launcher
+   for the dtype, if an address is not divisible by 16, if the device is not the current one, while a graph is captured, and
+   if the launch fails; the row of the buffer then stays unused. ValueError for more than 64 buffers.
 
    add_effect(before, after, slot, moment, factor, held) -> bool: adds a row of six numbers: the number of elements, the results of
    `effect`, and two given numbers, which may be None. False for tensors that `effect` does not support.
@@ -41,9 +43,9 @@
    index. The shape is a sequence of integers, or None.
 
    take() -> (numbers, keys, dims, moments): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 5]:
-   slot, index of the moment, number of dimensions (-1 without a shape), and for numbers on a device the index of the lent memory
-   and the row there (otherwise -1); the dims int64: the dimensions of all rows; the moments a list, in which consecutive rows with
-   the same object share an entry. The memory is no longer lent.
+   slot, index of the moment, number of dimensions (-1 without a shape), and for numbers on a device the index of the buffer and the
+   row there (otherwise -1); the dims int64: the dimensions of all rows; the moments a list, in which consecutive rows with the same
+   object share an entry. Afterwards, no buffer is set.
 
    effect(before, after) -> list or None
 
@@ -362,8 +364,8 @@ static int is_negated(PyObject *tensor) {
     return negated;
 }
 
-/* Describes a tensor of a dtype and layout that `Slab.add` supports. Returns the number of its elements, otherwise 0. */
-static size_t describe_anywhere(PyObject *object, DLTensor *t, int *kind, const void **memory) {
+/* Describes a tensor of a layout, class and dtype that any kernel supports. Returns the number of its elements, otherwise 0. */
+static size_t describe_on_any_device(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     PyObject *class = (PyObject *)Py_TYPE(object);
     if (!describe || (class != tensor_class && class != parameter_class))
         return 0;
@@ -388,9 +390,9 @@ static size_t describe_anywhere(PyObject *object, DLTensor *t, int *kind, const 
     return count > 1 && !is_negated(object) ? (size_t)count : 0;
 }
 
-/* Describes a tensor that the kernels above support. Returns the number of its elements, otherwise 0. */
+/* Describes a tensor that the kernels for the CPU support. Returns the number of its elements, otherwise 0. */
 static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
-    const size_t numel = describe_anywhere(object, t, kind, memory);
+    const size_t numel = describe_on_any_device(object, t, kind, memory);
     return numel && t->device.type == CPU && *kind != FLOAT16 ? numel : 0;
 }
 
@@ -401,7 +403,7 @@ static struct {
     int (*capture_status)(void *stream, int *status);
     int (*current_device)(int *id);
     long long elements;
-    unsigned most_programs;
+    unsigned max_programs;
 } driver;
 
 typedef struct {
@@ -411,15 +413,15 @@ typedef struct {
     unsigned threads, shared;
 } Launcher;
 
-#define MOST_LAUNCHERS 256
-static Launcher launchers[MOST_LAUNCHERS];
+#define MAX_LAUNCHERS 256
+static Launcher launchers[MAX_LAUNCHERS];
 static int launcher_count;
 
 static PyObject *connect_driver(PyObject *self, PyObject *args) {
     unsigned long long launch, capture_status, current_device;
     (void)self;
     if (!PyArg_ParseTuple(args, "KKKLI", &launch, &capture_status, &current_device, &driver.elements,
-                          &driver.most_programs))
+                          &driver.max_programs))
         return NULL;
     memcpy(&driver.launch, &(uintptr_t){(uintptr_t)launch}, sizeof driver.launch);
     memcpy(&driver.capture_status, &(uintptr_t){(uintptr_t)capture_status}, sizeof driver.capture_status);
@@ -435,7 +437,7 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iiKiiKIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
                           &new.threads, &new.shared, &partials, &arrived))
         return NULL;
-    if (launcher_count == MOST_LAUNCHERS) /* only a program with many streams; `add` refuses the tensors of further ones */
+    if (launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
         Py_RETURN_NONE;
     new.stream = (void *)(uintptr_t)stream;
     new.function = (void *)(uintptr_t)function;
@@ -463,31 +465,31 @@ static int launch(const DLTensor *t, int kind, const void *before, const void *a
         return 0;
     int64_t count = (int64_t)numel;
     const int64_t programs = (count + driver.elements - 1) / driver.elements;
-    const unsigned grid = programs < driver.most_programs ? (unsigned)programs : driver.most_programs;
-    Launcher used = *found;
+    const unsigned grid = programs < driver.max_programs ? (unsigned)programs : driver.max_programs;
+    Launcher launcher = *found;
     /* Triton adds up to two parameters for scratch memory, which these kernels do not need. */
     void *no_scratch = NULL, *parameters[8] = {&before, &after};
-    void **other = parameters + tensors;
-    *other++ = &used.partials;
-    *other++ = &used.arrived;
-    *other++ = &results;
-    *other++ = &count;
-    *other++ = &no_scratch;
-    *other++ = &no_scratch;
+    void **next = parameters + tensors;
+    *next++ = &launcher.partials;
+    *next++ = &launcher.arrived;
+    *next++ = &results;
+    *next++ = &count;
+    *next++ = &no_scratch;
+    *next++ = &no_scratch;
     int failed;
-    Py_BEGIN_ALLOW_THREADS /* a full queue of the device makes it wait */
-    failed = driver.launch(used.function, grid, 1, 1, used.threads, 1, 1, used.shared, stream, parameters, NULL);
+    Py_BEGIN_ALLOW_THREADS /* it blocks while the queue of the device is full */
+    failed = driver.launch(launcher.function, grid, 1, 1, launcher.threads, 1, 1, launcher.shared, stream, parameters, NULL);
     Py_END_ALLOW_THREADS
     return !failed;
 }
 
-#define MOST_LENT 64
+#define MAX_BUFFERS 64
 
 typedef struct {
     int type, id;
     uint64_t address;
     Py_ssize_t used, rows;
-} Lent;
+} Buffer;
 
 typedef struct {
     PyObject_HEAD Py_ssize_t width, rows, capacity, dim_count, dims_capacity;
@@ -495,11 +497,12 @@ typedef struct {
     int64_t *keys;     /* [capacity, KEYS] */
     int64_t *dims;     /* [dims_capacity] */
     PyObject *moments; /* a list */
-    int lent_count;
-    Lent lent[MOST_LENT]; /* memory on devices, for this step */
+    long long step;    /* the number of calls of `take` */
+    int buffer_count;
+    Buffer buffers[MAX_BUFFERS]; /* on devices, for this step */
 } Slab;
 
-enum { SLOT, MOMENT, DIMENSIONS, LENT, LENT_ROW, KEYS };
+enum { SLOT, MOMENT, DIMENSIONS, BUFFER, BUFFER_ROW, KEYS };
 
 static int slab_init(Slab *self, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
@@ -559,48 +562,49 @@ static double *slab_row(Slab *self, int64_t slot, PyObject *moment, int64_t ndim
     key[SLOT] = slot;
     key[MOMENT] = moments - 1;
     key[DIMENSIONS] = ndim;
-    key[LENT] = key[LENT_ROW] = -1;
+    key[BUFFER] = key[BUFFER_ROW] = -1;
     for (int64_t i = 0; i < ndim; i++)
         self->dims[self->dim_count++] = shape[i];
     self->rows++;
     return row;
 }
 
-static PyObject *slab_lend(Slab *self, PyObject *args) {
-    Lent new = {0};
+static PyObject *slab_set_buffer(Slab *self, PyObject *args) {
+    Buffer new = {0};
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "iiKn", &new.type, &new.id, &address, &new.rows))
         return NULL;
-    if (self->lent_count == MOST_LENT)
-        return PyErr_Format(PyExc_ValueError, "memory of more than %d devices", MOST_LENT);
+    if (self->buffer_count == MAX_BUFFERS)
+        return PyErr_Format(PyExc_ValueError, "more than %d buffers", MAX_BUFFERS);
     new.address = address;
-    self->lent[self->lent_count++] = new;
+    self->buffers[self->buffer_count++] = new;
     Py_RETURN_NONE;
 }
 
-/* Adds a row whose numbers a device writes: all but the first, which is the number of elements. Returns NULL, with an exception set
-   or without: then the tensors are not supported. */
+/* Adds a row whose numbers a device writes: all but the first, which is the number of elements. Returns NULL without an exception
+   if the tensors are not supported. */
 static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
                              const void *before, const void *after, size_t numel) {
     enum { NUMBERS_OF_EFFECT = 3 };
     int number = 0;
-    while (number < self->lent_count &&
-           (self->lent[number].id != t->device.id || self->lent[number].type != t->device.type))
+    while (number < self->buffer_count &&
+           (self->buffers[number].id != t->device.id || self->buffers[number].type != t->device.type))
         number++;
-    if (number == self->lent_count || self->lent[number].used == self->lent[number].rows)
+    if (number == self->buffer_count || self->buffers[number].used == self->buffers[number].rows)
         return NULL;
-    Lent *lent = &self->lent[number];
-    const Py_ssize_t at = lent->used++; /* another thread may reserve the next one during the launch */
+    Buffer *buffer = &self->buffers[number];
+    const Py_ssize_t at = buffer->used++; /* another thread may reserve the next one during the launch */
     const uint64_t width = after ? NUMBERS_OF_EFFECT : SUMS - 1;
-    const uint64_t results = lent->address + (uint64_t)at * width * sizeof(double);
-    if (!launch(t, kind, before, after, numel, (void *)(uintptr_t)results))
-        return NULL;
+    const uint64_t results = buffer->address + (uint64_t)at * width * sizeof(double);
+    const long long step = self->step;
+    if (!launch(t, kind, before, after, numel, (void *)(uintptr_t)results) || self->step != step)
+        return NULL; /* or another thread has called `take` during the launch */
     double *row = slab_row(self, slot, moment, after ? -1 : t->ndim, t->shape);
     if (row) {
         int64_t *key = self->keys + (self->rows - 1) * KEYS;
         row[0] = (double)numel;
-        key[LENT] = number;
-        key[LENT_ROW] = at;
+        key[BUFFER] = number;
+        key[BUFFER_ROW] = at;
     }
     return row;
 }
@@ -618,7 +622,7 @@ static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
     const int with_magnitudes = PyObject_IsTrue(args[3]);
     if (PyErr_Occurred())
         return NULL;
-    const size_t numel = describe_anywhere(args[0], &t, &kind, &memory);
+    const size_t numel = describe_on_any_device(args[0], &t, &kind, &memory);
     if (numel && row_on_device(self, slot, args[2], &t, kind, memory, NULL, numel))
         Py_RETURN_TRUE;
     if (PyErr_Occurred())
@@ -679,7 +683,8 @@ static PyObject *slab_take(Slab *self, PyObject *args) {
         return NULL;
     }
     self->rows = self->dim_count = 0;
-    self->lent_count = 0;
+    self->buffer_count = 0;
+    self->step++;
     self->moments = no_moments;
     return Py_BuildValue("(NNNN)", numbers, keys, dims, moments);
 }
@@ -811,8 +816,8 @@ static Pair pair_of(PyObject *before, PyObject *after) {
     Pair pair = {0};
     DLTensor other;
     int kind;
-    const size_t numel = describe_anywhere(before, &pair.t, &pair.kind, &pair.before);
-    if (!numel || describe_anywhere(after, &other, &kind, &pair.after) != numel || kind != pair.kind ||
+    const size_t numel = describe_on_any_device(before, &pair.t, &pair.kind, &pair.before);
+    if (!numel || describe_on_any_device(after, &other, &kind, &pair.after) != numel || kind != pair.kind ||
         pair.t.ndim != other.ndim || pair.t.device.type != other.device.type || pair.t.device.id != other.device.id)
         return pair;
     for (int i = 0; i < other.ndim; i++)
@@ -898,7 +903,7 @@ static PyMethodDef slab_methods[] = {
     {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
     {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
      "add_effect(before, after, slot, moment, factor, held) -> bool"},
-    {"lend", (PyCFunction)slab_lend, METH_VARARGS, "lend(device type, device id, address, rows) -> None"},
+    {"set_buffer", (PyCFunction)slab_set_buffer, METH_VARARGS, "set_buffer(device type, device id, address, rows) -> None"},
     {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
     {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (numbers, keys, dims, moments)"},
     {NULL, NULL, 0, NULL},

@@ -1,4 +1,4 @@
-"""Rows whose numbers a kernel writes to memory on a device: the same as on the CPU, one launch and no further object for each."""
+"""Rows whose numbers a kernel writes to a buffer on a device: the same as on the CPU, one launch and as many Python calls each."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RECORD = {"layers": "*", "action": "record", "stats": ["mean", "std", "min", "ma
 SPECS: dict[str, dict[str, Any]] = {
     "outputs": {**RECORD, "kind": "forward"},
     "grads": {**RECORD, "kind": "tensor"},
-    "tame": {"layers": "0", "kind": "forward", "action": "clip", "value": 0.5},
-    "half": {"layers": "2", "kind": "full_backward", "action": "scale", "factor": 0.5},
+    "clip": {"layers": "0", "kind": "forward", "action": "clip", "value": 0.5},
+    "scale": {"layers": "2", "kind": "full_backward", "action": "scale", "factor": 0.5},
 }
 
 
@@ -32,11 +32,11 @@ SPECS: dict[str, dict[str, Any]] = {
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     """Measure float32 tensors on an imitated device from the second step on, like those of a GPU."""
 
-    def lend(slab: StepSlab, launched: Any, others: int) -> None:
-        original(slab, launched, others if launched else 64)
+    def set_buffers(slab: StepSlab, launched: Any, incomplete: int) -> None:
+        original(slab, launched, incomplete if launched else 64)
 
-    original = StepSlab._lend
-    monkeypatch.setattr(StepSlab, "_lend", lend)
+    original = StepSlab._set_buffers
+    monkeypatch.setattr(StepSlab, "_set_buffers", set_buffers)
     with imitated_driver() as state:
         yield state
 
@@ -64,7 +64,7 @@ def rows_of(probe: instrument.Probe) -> list[dict[str, Any]]:
 def test_rows_of_a_device_equal_those_of_the_cpu(driver: Driver) -> None:
     found = rows_of(train(SPECS))
     launches = Counter(function for function, *_ in driver.launches)
-    assert launches == {MEASURE: 3 * 6, COMPARE: 3 * 2}  # in each step but the first, which has no memory yet
+    assert launches == {MEASURE: 3 * 6, COMPARE: 3 * 2}  # in each step but the first, which has no buffer yet
     kernel.disconnect_driver()
     expected = rows_of(train(SPECS))
     assert len(found) == len(expected) == 4 * (6 + 2)
@@ -75,7 +75,7 @@ def test_rows_of_a_device_equal_those_of_the_cpu(driver: Driver) -> None:
         }
 
 
-def test_memory_is_that_of_the_largest_step_and_used_in_turn(driver: Driver) -> None:
+def test_buffers_have_the_size_of_the_largest_step_and_alternate(driver: Driver) -> None:
     train({"outputs": SPECS["outputs"]}, steps=6)
     addresses = [results for *_, results in driver.launches]
     first, second, third, fourth, fifth = np.array(addresses).reshape(5, 3).tolist()
@@ -86,7 +86,7 @@ def test_memory_is_that_of_the_largest_step_and_used_in_turn(driver: Driver) -> 
 
 
 @pytest.mark.parametrize("change", [{"is_capturing": True}, {"current": 1}, {"error": 700}], ids=str)
-def test_tensor_without_a_launch_is_measured_in_another_way(driver: Driver, change: dict[str, Any]) -> None:
+def test_tensor_is_measured_without_a_launch_that_is_not_possible(driver: Driver, change: dict[str, Any]) -> None:
     """While a graph is captured, on another device than the current one, and if a launch fails."""
     for name, value in change.items():
         setattr(driver, name, value)
@@ -98,38 +98,38 @@ def test_tensor_without_a_launch_is_measured_in_another_way(driver: Driver, chan
     assert len(found) == 4 * 3
 
 
-def slab_with_room(width: int, rows: int = 4) -> tuple[Any, Tensor]:
+def slab_with_buffer(width: int, rows: int = 4) -> tuple[Any, Tensor]:
     memory = torch.full((rows, 9), math.nan, dtype=torch.float64)
     slab = kernel.make_slab(width)
-    slab.lend(*memory.__dlpack_device__(), memory.data_ptr(), rows)
+    slab.set_buffer(*memory.__dlpack_device__(), memory.data_ptr(), rows)
     return slab, memory
 
 
-def places(slab: Any) -> list[list[int]]:
-    """Return the index of the lent memory and the row there of each row."""
+def buffer_rows(slab: Any) -> list[list[int]]:
+    """Return the index of the buffer and the row there of each row."""
     found: list[list[int]] = np.frombuffer(slab.take()[1], np.int64).reshape(-1, 5)[:, 3:].tolist()
     return found
 
 
 def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None:
-    slab, memory = slab_with_room(12)
+    slab, memory = slab_with_buffer(12)
     base = torch.randn(64, 8)
     for tensor in (base, base.t(), base[1:], base.reshape(-1)[1:], base[:, ::2], base.double(), torch.zeros(())):
         slab.add(tensor, 0, None, True)
     # A launch requires elements in a block whose address is divisible by 16. The CPU measures others here, a device refuses them.
-    assert places(slab) == [[0, 0], [0, 1], [0, 2], [-1, -1], [-1, -1]]
+    assert buffer_rows(slab) == [[0, 0], [0, 1], [0, 2], [-1, -1], [-1, -1]]
     np.testing.assert_allclose(memory[0, 5], base.double().mean(), rtol=1e-12)
     assert [programs for _, programs, _ in driver.launches] == [1, 1, 1]
-    slab, memory = slab_with_room(12, rows=1)
+    slab, memory = slab_with_buffer(12, rows=1)
     for _ in range(2):
         assert slab.add(torch.randn(5000), 0, None, True)
-    assert places(slab) == [[0, 0], [-1, -1]]  # the memory is full
+    assert buffer_rows(slab) == [[0, 0], [-1, -1]]  # the buffer is full
     assert driver.launches[-1][1] == 2  # a program reads 4096 elements
     slab.add(base, 0, None, True)
-    assert places(slab) == [[-1, -1]]  # the memory is no longer lent
+    assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
-def test_a_row_on_a_device_takes_as_many_python_calls_as_on_the_cpu(driver: Driver) -> None:
+def test_row_on_a_device_takes_the_python_calls_of_one_on_the_cpu(driver: Driver) -> None:
     specs = {name: SPECS[name] for name in ("outputs", "grads")}
     on_device = calls_in_a_step(specs)
     assert len(driver.launches) == 2 * 6

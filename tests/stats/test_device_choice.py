@@ -55,7 +55,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "_kernels",
         lambda: SimpleNamespace(
             DTYPES=DTYPES,
-            trust_kernels=lambda flat: made.append("trust"),
+            enable_launches=lambda flat: made.append("enable"),
             measure_by_kernel=counted("kernel", measure_by_kernel),
             histogram_by_kernel=counted("kernel", histogram_by_kernel),
         ),
@@ -86,7 +86,7 @@ def test_kernel_is_checked_with_known_values_before_the_first_tensor_of_a_dtype(
     assert [read(VALUES) for _ in range(2)] == [expected(VALUES)] * 2
     assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     both = ["operations", "kernel"] * 2  # with finite elements only, and with others
-    check = [*both, "trust", *both, "trust", "kernel"]  # by Triton, by slabs, and a histogram
+    check = [*both, "enable", *both, "kernel"]  # launched by Triton, by slabs, and a histogram
     assert calls == [*check, "kernel", "kernel"]
     on_device = measured(VALUES)
     assert [float(on_device.statistic(name)) for name in NAMES] == expected(VALUES)
@@ -208,6 +208,32 @@ def test_kernel_is_exact_at_the_borders_of_blocks_and_programs(numel: int, dtype
     assert by_kernel(flat, names) == found  # the memory of a stream is used again
 
 
+@pytest.mark.combinations
+@pytest.mark.parametrize("numel", [1, 2, 1023, 1024, 1025, 4096, 4097, 12_289])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_effect_by_the_kernel_equals_that_of_numpy(numel: int, dtype: torch.dtype) -> None:
+    before = torch.randn(numel).to(dtype)
+    after = before.clamp(-0.5, 0.7)
+    special = [math.nan, math.inf, -math.inf, math.nan, 0.0]
+    before[: len(special)] = torch.tensor(special[:numel])
+    after[: len(special)] = torch.tensor([math.nan, math.inf, 1.0, 2.0, -0.0][:numel])
+    elements = [
+        (each.view(torch.int16) if dtype == torch.bfloat16 else each).to(KERNEL_DEVICE) for each in (before, after)
+    ]
+    results = torch.empty(3, dtype=torch.float64, device=KERNEL_DEVICE)
+    memory = device_kernel._memory(
+        results.device, 0 if KERNEL_DEVICE == "cpu" else torch.cuda.current_stream().cuda_stream
+    )
+    for _ in range(2):  # the memory of a stream is used again
+        programs = (-(-numel // 4096),)
+        device_kernel._compare[programs](*elements, *memory, results, numel, 1024, dtype == torch.bfloat16)
+        old, new = before.double().numpy(), after.double().numpy()
+        finite = [each[np.isfinite(each)] for each in (old, new)]
+        norms = [np.sqrt((each**2).sum()) if len(each) else np.nan for each in finite]
+        changed = (old != new) & ~(np.isnan(old) & np.isnan(new))
+        np.testing.assert_allclose(results.tolist(), [changed.sum(), *norms], rtol=1e-12)
+
+
 def test_kernel_is_the_only_launch() -> None:
     class Operations(TorchDispatchMode):
         def __init__(self) -> None:
@@ -235,17 +261,20 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from instrument.stats.device_kernel import _count, _measure
+from instrument.stats.device_kernel import _OPTIONS, _compare, _count, _measure
 
 for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)):
     for elements, numel in (("*fp32", "i32"), ("*fp32", "i64"), ("*fp16", "i32"), ("*i16", "i32")):
         types = {"elements": elements, "partials": "*fp64", "arrived": "*i32", "results": "*fp64", "numel": "i64"}
         constants = {"block_size": 1024, "is_bfloat16": elements == "*i16"}
-        code = triton.compile(ASTSource(_measure, types, constants), target=target)
+        options = _OPTIONS if target.backend == "cuda" else {"num_warps": 8}
+        code = triton.compile(ASTSource(_measure, types, constants), target=target, options=options)
+        types = {"before": elements, "after": elements, **{name: types[name] for name in types if name != "elements"}}
+        effect = triton.compile(ASTSource(_compare, types, constants), target=target, options=options)
         types = {"elements": elements, "results": "*fp64", "counts": "*i64", "numel": numel, "blocks": "i32", "bins": "i32"}
         histogram = triton.compile(ASTSource(_count, types, {**constants, "upper": 64}), target=target)
         binary = "cubin" if target.backend == "cuda" else "hsaco"
-        print(target.arch, elements, numel, all(len(each.asm[binary]) > 1000 for each in (code, histogram)))
+        print(target.arch, elements, numel, all(len(each.asm[binary]) > 1000 for each in (code, effect, histogram)))
 """
 
 
