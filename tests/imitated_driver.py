@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,12 +29,14 @@ class Driver:
         is_capturing: Whether the stream becomes a graph.
         current: The index of the current device.
         error: What a launch returns.
+        during_launch: Called by each launch.
     """
 
     launches: list[tuple[int, int, int]] = field(default_factory=list)
     is_capturing: bool = False
     current: int = 0
     error: int = 0
+    during_launch: Callable[[], object] | None = None
 
 
 @contextmanager
@@ -47,6 +49,8 @@ def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
 
     def launch(function: int, programs: int, *given: Any) -> int:
         *_, parameters, _ = given
+        if state.during_launch is not None:
+            state.during_launch()
         if state.error:
             return state.error
 

@@ -129,6 +129,23 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
+def test_row_is_not_in_the_buffer_of_the_next_step_if_the_step_ends_during_its_launch(driver: Driver) -> None:
+    slab, buffer = slab_with_buffer(12)
+    next_buffer = torch.zeros(4, 9, dtype=torch.float64)
+
+    def end_step() -> None:
+        slab.take()
+        slab.set_buffer(*next_buffer.__dlpack_device__(), next_buffer.data_ptr(), 4)
+
+    driver.during_launch = end_step
+    slab.add(torch.randn(64, 8), 0, None, True)
+    driver.during_launch = None
+    slab.add(torch.randn(64, 8), 0, None, True)
+    assert len(driver.launches) == 2
+    assert buffer.isfinite().any()  # what was launched first is in the buffer of its step
+    assert buffer_rows(slab) == [[-1, -1], [0, 0]]  # the CPU measures the first one again
+
+
 def test_row_on_a_device_takes_the_python_calls_of_one_on_the_cpu(driver: Driver) -> None:
     specs = {name: SPECS[name] for name in ("outputs", "grads")}
     on_device = calls_in_a_step(specs)
