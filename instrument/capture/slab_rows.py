@@ -312,12 +312,15 @@ class StepSlab:
         """
         free, self._previous_buffers = {each.device: each for each in self._previous_buffers}, self._buffers
         self._buffers = []
-        for device in launch_devices:
+        for device in [*launch_devices]:
             rows = self._max_rows[device] = max(self._max_rows[device], launched.get(device, 0) + incomplete)
             buffer = free.get(device)
             if buffer is None or len(buffer) < rows:
-                with torch.inference_mode(False):
-                    buffer = torch.empty((rows, self._device_columns), dtype=torch.float64, device=device)
+                try:
+                    with torch.inference_mode(False):
+                        buffer = torch.empty((rows, self._device_columns), dtype=torch.float64, device=device)
+                except torch.OutOfMemoryError:  # the rows of the last step are more important
+                    continue
             self._slab.set_buffer(*buffer.__dlpack_device__(), buffer.data_ptr(), rows)
             self._buffers.append(buffer)
 

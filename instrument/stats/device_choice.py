@@ -94,10 +94,13 @@ def _by_kernel(flat: Tensor, run: Callable[[Any], _Result]) -> _Result | None:
             return None
         if key not in _reasons:
             _reasons[key] = _problem(kernels, *key)
+            if _reasons[key] is not None:
+                disconnect_driver()
         return run(kernels) if _reasons[key] is None else None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Triton's compiler can raise anything
+        disconnect_driver()
         _reasons[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return None
 
@@ -139,21 +142,18 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
         if not _has_launched(slab):
             by_kernel(flat, results)
 
-    for measure in (by_kernel, by_slab):
-        for given in (finite, values):
-            if (difference := _difference(given, device, measure)) is not None:
-                disconnect_driver()
-                return difference
-        if measure is by_kernel:
-            kernels.enable_launches(values.to(device))
-    if (difference := _difference_of_effects(values, device)) is not None:
-        disconnect_driver()
-        return difference
+    for given in (finite, values):
+        if (difference := _difference(given, device, by_kernel)) is not None:
+            return difference
     counts = kernels.histogram_by_kernel(values.to(device), _BINS)[2:].tolist()
     expected_counts = np.histogram(integers.numpy(), _BINS)[0].tolist()
-    return (
-        None if counts == expected_counts else f"the kernel returned the counts {counts} instead of {expected_counts}"
-    )
+    if counts != expected_counts:
+        return f"the kernel returned the counts {counts} instead of {expected_counts}"
+    kernels.enable_launches(values.to(device))
+    for given in (finite, values):
+        if (difference := _difference(given, device, by_slab)) is not None:
+            return difference
+    return _difference_of_effects(values, device)
 
 
 def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor, Tensor], None]) -> str | None:

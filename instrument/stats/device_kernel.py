@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -331,8 +331,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
     """Write the results of `_measure`, and add the elements of each bin to the counts."""
     numel = flat.numel()
     blocks = -(-numel // _BLOCK)
-    is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
-    with nullcontext() if is_current else torch.cuda.device(flat.device):
+    with _current_device(flat):
         elements, is_bfloat16, programs, stream = _prepared(flat)
         _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, **_OPTIONS)
         if counts is not None:
@@ -340,6 +339,12 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
             _count[programs](elements, results, counts, numel, blocks, len(counts), _BLOCK, upper, is_bfloat16)
         if (compiled := _compiled.get((flat.device, flat.dtype))) is not None:
             _add_launchers(*compiled, flat.device, flat.dtype, stream)
+
+
+def _current_device(flat: Tensor) -> AbstractContextManager[Any]:
+    """Make the device of a tensor the current one, on which Triton launches."""
+    is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(flat.device)
 
 
 def _prepared(flat: Tensor) -> tuple[Tensor, bool, tuple[int], int]:
@@ -362,16 +367,14 @@ def enable_launches(flat: Tensor) -> None:
     Args:
         flat: A tensor of the device and dtype, as for `measure_by_kernel`, with an address divisible by 16.
     """
-    elements, is_bfloat16, programs, stream = _prepared(flat)
-    memory, numel = _memory(flat.device, stream), flat.numel()
-    results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
-    options = (*memory, results, numel, _BLOCK, is_bfloat16)
-    compiled = (
-        _measure[programs](elements, *options, **_OPTIONS),
-        _compare[programs](elements, elements, *options, **_OPTIONS),
-    )
-    _compiled[flat.device, flat.dtype] = compiled
-    _add_launchers(*compiled, flat.device, flat.dtype, stream)
+    with _current_device(flat):
+        elements, is_bfloat16, programs, stream = _prepared(flat)
+        results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
+        given = (*_memory(flat.device, stream), results, flat.numel(), _BLOCK, is_bfloat16)
+        measure = _measure[programs](elements, *given, **_OPTIONS)
+        compare = _compare[programs](elements, elements, *given, **_OPTIONS)
+        _compiled[flat.device, flat.dtype] = measure, compare
+        _add_launchers(measure, compare, flat.device, flat.dtype, stream)
 
 
 @cache

@@ -182,8 +182,8 @@ def add_launcher(  # noqa: PLR0917
     if _connected:
         number = memory[0].__dlpack_device__()
         addresses = [tensor.data_ptr() for tensor in memory]
-        native.add_launcher(*number, stream, _KINDS[dtype], tensors, function, *size, *addresses)
-        launch_devices[device] = True
+        if native.add_launcher(*number, stream, _KINDS[dtype], tensors, function, *size, *addresses):
+            launch_devices[device] = True
 
 
 def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dtype[np.float64]] | None:

@@ -69,10 +69,11 @@
    Sets the addresses of three functions of a device's driver with the signatures of `cuLaunchKernel`, `cuStreamIsCapturing` and
    `cuCtxGetDevice`, and the size of a launch: the elements of a program, and the most programs.
 
-   add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> None
+   add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> bool
 
    Adds a kernel for tensors of one dtype on a stream: of `device_kernel.py`, `_measure` for one tensor or `_compare` for two,
-   compiled for addresses divisible by 16. `kind` is as above, or 3 for float16.
+   compiled for addresses divisible by 16. `kind` is as above, or 3 for float16. False if no
+   driver is connected, or if there are 256 launchers already. ValueError for other numbers.
 
    histogram(address, count, kind, low, high, bins, counts) -> None
 
@@ -419,10 +420,16 @@ static int launcher_count;
 
 static PyObject *connect_driver(PyObject *self, PyObject *args) {
     unsigned long long launch, capture_status, current_device;
+    long long elements, max_programs;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKKLI", &launch, &capture_status, &current_device, &driver.elements,
-                          &driver.max_programs))
+    if (!PyArg_ParseTuple(args, "KKKLL", &launch, &capture_status, &current_device, &elements, &max_programs))
         return NULL;
+    if (elements < 1 || max_programs < 1 || max_programs > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "elements and programs have to be positive");
+        return NULL;
+    }
+    driver.elements = elements;
+    driver.max_programs = (unsigned)max_programs;
     memcpy(&driver.launch, &(uintptr_t){(uintptr_t)launch}, sizeof driver.launch);
     memcpy(&driver.capture_status, &(uintptr_t){(uintptr_t)capture_status}, sizeof driver.capture_status);
     memcpy(&driver.current_device, &(uintptr_t){(uintptr_t)current_device}, sizeof driver.current_device);
@@ -437,14 +444,18 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "iiKiiKIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
                           &new.threads, &new.shared, &partials, &arrived))
         return NULL;
-    if (launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
-        Py_RETURN_NONE;
+    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.tensors < 1 || new.tensors > 2 || !new.threads) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, tensors 1 or 2, and threads positive");
+        return NULL;
+    }
+    if (!driver.launch || launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
+        Py_RETURN_FALSE;
     new.stream = (void *)(uintptr_t)stream;
     new.function = (void *)(uintptr_t)function;
     new.partials = partials;
     new.arrived = arrived;
     launchers[launcher_count++] = new;
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
 /* Launches the kernel for tensors on a device, which writes to `results` there. `after` is NULL for one tensor. Returns false if it
@@ -476,14 +487,17 @@ static int launch(const DLTensor *t, int kind, const void *before, const void *a
     *next++ = &count;
     *next++ = &no_scratch;
     *next++ = &no_scratch;
+    int (*const call)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                      void **) = driver.launch;
     int failed;
     Py_BEGIN_ALLOW_THREADS /* it blocks while the queue of the device is full */
-    failed = driver.launch(launcher.function, grid, 1, 1, launcher.threads, 1, 1, launcher.shared, stream, parameters, NULL);
+    failed = call(launcher.function, grid, 1, 1, launcher.threads, 1, 1, launcher.shared, stream, parameters, NULL);
     Py_END_ALLOW_THREADS
     return !failed;
 }
 
 #define MAX_BUFFERS 64
+#define MAX_DIMENSIONS 64
 
 typedef struct {
     int type, id;
@@ -574,6 +588,8 @@ static PyObject *slab_set_buffer(Slab *self, PyObject *args) {
     unsigned long long address;
     if (!PyArg_ParseTuple(args, "iiKn", &new.type, &new.id, &address, &new.rows))
         return NULL;
+    if (new.rows < 0)
+        return PyErr_Format(PyExc_ValueError, "a negative number of rows");
     if (self->buffer_count == MAX_BUFFERS)
         return PyErr_Format(PyExc_ValueError, "more than %d buffers", MAX_BUFFERS);
     new.address = address;
@@ -590,8 +606,10 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     while (number < self->buffer_count &&
            (self->buffers[number].id != t->device.id || self->buffers[number].type != t->device.type))
         number++;
-    if (number == self->buffer_count || self->buffers[number].used == self->buffers[number].rows)
+    if (number == self->buffer_count || self->buffers[number].used == self->buffers[number].rows || t->ndim > MAX_DIMENSIONS)
         return NULL;
+    int64_t shape[MAX_DIMENSIONS];
+    memcpy(shape, t->shape, (size_t)t->ndim * sizeof *shape); /* another thread may resize the tensor during the launch */
     Buffer *buffer = &self->buffers[number];
     const Py_ssize_t at = buffer->used++; /* another thread may reserve the next one during the launch */
     const uint64_t width = after ? NUMBERS_OF_EFFECT : SUMS - 1;
@@ -599,7 +617,7 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     const long long step = self->step;
     if (!launch(t, kind, before, after, numel, (void *)(uintptr_t)results) || self->step != step)
         return NULL; /* or another thread has called `take` during the launch */
-    double *row = slab_row(self, slot, moment, after ? -1 : t->ndim, t->shape);
+    double *row = slab_row(self, slot, moment, after ? -1 : t->ndim, shape);
     if (row) {
         int64_t *key = self->keys + (self->rows - 1) * KEYS;
         row[0] = (double)numel;
@@ -641,13 +659,13 @@ static PyObject *slab_append(Slab *self, PyObject *args) {
     Py_buffer numbers;
     long long slot;
     PyObject *moment, *shape;
-    int64_t dims[64], ndim = -1;
+    int64_t dims[MAX_DIMENSIONS], ndim = -1;
     if (!PyArg_ParseTuple(args, "y*LOO", &numbers, &slot, &moment, &shape))
         return NULL;
     if (shape != Py_None) {
         ndim = PySequence_Size(shape);
-        if (ndim > 64)
-            PyErr_SetString(PyExc_ValueError, "a tensor has at most 64 dimensions");
+        if (ndim > MAX_DIMENSIONS)
+            PyErr_Format(PyExc_ValueError, "a tensor has at most %d dimensions", MAX_DIMENSIONS);
         for (int64_t i = 0; i < ndim && !PyErr_Occurred(); i++) {
             PyObject *size = PySequence_GetItem(shape, i);
             dims[i] = size ? PyLong_AsLongLong(size) : -1;
@@ -995,7 +1013,7 @@ static PyMethodDef methods[] = {
     {"connect_driver", connect_driver, METH_VARARGS,
      "connect_driver(launch, capture status, current device, elements, programs) -> None"},
     {"add_launcher", add_launcher, METH_VARARGS,
-     "add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> None"},
+     "add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> bool"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},

@@ -129,6 +129,51 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
+@pytest.mark.parametrize("given", [(1, 1, 1, 0, 1), (1, 1, 1, 1, 0), (1, 1, 1, 1, 2**40)], ids=str)
+def test_driver_with_a_wrong_size_of_launches_is_refused(driver: Driver, given: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="have to be positive"):
+        kernel.native.connect_driver(*given)
+    slab, _ = slab_with_buffer(12)
+    slab.add(torch.randn(64, 8), 0, None, True)
+    assert buffer_rows(slab) == [[0, 0]]  # the driver is the one before
+
+
+def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
+    for kind, tensors, threads in ((4, 1, 128), (-1, 1, 128), (0, 3, 128), (0, 1, 0)):
+        with pytest.raises(ValueError, match="kind has to be 0 to 3"):
+            kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, threads, 32, 0, 0)
+    slab = kernel.make_slab(12)
+    with pytest.raises(ValueError, match="negative number of rows"):
+        slab.set_buffer(1, 0, 0, -1)
+    for device in range(64):
+        slab.set_buffer(2, device, 0, 1)
+    with pytest.raises(ValueError, match="more than 64 buffers"):
+        slab.set_buffer(2, 64, 0, 1)
+    kernel.disconnect_driver()
+    kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 1, (128, 32), (torch.empty(8), torch.empty(1)))
+    assert not kernel.launch_devices  # slabs get no buffers without a driver
+
+
+def test_rows_are_kept_if_there_is_no_memory_for_the_next_buffer(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab, empty = StepSlab(10, 9), torch.empty
+    site = ("site",)
+
+    def fail(*given: Any, **options: Any) -> Tensor:
+        if "pin_memory" in options:  # the copy on the host
+            return empty(*given, **options)
+        raise torch.OutOfMemoryError("no memory")
+
+    for step in range(4):
+        monkeypatch.setattr(torch, "empty", fail if step == 1 else empty)
+        assert slab.add_plain(torch.full((64, 8), float(step)), slab.slots.slot(site), None, True)
+        taken = slab.take()
+        taken.fetch()
+        assert taken.numbers[:, 6].tolist() == [step]
+    assert len(driver.launches) == 2  # the first step has no buffer yet, and the third one has none
+
+
 def test_row_is_not_in_the_buffer_of_the_next_step_if_the_step_ends_during_its_launch(driver: Driver) -> None:
     slab, buffer = slab_with_buffer(12)
     next_buffer = torch.zeros(4, 9, dtype=torch.float64)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +87,7 @@ def test_kernel_is_checked_with_known_values_before_the_first_tensor_of_a_dtype(
     assert [read(VALUES) for _ in range(2)] == [expected(VALUES)] * 2
     assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     both = ["operations", "kernel"] * 2  # with finite elements only, and with others
-    check = [*both, "enable", *both, "kernel"]  # launched by Triton, by slabs, and a histogram
+    check = [*both, "kernel", "enable", *both]  # launched by Triton, a histogram, and launched by slabs
     assert calls == [*check, "kernel", "kernel"]
     on_device = measured(VALUES)
     assert [float(on_device.statistic(name)) for name in NAMES] == expected(VALUES)
@@ -121,9 +122,12 @@ def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], mon
     monkeypatch.setattr(kernels, "histogram_by_kernel", lambda flat, bins: histogram_by_kernel(flat[:-9], bins))
     monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
     monkeypatch.setattr(device_choice, "_reasons", {})
+    disconnected: list[str] = []
+    monkeypatch.setattr(device_choice, "disconnect_driver", lambda: disconnected.append("slabs launch no kernel"))
     assert distribution_on_device(values, (), 7).tolist() == wanted
     (reason,) = device_choice.measured_by().values()
     assert reason.startswith("PyTorch operations: the kernel returned the counts [")
+    assert disconnected
 
 
 @pytest.mark.combinations
@@ -255,6 +259,41 @@ def test_kernel_is_the_only_launch() -> None:
         views = ("aten.empty.memory_format", "aten.view.dtype", "aten.detach.default")
         launches = [name for name in operations.names if name not in views]
         assert launches == ["kernel"]
+
+
+def test_kernels_are_launched_on_the_device_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, which may be another one. The second GPU is imitated by a CPU tensor."""
+    current, launched = [0], []
+
+    class Second(Tensor):
+        is_cuda = True
+
+        def get_device(self) -> int:
+            return 1
+
+    @contextmanager
+    def device(given: torch.device) -> Iterator[None]:
+        current[0] = 1
+        yield
+        current[0] = 0
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+            return lambda *given, **options: launched.append(current[0])
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(device_kernel, "_measure", Kernel())
+    monkeypatch.setattr(device_kernel, "_compare", Kernel())
+    monkeypatch.setattr(device_kernel, "_add_launchers", lambda *given: launched.append(current[0]))
+    monkeypatch.setattr(device_kernel, "_compiled", {})
+    monkeypatch.setattr(
+        device_kernel, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda of: 0))
+    )
+    flat = torch.ones(5000).as_subclass(Second)
+    device_kernel.enable_launches(flat)
+    measure_by_kernel(flat, torch.empty(9, dtype=torch.float64))
+    assert launched == [1, 1, 1, 1, 1]
 
 
 COMPILE = """
