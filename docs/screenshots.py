@@ -94,7 +94,7 @@ SHOTS = (
     Shot("bad-init-cure.png", "bad_init", "#layers", choices=(("layers-statistic", "std"),)),
     Shot("dying-relu-training.png", "dying_relu/1", "#training", choices=(("training-scale", "log"),)),
     Shot("dying-relu-units.png", "dying_relu/1", "#units"),
-    Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-place", "layers.3.0"),)),
+    Shot("dying-relu-histogram.png", "dying_relu/1", "#layer .pair", choices=(("layer-location", "layers.3.0"),)),
     Shot("clipping-training.png", "clipping", "#training"),
     Shot("clipping-effects.png", "clipping", "#effects > .scroll"),
 )

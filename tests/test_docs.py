@@ -40,6 +40,15 @@ def test_generated_pages_are_current(name: str) -> None:
     assert (REPOSITORY / name).read_text() == rendered(name), "run `make docs`"
 
 
+def test_controls_and_parts_of_the_screenshots_are_in_the_pages() -> None:
+    pages = "".join(page.read_text() for page in (REPOSITORY / "instrument" / "report" / "template").glob("*.html"))
+    shots = re.search(r"\nSHOTS = \(\n.*?\n\)\n", (REPOSITORY / "docs" / "screenshots.py").read_text(), re.S)
+    assert shots is not None
+    names = {*re.findall(r"\(\(\"([\w-]+)\"", shots[0]), *re.findall(r"\"#([\w-]+)", shots[0])}
+    assert {"layer-location", "training-scale", "maps"} <= names
+    assert names - {*re.findall(r"(?:id=|choice\(|scale\()\"([\w-]+)", pages)} == set()
+
+
 def test_reference_has_every_kind_action_statistic_and_field() -> None:
     text = "".join(rendered(name) for name in (*MAKE.PAGES, *MAKE.PARTS))
     specs = [*HOOK_ACTIONS.values(), *FUNCTIONS.values(), *ACTIONS.values()]
