@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache, wraps
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
 
 from torch import nn
@@ -74,6 +74,12 @@ def exclude_from_graphs(hook: Callable[..., Any], instead: Callable[..., Any] | 
     # All wrappers have this code. The compiler would trace it for each hook and number of arguments, and warn at its limit.
     _skip(wrapper)
     return wrapper
+
+
+def excluded_method(method: Callable[..., Any]) -> MethodType:
+    """Return a bound method that is excluded from compilation; see `exclude_from_graphs`. A copied object gets its own."""
+    bound = cast(MethodType, method)
+    return MethodType(exclude_from_graphs(bound.__func__), bound.__self__)
 
 
 def run_outside_of_graphs(hook: Callable[..., Any]) -> None:

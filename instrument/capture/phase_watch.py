@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..kinds.clock import Clock
 from ..kinds.hook_group_interface import InertWhenCopied
-from ..lazy_compiler import exclude_from_graphs
+from ..lazy_compiler import excluded_method
 from .scheduled_hooks import ScheduledHooks
 
 
@@ -51,13 +50,9 @@ class PhaseWatch(InertWhenCopied):
     def attach(self) -> None:
         """Attach the hooks."""
         model, *parts = self.modules
-        self._handles.append(model.register_forward_pre_hook(self._bound(PhaseWatch.before_call), prepend=True))
+        self._handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
         for part in parts:
             self._handles.append(part.register_forward_pre_hook(self.before_call_of_part, prepend=True))
-
-    def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a method of this object that torch.compile does not trace; a copied model gets that of the copy."""
-        return MethodType(exclude_from_graphs(hook), self)
 
     def begin_step(self, *, training_mode: bool = True) -> None:
         """Begin a training step of the trainer.
@@ -85,7 +80,7 @@ class PhaseWatch(InertWhenCopied):
             self.observe()
         elif self._phase_of_model() == "eval" and self.clock.moment.phase == self._phase:
             self.scheduled.interrupt("eval")
-            hook = self._bound(PhaseWatch.after_call)
+            hook = excluded_method(self.after_call)
             self._interrupting = module.register_forward_hook(hook, always_call=True)
 
     def before_call_of_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..actions.intervention import describe
 from ..dtensor import sharding_hooks
 from ..errors import HookError
-from ..lazy_compiler import exclude_from_graphs, has_compiled
+from ..lazy_compiler import exclude_from_graphs, excluded_method, has_compiled
 from ..nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
 from ..spec.base import HookBase
@@ -255,7 +255,7 @@ class FunctionHooks(InertWhenCopied):
     def attach(self) -> None:
         """Register both hooks."""
         enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
-        leave = MethodType(exclude_from_graphs(FunctionHooks.leave), self)
+        leave = excluded_method(self.leave)
         self.hooks.add(self.module.register_forward_pre_hook(enter))
         self.hooks.add(self.module.register_forward_hook(leave, prepend=True, always_call=True))
 

@@ -15,6 +15,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook
 from .clock import Clock
 from .optimizer_closure import Arguments, run_after_gradients
@@ -47,10 +48,10 @@ class StepHooks:
         self.handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Register the hook after the step, and the one before it unless the loop announces the step."""
-        self.handles.append(self.optimizer.register_step_post_hook(self.after_step))
+        """Register the hook after the step, and the one before it unless the loop announces the step. Both break a compiled step."""
+        self.handles.append(self.optimizer.register_step_post_hook(excluded_method(self.after_step)))
         if not self.steps_by_loop:
-            self.handles.append(self.optimizer.register_step_pre_hook(self.on_step))
+            self.handles.append(self.optimizer.register_step_pre_hook(excluded_method(self.on_step)))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each step."""

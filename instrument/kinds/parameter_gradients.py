@@ -16,6 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
 from .gradient_scaling import unscaled
@@ -136,9 +137,9 @@ class BoundaryHooks:
         self.handle: RemovableHandle | None = None
 
     def attach(self) -> None:
-        """Register the hook before the step, unless the loop announces the step."""
+        """Register the hook before the step, unless the loop announces the step. It breaks the graph of a compiled step."""
         if not self.steps_by_loop:
-            self.handle = self.optimizer.register_step_pre_hook(self.on_step)
+            self.handle = self.optimizer.register_step_pre_hook(excluded_method(self.on_step))
 
     def refresh(self) -> None:
         """Do nothing: the scheduled sites are determined at each step."""

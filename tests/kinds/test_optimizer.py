@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,6 +54,72 @@ def test_step_post_records_are_bit_identical() -> None:
         "running_var",
         "num_batches_tracked",
     }
+
+
+HABITS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "one tensor at a time": {"foreach": False},
+    "gradients set to zero": {"set_to_none": False},
+    "activations offloaded": {"around": torch.autograd.graph.save_on_cpu},
+    "compiled step": {"compiled": True},
+}
+
+
+def train_with(
+    hooks: dict[str, Any],
+    *,
+    set_to_none: bool = True,
+    around: Any = nullcontext,
+    compiled: bool = False,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], instrument.Probe]:
+    """Return the weights after a training, the changes of the first one at each step, and the probe."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(4, 6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+    changes = []
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            with around():
+                loss = model(batch).square().mean()
+            loss.backward()
+            before = model[0].weight.detach().clone()
+            step()
+            changes.append(model[0].weight.detach() - before)
+            probe.end_step(loss=loss)
+    return [parameter.detach() for parameter in model.parameters()], changes, probe
+
+
+@pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
+def test_hooks_around_the_step_work_with_habits_of_gpu_trainings(habit: dict[str, Any]) -> None:
+    hooks = {
+        "outputs": {"layers": "*", "kind": "forward", "action": "record"},
+        "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
+        "momentum": {"layers": "**", "kind": "step_post", "role": "state.exp_avg", "action": "record"},
+        "updates": {"layers": "**", "kind": "step_post", "role": "update", "action": "record"},
+    }
+    weights, changes, probe = train_with(hooks, **habit)
+    expected, *_ = train_with({}, **habit)
+    for weight, bare in zip(weights, expected, strict=True):
+        assert torch.equal(weight, bare)
+    assert {(row["hook"], row["fired"]) for row in probe.coverage()} == {(hook, 3) for hook in hooks}
+    rows = [row for row in probe.sink.records("stats") if (row["hook"], row["layer"]) == ("updates", "0")]
+    norms = [row["l2"] for row in rows if row["path"] == "weight"]
+    assert norms == pytest.approx([torch.linalg.vector_norm(change.double()).item() for change in changes], rel=1e-5)
+
+
+def test_intervention_before_a_compiled_step_changes_what_it_uses() -> None:
+    hooks = {"zero": {"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.0}}
+    weights, _, probe = train_with(hooks, compiled=True, weight_decay=0.0)
+    untrained, *_ = train_with(hooks, weight_decay=0.0)
+    for weight, bare in zip(weights, untrained, strict=True):
+        assert torch.equal(weight, bare)
+    assert all(row["fired"] == 3 for row in probe.coverage())
+    _, changes, _ = train_with({}, compiled=True, weight_decay=0.0)
+    assert all(change.any() for change in changes)  # without the hook, it changes
 
 
 def test_update_of_plain_sgd_is_minus_lr_times_gradient() -> None:
