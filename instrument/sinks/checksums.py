@@ -11,15 +11,18 @@ when it is read. Files without a block, of earlier versions, are read unverified
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import struct
 import threading
+import time
 import zlib
 from bisect import bisect_right
 from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
+from weakref import WeakSet
 
 import pyarrow.parquet as pq
 from pyarrow import PythonFile
@@ -93,6 +96,7 @@ class CheckedFile(io.RawIOBase):
     """
 
     def __init__(self, file: BinaryIO) -> None:
+        _files.add(self)
         self._file = file
         self.size = file.seek(0, os.SEEK_END)
         self._lock = threading.Lock()
@@ -190,6 +194,23 @@ class CheckedFile(io.RawIOBase):
         """Close the file."""
         self._file.close()
         super().close()
+
+
+_files: WeakSet[CheckedFile] = WeakSet()
+_WAIT_SECONDS = 0.5  # for files that other code still refers to
+
+
+def _wait_for_arrow() -> None:
+    """Wait until Arrow's threads have released the files that they have read.
+
+    A thread that releases an object of Python while the interpreter ends aborts the process.
+    """
+    end = time.monotonic() + _WAIT_SECONDS
+    while _files and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+atexit.register(_wait_for_arrow)
 
 
 def open_checked(path: str) -> CheckedFile:
