@@ -15,6 +15,7 @@ from torch.nn.parameter import Parameter
 
 from ..dtensor import module_type
 from ..errors import ConfigError, Problem
+from ..stats.kernel import Slab
 from ..stats.measure import Measured, on_host
 from ..stats.table_rows import Measure
 from .tensor_selection import TensorSelection
@@ -267,7 +268,7 @@ class Rows(Effects, Protocol):
         """
 
     def slot(self, table: str, site: tuple[Any, ...], names: tuple[str, ...]) -> int:
-        """Return the slot of a row, for `record_plain` and `record_plain_effect`.
+        """Return the slot of a row, for `slab` and `record_plain_effect`.
 
         Args:
             table: `stats` or `effects`.
@@ -275,18 +276,9 @@ class Rows(Effects, Protocol):
             names: The names of the statistics, without custom ones.
         """
 
-    def record_plain(self, tensor: Tensor, slot: int, moment: StepContext, with_magnitudes: bool) -> bool:
-        """Add the statistics of one plain tensor; see `instrument.stats.kernel.Slab.add`.
-
-        Args:
-            tensor: The tensor.
-            slot: The slot of the row.
-            moment: Step, micro-step, epoch and phase.
-            with_magnitudes: Whether the sum of magnitudes is requested.
-
-        Returns:
-            Whether the row was added. False if the tensor is not plain.
-        """
+    @property
+    def slab(self) -> Slab | None:
+        """Receives the statistics of plain tensors. None if processes merge their rows, or without the compiled kernel."""
 
     def record_plain_effect(
         self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None

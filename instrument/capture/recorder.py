@@ -24,6 +24,7 @@ from ..kinds.clock import take
 from ..nested import shape_of
 from ..stats.device_sums import DeviceMemory
 from ..stats.exact_integers import remainders
+from ..stats.kernel import is_connected
 from ..stats.measure import Measured, as_cell, on_host
 from ..stats.sums import BASE, COLUMNS, statistics_of
 from ..stats.table_rows import Measure, Values
@@ -71,7 +72,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        record_plain, record_plain_effect: See `Rows`.
+        slab, record_plain_effect: See `Rows`.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class Recorder:
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
-        self.record_plain = _add_nothing if reduces else self._stats.add_plain
+        self.slab = self._stats.slab if is_connected and not reduces else None
         self.record_plain_effect = _add_nothing if reduces else self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
@@ -133,7 +134,7 @@ class Recorder:
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
 
     def slot(self, table: str, site: Row, names: tuple[str, ...]) -> int:
-        """Return the slot of an identity, for `record_plain` and `record_plain_effect`."""
+        """Return the slot of an identity, for `slab` and `record_plain_effect`."""
         return (self._stats if table == "stats" else self._effects).slots.slot(site, names)
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:

@@ -241,13 +241,14 @@ class StepSlab:
 
     Attributes:
         slots: The identities.
-        add_plain, add_plain_effect: Add the numbers of plain tensors; see `instrument.stats.kernel.Slab`.
+        slab: Receives the numbers of plain tensors.
+        add_plain_effect: See `instrument.stats.kernel.Slab.add_effect`.
     """
 
     def __init__(self, width: int, device_columns: int) -> None:
         self.slots = Slots()
-        self._slab = make_slab(width)
-        self.add_plain, self.add_plain_effect = self._slab.add, self._slab.add_effect
+        self.slab = make_slab(width)
+        self.add_plain_effect = self.slab.add_effect
         self._width, self._device_columns = width, device_columns
         self._others: dict[int, Any] = {}
         self._no_rows = Taken(np.empty((0, width)), np.empty((0, _KEYS), np.int64), np.empty(0, np.int64), [])
@@ -257,7 +258,7 @@ class StepSlab:
         self._max_rows: Counter[torch.device] = Counter()  # the largest number of rows of a step
 
     def __len__(self) -> int:
-        return len(self._slab)
+        return len(self.slab)
 
     def add(
         self,
@@ -280,16 +281,16 @@ class StepSlab:
         memory = np.asarray(numbers, np.float64).tobytes()
         slot = self.slots.slot(identity[_MOMENT:], names)
         with self._lock:
-            at = self._slab.append(memory, slot, moment, shape)
+            at = self.slab.append(memory, slot, moment, shape)
             if other is not None:
                 self._others[at] = other
 
     def take(self) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
-        if not len(self._slab):
+        if not len(self.slab):
             return self._no_rows
         with self._lock:
-            numbers, keys, dims, moments = self._slab.take()
+            numbers, keys, dims, moments = self.slab.take()
             others, self._others = self._others, {}
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
             device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
@@ -321,7 +322,7 @@ class StepSlab:
                         buffer = torch.empty((rows, self._device_columns), dtype=torch.float64, device=device)
                 except torch.OutOfMemoryError:  # the rows of the last step are more important
                     continue
-            self._slab.set_buffer(*buffer.__dlpack_device__(), buffer.data_ptr(), rows)
+            self.slab.set_buffer(*buffer.__dlpack_device__(), buffer.data_ptr(), rows)
             self._buffers.append(buffer)
 
 

@@ -31,7 +31,8 @@ from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
 from .hook_coverage import HookCoverage
 from .hook_timer import HookTimer
-from .module_calls import firing_of, is_first_reentrant_pass, recomputed_segment
+from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .plain_calls import firing_of
 from .reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
 
 Given = TypeVar("Given")

@@ -16,7 +16,8 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
-from .module_calls import Call, firing_of
+from .module_calls import Call
+from .plain_calls import firing_of
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
 from .together import groups_of, is_together, join_gradients
 
@@ -259,6 +260,14 @@ def _on_gradient(  # noqa: PLR0917
         changed = None if attached.direct is None else attached.direct(new, path, firing)
         new = attached.fire(new, path, firing, value=value) if changed is None else changed
     return None if new is gradient else new
+
+
+def finish_gradient(
+    attached_hooks: Sequence[AttachedHook], clock: Clock, done: int, call: int, backward: int, gradient: Tensor
+) -> Tensor | None:
+    """Run the hooks on the gradient of an output of `PlainCalls`, after the first `done` ones; see `gradient_hook`."""
+    fired = set(attached_hooks if backward else ())
+    return _on_gradient(attached_hooks[done:], "", call, False, call, clock, fired, None, count(backward), gradient)
 
 
 def gradient_groups(

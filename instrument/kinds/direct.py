@@ -23,6 +23,7 @@ from ..errors import HookError, InstrumentError, user_code_location
 from ..nested import structure
 from ..spec.kinds import KINDS
 from .clock import FIRST_CALL, Firing
+from .plain_calls import Recording
 
 AttachedHook = Any
 """An `instrument.kinds.attached_hook.AttachedHook`, whose module imports this one."""
@@ -68,19 +69,21 @@ class _Slots(dict[tuple[str, Firing, type], int]):
         return slot
 
 
-def _recording(attached: AttachedHook, action: Record) -> Direct:
-    names, with_magnitudes = action.measurement.names, action.measurement.with_magnitudes
-    record, clock = action.rows.record_plain, attached.clock
-    slots, module = _Slots(attached, lambda site: action.rows.slot("stats", site, names)), attached.site.layer.module
-    is_boundary, is_gradient = attached.frequency == "step", attached.site.spec.definition.gradient
-
-    def direct(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
-        if firing.recompute and not is_gradient:
-            return None  # recorded in the original pass
-        moment = clock.boundary if is_boundary else clock.moment
-        return tensor if record(tensor, slots[path, firing, type(module)], moment, with_magnitudes) else None
-
-    return direct
+def _recording(attached: AttachedHook, action: Record) -> Direct | None:
+    rows, measurement = action.rows, action.measurement
+    if rows.slab is None:
+        return None
+    slots = _Slots(attached, lambda site: rows.slot("stats", site, measurement.names))
+    return Recording(
+        rows.slab,
+        attached,
+        attached.clock,
+        slots,
+        attached.site.layer.module,
+        measurement.with_magnitudes,
+        attached.frequency == "step",
+        attached.site.spec.definition.gradient,  # other values of a recomputed pass were recorded in the original one
+    )
 
 
 def _changing(attached: AttachedHook, action: Intervention) -> Direct:

@@ -161,8 +161,8 @@ class GraphHooks:
     def begin(self, missing: str) -> GraphCall:
         """See `instrument.kinds.graph_operators.Target`."""
         call = self.calls.enter(self, in_graph=True)
-        if self.calls.micro_step_index != self._micro_step_index:
-            self._micro_step_index = self.calls.micro_step_index
+        if self.calls.counter.micro_step_index != self._micro_step_index:
+            self._micro_step_index = self.calls.counter.micro_step_index
             self._arrived.clear()
         self._count_opportunities(self._places.pre, call)
         self._count_gradients(self._places.contributions, call, missing)
@@ -170,7 +170,7 @@ class GraphHooks:
 
     def end(self, missing: str) -> GraphCall:
         """See `instrument.kinds.graph_operators.Target`."""
-        call = self.calls.leave(self)
+        call = self.calls.leave(self, in_graph=True)
         if call is None:  # its start was not seen
             return GraphCall()
         self._count_opportunities(self._places.forward_input, call)

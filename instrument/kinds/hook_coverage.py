@@ -12,10 +12,11 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .clock import Clock, take
 from .module_calls import Calls
+from .plain_calls import Counts
 from .reasons import FROZEN, NO_GRADIENT, NO_TENSOR, RAISED, REMOVED, default_reason
 
 
-class HookCoverage:
+class HookCoverage(Counts):
     """Counts the opportunities and firings of a site.
 
     Args:
@@ -36,10 +37,8 @@ class HookCoverage:
         "exemptions",
         "expected",
         "fired",
-        "firings",
         "frequency",
         "module_calls",
-        "opportunities",
         "other_phases",
         "reasons",
         "requires_grad_at_start",

@@ -14,8 +14,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from itertools import count
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,8 +26,8 @@ from ..actions.base import UNKNOWN_CALL
 from ..containers import CopiedContainer
 from ..nested import iter_tensors
 from .clock import Clock, Firing, graph_task
+from .plain_calls import CallCounter, firing_of, packing_hooks
 
-_packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _is_grad_enabled = torch.is_grad_enabled
 _thread = threading.get_ident
 _ENGINE_START = torch.autograd.backward.__code__
@@ -37,10 +35,6 @@ _ENGINE_START = torch.autograd.backward.__code__
 Memory = tuple[tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...], int], ...]
 """For each tensor: its storage, offset, shape, strides and version."""
 _FEW_CALLS = 100  # whose inputs are known, before those are removed that are no longer in memory
-
-
-firing_of = lru_cache(4096)(Firing)
-"""Returns a cached `Firing`. It runs no Python code for one that is in the cache."""
 
 
 class Call:
@@ -98,22 +92,22 @@ class Calls:
     Attributes:
         note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
         is_shared: Whether the module has several hook groups.
+        counter: The indices of calls, and the call that began without an object of class `Call`.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.note_inputs = self.is_shared = self._has_group = False
-        self.micro_step_index = -1
-        self._indices = count()
-        self._latest = -1  # the index of the latest call outside of checkpoint segments
-        self._lock = threading.Lock()
+        self.counter = CallCounter()
         self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
         # By thread, if the object is shared: the call that started last, and the groups that have seen its start.
         self._started: dict[int, tuple[Call, set[object]]] = {}
         self.call_indices: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()  # call indices in each segment
         # The backward pass, and the number of its calls so far.
         self.recompute_progress: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
-        self._repeatable: list[tuple[int, Memory]] = []  # calls that a backward pass may repeat, and their inputs
+        # Calls of a micro-step that a backward pass may repeat, and their inputs.
+        self._repeatable: list[tuple[int, Memory]] = []
+        self._repeatable_in = -1
         self._most_repeatable = _FEW_CALLS
 
     def add_group(self, *, note_inputs: bool = True) -> None:
@@ -129,25 +123,24 @@ class Calls:
             inputs: The arguments of the module.
             in_graph: Whether it is part of a compiled graph, in which no gradients are computed, also if there is a backward pass.
         """
-        micro_step_index = self.clock.micro_step_index
-        if self.micro_step_index != micro_step_index:
-            with self._lock:  # several threads may start the first call of a micro-step
-                if self.micro_step_index != micro_step_index:
-                    self._indices, self._latest, self._repeatable = count(), -1, []
-                    self.micro_step_index = micro_step_index
+        micro_step_index, counter = self.clock.micro_step_index, self.counter
+        opened = None if in_graph or not counter.is_open else self._leave_open()
+        counter.begin(micro_step_index)
         key = _thread(), group
         active = self._active.get(key)
         if active is None:
             active = self._active.setdefault(key, [])
         elif active and active[0].micro_step_index != micro_step_index:  # an exception ended it
             active.clear()
+        if opened is not None and opened.micro_step_index == micro_step_index:
+            active.append(opened)
         if self.is_shared and (other := self._started_by_others(group)) is not None:
             call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment)
-        elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and _packing_hooks(True) is None:
-            index = self._latest = next(self._indices)
+        elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and packing_hooks(True) is None:
+            index = counter.latest = counter.take()
             call = Call(index, index, micro_step_index)
-        elif in_graph and self._latest >= 0 and graph_task() != -1 and not _segments():
-            origin = 0 if self._latest == 0 else UNKNOWN_CALL  # the compiler does not tell which call it recomputes
+        elif in_graph and counter.latest >= 0 and graph_task() != -1 and not _segments():
+            origin = 0 if counter.latest == 0 else UNKNOWN_CALL  # the compiler does not tell which call it recomputes
             call = Call(origin, origin, micro_step_index, is_recomputed=True)
         else:
             call = self._enter_segment(inputs, active)
@@ -159,7 +152,7 @@ class Calls:
     def _started_by_others(self, group: object) -> Call | None:
         """Return the call whose start other groups have seen, and this one sees now; None if it sees a start first."""
         call, groups = self._started.get(_thread(), (None, ()))
-        if call is not None and group not in groups and call.micro_step_index == self.micro_step_index:
+        if call is not None and group not in groups and call.micro_step_index == self.counter.micro_step_index:
             return call
         self._started.pop(_thread(), None)
         return None
@@ -168,8 +161,10 @@ class Calls:
         """Start a call that may be part of a checkpoint segment, or that runs in a backward pass."""
         is_in_backward = graph_task() != -1
         segments = _segments()
+        if self._repeatable_in != self.clock.micro_step_index:
+            self._repeatable, self._repeatable_in = [], self.clock.micro_step_index
         is_recomputed = is_in_backward and any(is_being_recomputed for _, is_being_recomputed in segments)
-        index = origin = self._original_index(segments) if is_recomputed else next(self._indices)
+        index = origin = self._original_index(segments) if is_recomputed else self.counter.take()
         if is_in_backward and not is_recomputed and self._repeatable:
             origin = self._repeated_index(inputs, index)
         elif self.note_inputs and not (is_in_backward or segments):
@@ -183,8 +178,15 @@ class Calls:
         segment = segments[0][0] if segments else None
         return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment)
 
-    def leave(self, group: object) -> Call | None:
+    def _leave_open(self) -> Call | None:
+        """End the open call of this thread, which began without an object; None if there is none."""
+        micro_step_index, index = self.counter.micro_step_index, self.counter.pop()
+        return None if index is None else Call(index, index, micro_step_index)
+
+    def leave(self, group: object, *, in_graph: bool = False) -> Call | None:
         """End the last active call of this thread in a hook group; None if its start was not seen."""
+        if self.counter.is_open and not in_graph and (opened := self._leave_open()) is not None:
+            return opened
         key = _thread(), group
         active = self._active.get(key)
         if self.is_shared:
@@ -194,7 +196,7 @@ class Calls:
     @property
     def has_unfinished(self) -> bool:
         """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return any(
+        return (self.counter.is_open and self.counter.micro_step_index == self.clock.micro_step_index) or any(
             call.micro_step_index == self.clock.micro_step_index and not call.is_recomputed
             for active in self._active.copy().values()
             for call in active
@@ -230,7 +232,7 @@ class Calls:
 
 def current_segment() -> object | None:
     """Return the innermost checkpoint segment of the current code; None outside of segments."""
-    if graph_task() == -1 and _is_grad_enabled() and _packing_hooks(True) is None:
+    if graph_task() == -1 and _is_grad_enabled() and packing_hooks(True) is None:
         return None
     return next((segment for segment, _ in _segments()), None)
 

@@ -12,7 +12,6 @@ from functools import partial
 from types import MethodType
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
@@ -22,10 +21,12 @@ from ..nested import join_arguments, map_tensors, returned_value, split_argument
 from ..spec.field_types import describe_callable
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all
+from .call_gradients import finish_gradient
 from .clock import Clock
 from .graph_hooks import GraphHooks, Places
 from .hook_group_interface import InertWhenCopied
-from .module_calls import Call, Calls, firing_of
+from .module_calls import Call, Calls
+from .plain_calls import PlainCalls, Recording, firing_of, transform
 from .reasons import TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
@@ -33,10 +34,6 @@ from .together import act_together, groups_of, is_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
-
-_transform = (
-    torch._C._functorch.peek_interpreter_stack
-)  # returns the transform of torch.func that runs this code, if any
 
 
 class ModuleHooks(InertWhenCopied):
@@ -60,6 +57,8 @@ class ModuleHooks(InertWhenCopied):
         earlier_hooks: The hooks of other code that were prepended later, each with an intervention that changes the output after
             it.
     """
+
+    plain: PlainCalls | None = None  # for calls that need no Python code
 
     def __init__(
         self,
@@ -133,11 +132,28 @@ class ModuleHooks(InertWhenCopied):
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
         self.output_gradients.schedule(gradients)
         self.input_gradients.contribution_hooks, self.input_gradients.total_hooks = contributions, totals
+        self.plain = self._plain_calls(*places)
+
+    def _plain_calls(self, *places: Sequence[AttachedHook]) -> PlainCalls | None:
+        """Return what the hooks do with a call that needs no Python code; None if every call needs some."""
+        outputs, gradients = self.output, self.output_gradients.attached_hooks
+        recordings = [each.direct for each in (*outputs, *gradients) if isinstance(each.direct, Recording)]
+        if (
+            not (self.active and self.output_gradients.is_simple)
+            or len(recordings) < sum(map(len, places))
+            or self.calls.is_shared
+        ):
+            return None
+        finish = partial(finish_gradient, gradients, self.clock)
+        of_outputs, of_gradients = recordings[: len(outputs)], recordings[len(outputs) :]
+        return PlainCalls(self.clock, self.calls.counter, tuple(of_outputs), tuple(of_gradients), finish)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if is_dynamo_compiling():
             return self.graph.trace_before(module, args, kwargs) if self.clock.in_graphs else None
+        if self.plain is not None and not self.unscheduled and self.plain.enter():
+            return None
         if self.clock.closed:
             return None
         if self.unscheduled:
@@ -148,7 +164,7 @@ class ModuleHooks(InertWhenCopied):
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured
                 return self.before(module, args, kwargs)
-        if _transform() is not None:
+        if transform() is not None:
             self._count_transformed()
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
@@ -184,7 +200,10 @@ class ModuleHooks(InertWhenCopied):
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
         if is_dynamo_compiling():
             return self.graph.trace_after(module, args, kwargs, output) if self.clock.in_graphs else None
-        if self.clock.closed or not self.active or _transform() is not None:
+        recorded = 0  # how many of the hooks on outputs are done
+        if self.plain is not None and (recorded := self.plain.leave(output)) < 0:
+            return None
+        if self.clock.closed or not self.active or transform() is not None:
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured
@@ -201,7 +220,7 @@ class ModuleHooks(InertWhenCopied):
         # The caller reads the containers that it passed, also if the module returns them.
         in_place = (args, kwargs)
         if self.output:
-            new = self._act(self.output, new, call, in_place)
+            new = self._act(self.output[recorded:], new, call, in_place)
         if self.output_gradients.attached_hooks:
             new = self.output_gradients.register(module, new, call, in_place)
         if call.copies:

@@ -229,13 +229,13 @@ class OutputGradients:
         self.attached_hooks: Sequence[AttachedHook] = ()
         self.changes = False  # whether any hook changes the gradient
         self.leaf_hooks = LeafHooks(clock)
-        self._is_simple = True  # whether the hooks can act on each gradient alone, without an alias or the output
+        self.is_simple = True  # whether the hooks can act on each gradient alone, without an alias or the output
 
     def schedule(self, attached_hooks: Sequence[AttachedHook]) -> None:
         """Set the scheduled hooks, in order."""
         self.attached_hooks = attached_hooks
         self.changes = not all(attached.is_record_hook for attached in attached_hooks)
-        self._is_simple = not any(
+        self.is_simple = not any(
             attached.site.spec.needs_value
             or is_together(attached)
             or not attached.matches_path("")
@@ -250,7 +250,7 @@ class OutputGradients:
     def _register_simple(self, output: Any, call: Call) -> bool:
         """Register the hooks on an output that is one plain tensor: no view, no leaf, no input. Return false for others."""
         is_simple = (
-            self._is_simple
+            self.is_simple
             and is_plain_float(output)
             and output.requires_grad
             and torch.is_grad_enabled()

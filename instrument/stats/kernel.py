@@ -27,9 +27,10 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 
 _FLOAT16 = _KINDS[torch.float16]  # measured only on devices
 _NO_SHAPE = -1
 
-# PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10. Without it, no tensor is plain.
+# PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10.
 _exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-_connected = native is not None and _exchange_api is not None and native.connect(Tensor, Parameter, _exchange_api)
+is_connected = native is not None and _exchange_api is not None and native.connect(Tensor, Parameter, _exchange_api)
+"""Whether the kernel can read tensors. Without it, no tensor is plain."""
 
 
 class Slab(Protocol):
@@ -133,7 +134,7 @@ class PortableSlab(Slab):
         return len(self._rows)
 
 
-make_slab: Callable[[int], Slab] = native.Slab if _connected else PortableSlab
+make_slab: Callable[[int], Slab] = native.Slab if is_connected else PortableSlab
 
 
 def connect_driver(functions: tuple[int, int, int], elements: int, programs: int) -> None:
@@ -144,7 +145,7 @@ def connect_driver(functions: tuple[int, int, int], elements: int, programs: int
         elements: The number of elements per program.
         programs: The maximum number of programs of a launch.
     """
-    if _connected:
+    if is_connected:
         native.connect_driver(*functions, elements, programs)
 
 
@@ -179,7 +180,7 @@ def add_launcher(  # noqa: PLR0917
         memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 8], and a counter,
             int32 [1].
     """
-    if _connected:
+    if is_connected:
         number = memory[0].__dlpack_device__()
         addresses = [tensor.data_ptr() for tensor in memory]
         if native.add_launcher(*number, stream, _KINDS[dtype], tensors, function, *size, *addresses):
@@ -208,7 +209,7 @@ def _unsupported(*arguments: object) -> None:
     """Replace a function of the native kernel if the kernel or PyTorch's exchange API is missing."""
 
 
-effect_of_plain: Callable[[Tensor, Tensor], list[float] | None] = native.effect if _connected else _unsupported
+effect_of_plain: Callable[[Tensor, Tensor], list[float] | None] = native.effect if is_connected else _unsupported
 """Compare two plain tensors of the same shape, dtype and strides; see `Slab.add`.
 
 Returns:
@@ -217,7 +218,7 @@ Returns:
 """
 
 effect_of_clip: Callable[[Tensor, float | None, float | None], tuple[bool, list[float]] | None] = (
-    native.effect_of_clip if _connected else _unsupported
+    native.effect_of_clip if is_connected else _unsupported
 )
 """Compare a plain tensor with its elements clamped to [low, high]; see `Slab.add`.
 

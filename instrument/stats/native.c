@@ -81,8 +81,7 @@
    element on an edge belongs to the bin above it, and high to the last bin. Elements outside the range and NaN are
    ignored. If low equals high, all elements are in the first bin. */
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "native.h"
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -391,6 +390,13 @@ static size_t describe_on_any_device(PyObject *object, DLTensor *t, int *kind, c
     return count > 1 && !is_negated(object) ? (size_t)count : 0;
 }
 
+int is_plain_tensor(PyObject *object) {
+    DLTensor t;
+    int kind;
+    const void *memory;
+    return describe_on_any_device(object, &t, &kind, &memory) > 0;
+}
+
 /* Describes a tensor that the kernels for the CPU support. Returns the number of its elements, otherwise 0. */
 static size_t describe_dense(PyObject *object, DLTensor *t, int *kind, const void **memory) {
     const size_t numel = describe_on_any_device(object, t, kind, memory);
@@ -627,32 +633,40 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     return row;
 }
 
-static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
+int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int with_magnitudes) {
+    Slab *self = (Slab *)slab;
     DLTensor t;
     int kind;
     const void *memory;
     double numbers[SUMS];
-    if (count != 4 || self->width < SUMS) {
-        PyErr_SetString(PyExc_TypeError, "add takes four arguments, and rows have to be wide enough for the sums");
+    if (self->width < SUMS) {
+        PyErr_SetString(PyExc_TypeError, "the rows of the slab have to be wide enough for the sums");
+        return -1;
+    }
+    const size_t numel = describe_on_any_device(tensor, &t, &kind, &memory);
+    if (numel && row_on_device(self, slot, moment, &t, kind, memory, NULL, numel))
+        return 1;
+    if (PyErr_Occurred())
+        return -1;
+    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
+        !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
+        return 0;
+    double *row = slab_row(self, slot, moment, t.ndim, t.shape);
+    if (!row)
+        return -1;
+    memcpy(row, numbers, sizeof numbers);
+    return 1;
+}
+
+static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "add takes four arguments");
         return NULL;
     }
     const long long slot = PyLong_AsLongLong(args[1]);
     const int with_magnitudes = PyObject_IsTrue(args[3]);
-    if (PyErr_Occurred())
-        return NULL;
-    const size_t numel = describe_on_any_device(args[0], &t, &kind, &memory);
-    if (numel && row_on_device(self, slot, args[2], &t, kind, memory, NULL, numel))
-        Py_RETURN_TRUE;
-    if (PyErr_Occurred())
-        return NULL;
-    if (!numel || t.device.type != CPU || kind == FLOAT16 ||
-        !write_sums_unlocked(memory, numel, kind, with_magnitudes, numbers))
-        Py_RETURN_FALSE;
-    double *row = slab_row(self, slot, args[2], t.ndim, t.shape);
-    if (!row)
-        return NULL;
-    memcpy(row, numbers, sizeof numbers);
-    Py_RETURN_TRUE;
+    const int added = PyErr_Occurred() ? -1 : add_to_slab((PyObject *)self, args[0], slot, args[2], with_magnitudes);
+    return added < 0 ? NULL : PyBool_FromLong(added);
 }
 
 static PyObject *slab_append(Slab *self, PyObject *args) {
@@ -944,6 +958,8 @@ static PyType_Spec slab_spec = {
     .slots = slab_slots,
 };
 
+PyTypeObject *slab_type;
+
 /* The factor for all values that keeps the width of the range and its inverse finite. */
 static double unit_of(double low, double high) {
     const double width = high - low;
@@ -1027,9 +1043,9 @@ static struct PyModuleDef module = {
 };
 
 PyMODINIT_FUNC PyInit_native(void) {
-    PyObject *created = PyModule_Create(&module), *slab = created ? PyType_FromSpec(&slab_spec) : NULL;
-    if (!slab || PyModule_AddObjectRef(created, "Slab", slab))
+    PyObject *created = PyModule_Create(&module);
+    slab_type = created ? (PyTypeObject *)PyType_FromSpec(&slab_spec) : NULL;
+    if (!slab_type || PyModule_AddObjectRef(created, "Slab", (PyObject *)slab_type) || add_plain_calls(created))
         Py_CLEAR(created);
-    Py_XDECREF(slab);
     return created;
 }

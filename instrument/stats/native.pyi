@@ -1,3 +1,6 @@
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 from torch import Tensor
 
 from .kernel import Slab as Slab
@@ -20,3 +23,51 @@ def effect(before: Tensor, after: Tensor) -> list[float] | None: ...
 def effect_of_clip(tensor: Tensor, low: float | None, high: float | None) -> tuple[bool, list[float]] | None: ...
 def sums(address: int, count: int, kind: int, with_magnitudes: bool) -> bytes | None: ...
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
+def connect_torch(
+    transform: Callable[[], object],
+    backward_pass: Callable[[], int],
+    is_grad_enabled: Callable[[], bool],
+    packing_hooks: Callable[[bool], object],
+    ordered_dict: type,
+    firing: Callable[[int, int, bool, int], object],
+) -> None: ...
+
+class Counts:
+    opportunities: int
+    firings: int
+
+class CallCounter:
+    latest: int
+    @property
+    def micro_step_index(self) -> int: ...
+    @property
+    def is_open(self) -> bool: ...
+    def begin(self, micro_step_index: int, /) -> None: ...
+    def take(self) -> int: ...
+    def pop(self) -> int | None: ...
+
+class Recording:
+    def __init__(
+        self,
+        slab: Slab,
+        counts: Counts,
+        clock: object,
+        slots: Mapping[Any, int],
+        module: object,
+        with_magnitudes: bool,
+        at_boundary: bool,
+        in_recomputation: bool,
+    ) -> None: ...
+    def __call__(self, tensor: Tensor, path: str, firing: Any, /) -> Tensor | None: ...
+
+class PlainCalls:
+    def __init__(
+        self,
+        clock: object,
+        counter: CallCounter,
+        outputs: Sequence[Recording],
+        gradients: Sequence[Recording],
+        finish: Callable[[int, int, int, Tensor], Tensor | None],
+    ) -> None: ...
+    def enter(self) -> bool: ...
+    def leave(self, output: object, /) -> int: ...

@@ -167,7 +167,7 @@ def test_rows_are_kept_if_there_is_no_memory_for_the_next_buffer(
 
     for step in range(4):
         monkeypatch.setattr(torch, "empty", fail if step == 1 else empty)
-        assert slab.add_plain(torch.full((64, 8), float(step)), slab.slots.slot(site), None, True)
+        assert slab.slab.add(torch.full((64, 8), float(step)), slab.slots.slot(site), None, True)
         taken = slab.take()
         taken.fetch()
         assert taken.numbers[:, 6].tolist() == [step]

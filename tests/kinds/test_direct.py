@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import math
+import os
+import subprocess
+import sys
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,8 +31,12 @@ from torch.utils.checkpoint import checkpoint
 import instrument
 from instrument.kinds import attached_hook
 from instrument.kinds.attached_hook import AttachedHook
+from instrument.kinds.clock import FIRST_CALL
 from instrument.kinds.direct import Direct, direct_of
+from instrument.kinds.module_calls import Call, Calls
 from instrument.spec.parse import parse_hooks
+from instrument.stats import kernel
+from instrument.stats.sums import COLUMNS
 
 RECORD = {"kind": "forward", "action": "record", "stats": ["default", "l1"]}
 SPECS: dict[str, Any] = {
@@ -520,3 +532,103 @@ def test_rows_grow_beyond_the_first_matrix() -> None:
             probe.end_step()
             means = [row["mean"] for row in probe.sink.records("stats")[-70:]]
             assert means == pytest.approx(outputs, rel=1e-6)
+
+
+class Branches(nn.Module):
+    """Has one layer per way of being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Linear(6, 6)
+        self.repeated = nn.Linear(6, 6)
+        self.without_gradients = nn.Linear(6, 6)
+        self.checkpointed = nn.Linear(6, 6)
+        self.recursive = Recursive()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.repeated(self.repeated(self.plain(x)))
+        with torch.no_grad():
+            x = x + self.without_gradients(x)
+        return self.recursive(checkpoint(self.checkpointed, x, use_reentrant=False))
+
+
+def test_plain_calls_run_no_python_code() -> None:
+    """Only calls that a backward pass may repeat, those without gradients, and every second call of a recursion need some."""
+    entered: Counter[str] = Counter()
+    model = Branches()
+    names = {module: name for name, module in model.named_modules()}
+
+    def enter(calls: Calls, group: Any, *given: Any, **options: Any) -> Call:
+        entered[names[group.module]] += 1
+        return original(calls, group, *given, **options)
+
+    original = Calls.enter
+    specs = {name: {**SPECS[name], "layers": "**"} for name in ("outputs", "gradients")}
+    with mock.patch.object(Calls, "enter", enter), instrument.attach(model, specs) as probe:
+        for _ in range(2):
+            model(torch.randn(4, 6)).sum().backward()
+            probe.end_step()
+    if kernel.is_connected:
+        assert entered == {"without_gradients": 2, "checkpointed": 4, "recursive": 2}
+    rows = probe.sink.records("stats")
+    indices = [
+        row["call"] for row in rows if row["layer"] == "repeated" and row["hook"] == "outputs" and not row["step"]
+    ]
+    assert indices == [0, 1]
+
+
+def test_recorded_model_is_freed() -> None:
+    """The objects of plain calls and the hooks of a module refer to each other."""
+    model = nn.Linear(6, 3)
+    with instrument.attach(model, {name: SPECS[name] for name in ("outputs", "gradients")}) as probe:
+        model(torch.ones(4, 6)).sum().backward()
+        probe.end_step()
+    freed = weakref.ref(model)
+    del model, probe
+    gc.collect()
+    assert freed() is None
+
+
+@pytest.mark.skipif(not kernel.is_connected, reason="without the compiled kernel, the types do not exist")
+def test_compiled_types_reject_other_objects() -> None:
+    native = kernel.native
+    assert native is not None
+    counter, counts, slab = native.CallCounter(), native.Counts(), native.Slab(len(COLUMNS))
+    with pytest.raises(TypeError):
+        native.Recording({}, counts, None, {}, None, False, False, False)
+    with pytest.raises(TypeError):
+        native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        native.PlainCalls(None, counter, (1,), (), print)  # type: ignore[arg-type]
+    narrow = native.Recording(native.Slab(2), counts, SimpleNamespace(moment=None), {}, None, False, False, False)
+    with pytest.raises(KeyError):
+        narrow(torch.ones(3), "", FIRST_CALL)
+    narrow = native.Recording(
+        native.Slab(2), counts, SimpleNamespace(moment=None), defaultdict(int), None, False, False, False
+    )
+    with pytest.raises(TypeError, match="wide enough"):
+        narrow(torch.ones(3), "", FIRST_CALL)
+    with pytest.raises(AttributeError, match="closed"):
+        native.PlainCalls(None, counter, (), (), print).enter()
+
+
+def test_rows_are_the_same_without_a_c_compiler() -> None:
+    """A process without the compiled module writes the same rows, up to the rounding of another way to add up."""
+    program = (
+        "import sys; sys.modules['instrument.stats.native'] = None\n"
+        "import json, torch, test_direct\n"
+        "torch.manual_seed(0)\n"
+        "print(json.dumps(test_direct.rows_of(test_direct.Branches(), test_direct.SPECS)['stats'], default=float))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    torch.manual_seed(0)
+    expected = rows_of(Branches(), SPECS)["stats"]
+    found = json.loads(done.stdout)
+    assert len(found) == len(expected) > 100
+    for row, other in zip(expected, found, strict=True):
+        assert [cell for cell in row if isinstance(cell, str | int)] == [
+            cell for cell in other if isinstance(cell, str | int)
+        ]
+        numbers, others = ([cell for cell in each if isinstance(cell, float)] for each in (row, other))
+        assert others == pytest.approx(numbers, rel=1e-6, abs=1e-9)

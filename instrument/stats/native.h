@@ -1,0 +1,28 @@
+/* What the C files of `instrument.stats.native` share. */
+
+#ifndef INSTRUMENT_NATIVE_H
+#define INSTRUMENT_NATIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#if defined(__GNUC__)
+#pragma GCC visibility push(hidden)
+#endif
+
+/* Whether an object is a tensor that any kernel supports; see `Slab.add`. */
+int is_plain_tensor(PyObject *object);
+
+extern PyTypeObject *slab_type;
+
+/* `Slab.add`: 1 if the row was added, 0 if not, and -1 with an exception set. */
+int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int with_magnitudes);
+
+/* Adds the types and the function of `instrument/kinds/plain_calls.c` to the module. Returns 0, or -1 with an exception set. */
+int add_plain_calls(PyObject *module);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#endif
