@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -279,6 +280,9 @@ class Rows(Effects, Protocol):
     @property
     def slab(self) -> Slab | None:
         """Receives the statistics of plain tensors. None if processes merge their rows, or without the compiled kernel."""
+
+    def batch(self) -> AbstractContextManager[None]:
+        """Measure the plain tensors of the block that are on a device together, when it ends. They have to stay as they are until then."""
 
     def record_plain_effect(
         self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None

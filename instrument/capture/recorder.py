@@ -72,7 +72,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        slab, record_plain_effect: See `Rows`.
+        slab, batch, record_plain_effect: See `Rows`.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Recorder:
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
         self.slab = self._stats.slab if is_connected and not reduces else None
+        self.batch = self._stats.batch
         self.record_plain_effect = _add_nothing if reduces else self._effects.add_plain_effect
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []

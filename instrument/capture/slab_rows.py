@@ -11,6 +11,7 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
 from ..spec.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 from ..spec.tables import CUSTOM, IDENTITY, TABLES
+from ..stats.device_choice import measure_batch
 from ..stats.kernel import launch_devices, make_slab
 from ..stats.sums import statistics_of
 from .device_copy import HostCopy
@@ -252,7 +254,7 @@ class StepSlab:
         self._width, self._device_columns = width, device_columns
         self._others: dict[int, Any] = {}
         self._no_rows = Taken(np.empty((0, width)), np.empty((0, _KEYS), np.int64), np.empty(0, np.int64), [])
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._buffers: list[Tensor] = []  # on each device, for the numbers of this step
         self._previous_buffers: list[Tensor] = []  # those of the step before, which may still be copied to the host
         self._max_rows: Counter[torch.device] = Counter()  # the largest number of rows of a step
@@ -284,6 +286,16 @@ class StepSlab:
             at = self.slab.append(memory, slot, moment, shape)
             if other is not None:
                 self._others[at] = other
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Measure plain tensors that are on a device with one launch at the end of the block. They have to stay as they are until then."""
+        with self._lock:  # no other thread takes rows whose numbers are missing
+            self.slab.begin_batch()
+            try:
+                yield
+            finally:
+                measure_batch(self.slab.end_batch())
 
     def take(self) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""

@@ -7,7 +7,8 @@ handles all other tensors and hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -84,6 +85,14 @@ def _recording(attached: AttachedHook, action: Record) -> Direct | None:
         attached.frequency == "step",
         attached.site.spec.definition.gradient,  # other values of a recomputed pass were recorded in the original one
     )
+
+
+def measured_together(attached_hooks: Sequence[AttachedHook]) -> AbstractContextManager[None]:
+    """Let sites whose tensors do not change in the block measure those on a device together, if all of them only record."""
+    if attached_hooks and all(isinstance(attached.direct, Recording) for attached in attached_hooks):
+        rows: Rows = attached_hooks[0].action.rows
+        return rows.batch()
+    return nullcontext()
 
 
 def _changing(attached: AttachedHook, action: Intervention) -> Direct:

@@ -5,7 +5,7 @@ Their tensors are the parameter, its gradient, its update, the buffers of its mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook
 from .clock import Clock
+from .direct import measured_together
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
 from .reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
@@ -79,6 +80,7 @@ class StepHooks:
 
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
+        copies: list[tuple[Tensor, Tensor]] = []
         for attached in self._scheduled(self.post):
             if attached.site.spec.tensor_role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
@@ -91,7 +93,9 @@ class StepHooks:
                     parameter.device,
                 ):
                     buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
-                buffer.copy_(parameter)
+                copies.append((buffer, parameter))
+        for buffers, parameters in _in_groups(copies):
+            torch._foreach_copy_(buffers, parameters)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites."""
@@ -100,16 +104,32 @@ class StepHooks:
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
-        for attached in self._scheduled(attached_hooks):
-            parameter = attached.current_parameter()
-            tensor = self._tensor(attached, parameter)
-            if tensor is None:
-                continue
-            attached.prepare([tensor])
-            of = parameter if attached.site.spec.tensor_role == "update" else None
-            new = attached.count_and_fire(tensor, value=of)
-            if new is not tensor and new is not None:
-                tensor.copy_(new)
+        scheduled = self._scheduled(attached_hooks)
+        self._subtract_parameters(scheduled)
+        with measured_together(scheduled):
+            for attached in scheduled:
+                parameter = attached.current_parameter()
+                tensor = self._tensor(attached, parameter)
+                if tensor is None:
+                    continue
+                attached.prepare([tensor])
+                of = parameter if attached.site.spec.tensor_role == "update" else None
+                new = attached.count_and_fire(tensor, value=of)
+                if new is not tensor and new is not None:
+                    tensor.copy_(new)
+
+    def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> None:
+        """Turn the copies of parameters before their update into the updates: the parameters minus the copies, bit by bit."""
+        updated = [
+            (self.parameters_before[attached], parameter)
+            for attached in scheduled
+            if attached.site.spec.tensor_role == "update"
+            and (parameter := attached.current_parameter()) is not None
+            and not is_lazy(parameter)
+        ]
+        for buffers, parameters in _in_groups(updated):
+            torch._foreach_neg_(buffers)
+            torch._foreach_add_(buffers, parameters)
 
     def _scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
         return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
@@ -144,11 +164,7 @@ class StepHooks:
             case "param_grad":
                 return current.grad
             case "update":
-                return torch.sub(
-                    current.to(self.parameters_before[attached].dtype),
-                    self.parameters_before[attached],
-                    out=self.parameters_before[attached],
-                )
+                return self.parameters_before[attached]
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
@@ -156,6 +172,15 @@ class StepHooks:
         """Remove both hooks in reverse order."""
         while self.handles:
             self.handles.pop().remove()
+
+
+def _in_groups(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield pairs of tensors as two lists: all plain ones, for few launches on a device, and each pair of another class alone."""
+    are_plain = [type(parameter) in (Tensor, Parameter) for _, parameter in pairs]
+    if any(are_plain):
+        together = [pair for pair, is_plain in zip(pairs, are_plain, strict=True) if is_plain]
+        yield [one for one, _ in together], [other for _, other in together]
+    yield from (([one], [other]) for (one, other), is_plain in zip(pairs, are_plain, strict=True) if not is_plain)
 
 
 def _is_gradient(attached: AttachedHook) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
 from .device_sums import DeviceSums, device_memory
-from .kernel import Slab, disconnect_driver, make_slab
+from .kernel import DTYPE_OF_KIND, Slab, disconnect_driver, launch_devices, make_slab
 from .portable import count_changed, further_sums, portable_sums
 from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
 
@@ -55,6 +55,19 @@ def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tenso
         for each, number in zip(others, further_sums(flat, found.row, others), strict=True):
             found.row[INDEX[each.name]] = number
     return found
+
+
+def measure_batch(batch: bytes) -> None:
+    """Measure tensors whose rows wait for it, with one launch for each device and dtype.
+
+    Args:
+        batch: See `instrument.stats.kernel.Slab.end_batch`: int64 [tensors, 6].
+    """
+    table = np.frombuffer(batch, np.int64).reshape(-1, 6)
+    for kind, number in dict.fromkeys(map(tuple, table[:, [2, 1]].tolist())):
+        tensors = table[(table[:, 2] == kind) & (table[:, 1] == number), 3:]
+        device = next(each for each in launch_devices if (each.index or 0) == number)
+        _kernels().measure_batch_by_kernel(device, DTYPE_OF_KIND[kind], tensors)
 
 
 def histogram_on_device(flat: Tensor, bins: int) -> Tensor | None:
@@ -142,6 +155,11 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
         if not _has_launched(slab):
             by_kernel(flat, results)
 
+    def by_batch(flat: Tensor, results: Tensor) -> None:
+        first = torch.empty_like(results)  # of a smaller tensor before it
+        numbers = [(flat.data_ptr(), count, each.data_ptr()) for count, each in ((7, first), (flat.numel(), results))]
+        kernels.measure_batch_by_kernel(device, dtype, np.array(numbers, np.int64))
+
     for given in (finite, values):
         if (difference := _difference(given, device, by_kernel)) is not None:
             return difference
@@ -150,9 +168,10 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
     if counts != expected_counts:
         return f"the kernel returned the counts {counts} instead of {expected_counts}"
     kernels.enable_launches(values.to(device))
-    for given in (finite, values):
-        if (difference := _difference(given, device, by_slab)) is not None:
-            return difference
+    for measure in (by_slab, by_batch):
+        for given in (finite, values):
+            if (difference := _difference(given, device, measure)) is not None:
+                return difference
     return _difference_of_effects(values, device)
 
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+from collections import OrderedDict
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -41,7 +43,7 @@ _LANES = tl.constexpr(128)  # results of programs that are merged at once
 
 
 @triton.jit(do_not_specialize=["results", "numel"])
-def _measure(  # noqa: PLR0915, PLR0917
+def _measure(  # noqa: PLR0917
     elements,
     partials,
     arrived,
@@ -51,6 +53,53 @@ def _measure(  # noqa: PLR0915, PLR0917
     is_bfloat16: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
+    _measure_part(elements, partials, arrived, results, numel, program, programs, block_size, is_bfloat16)
+
+
+# Measures several tensors. `table`, int64 [tensors + 1, 4], has the addresses of the elements and of the results of each tensor, the
+# number of its elements, and the number of its first program. The last row only has the number of all programs.
+@triton.jit(do_not_specialize=["tensors"])
+def _measure_batch(  # noqa: PLR0917
+    table,
+    partials,
+    arrived,
+    tensors: tl.int32,
+    element: tl.constexpr,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tensor = tensors * 0
+    end = tensors
+    while end - tensor > 1:
+        middle = (tensor + end) // 2
+        is_before = tl.load(table + middle * 4 + 3) <= program
+        tensor = tl.where(is_before, middle, tensor)
+        end = tl.where(is_before, end, middle)
+    entry = table + tensor * 4
+    elements = tl.multiple_of(tl.load(entry).to(tl.pointer_type(element)), 16)
+    results = tl.load(entry + 1).to(tl.pointer_type(tl.float64))
+    first = tl.load(entry + 3).to(tl.int32)
+    programs = tl.load(entry + 7).to(tl.int32) - first
+    partials += first * _NUMBERS
+    numel = tl.load(entry + 2)
+    _measure_part(
+        elements, partials, arrived + tensor, results, numel, program - first, programs, block_size, is_bfloat16
+    )
+
+
+@triton.jit
+def _measure_part(  # noqa: PLR0915, PLR0917
+    elements,
+    partials,
+    arrived,
+    results,
+    numel,
+    program,
+    programs,
+    block_size: tl.constexpr,
+    is_bfloat16: tl.constexpr,
+):
     full_blocks = numel // block_size
     first = _as_float(tl.load(elements + program.to(tl.int64) * block_size), is_bfloat16)
     shift = tl.where(tl.abs(first) < float("inf"), first, 0.0).to(tl.float64)
@@ -60,7 +109,7 @@ def _measure(  # noqa: PLR0915, PLR0917
     sums = tl.zeros([block_size], tl.float64)
     squares = tl.zeros([block_size], tl.float64)
     magnitudes = tl.zeros([block_size], tl.float64)
-    # As if all elements were finite. Blocks without a mask are read in words of 16 bytes, .
+    # As if all elements were finite. Blocks without a mask are read in words of 16 bytes.
     lanes = tl.arange(0, block_size)
     start = tl.minimum(program.to(tl.int64), tl.maximum(full_blocks - 1, 0)) * block_size
     next_elements = tl.load(elements + start + lanes, mask=lanes < numel, other=0)
@@ -311,6 +360,48 @@ def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
     return results
 
 
+_MAX_TABLES = 32
+_tables: OrderedDict[tuple[torch.device, bytes], Tensor] = OrderedDict()
+"""The latest tables on devices, since the parameters of a model most often stay where they are."""
+
+
+def measure_batch_by_kernel(
+    device: torch.device, dtype: torch.dtype, tensors: np.ndarray[Any, np.dtype[np.int64]]
+) -> None:
+    """Compute the sums of several tensors with one launch.
+
+    Args:
+        device: Their device.
+        dtype: Their dtype, one of `DTYPES`.
+        tensors: int64 [tensors, 3]: the address of the elements, divisible by 16, the number of elements, and the address of the
+            results; see `measure_by_kernel`.
+    """
+    blocks = -(-tensors[:, 1] // (_BLOCK * _BLOCKS))
+    ends = np.cumsum(np.minimum(-(-blocks // -(-int(blocks.sum()) // (2 * _PROGRAMS))), _PROGRAMS))
+    table = np.zeros((len(tensors) + 1, 4), np.int64)
+    table[:-1, :3] = tensors[:, [0, 2, 1]]
+    table[1:, 3] = ends
+    is_bfloat16, programs = dtype == torch.bfloat16, int(ends[-1])
+    element = tl.int16 if is_bfloat16 else getattr(tl, str(dtype).removeprefix("torch."))
+    with _current(device.index):
+        memory = _batch_memory(device, _stream(device.index), programs, len(tensors))
+        given = (len(tensors), element, _BLOCK, is_bfloat16)
+        _measure_batch[programs,](_on_device(table, device), *memory, *given, **_OPTIONS)
+
+
+def _on_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> Tensor:
+    """Return a table on a device: the same tensor as for the last equal table."""
+    key = device, table.tobytes()
+    found = _tables.pop(key, None)
+    if found is None:
+        on_host = torch.from_numpy(table)
+        found = on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+        if len(_tables) >= _MAX_TABLES:
+            _tables.popitem(last=False)
+    _tables[key] = found
+    return found
+
+
 def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:
     """Compute a histogram with few launches: the extremes, zeros for the counts, and the counts.
 
@@ -331,7 +422,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
     """Write the results of `_measure`, and add the elements of each bin to the counts."""
     numel = flat.numel()
     blocks = -(-numel // _BLOCK)
-    with _current_device(flat):
+    with _current(_gpu(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)
         _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, **_OPTIONS)
         if counts is not None:
@@ -341,18 +432,26 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
             _add_launchers(*compiled, flat.device, flat.dtype, stream)
 
 
-def _current_device(flat: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of a tensor the current one, on which Triton launches."""
-    is_current = not flat.is_cuda or flat.get_device() == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(flat.device)
+def _gpu(flat: Tensor) -> int | None:
+    """Return the index of the GPU with a tensor; None for the CPU, on which Triton's interpreter runs."""
+    return flat.get_device() if flat.is_cuda else None
+
+
+def _current(gpu: int | None) -> AbstractContextManager[Any]:
+    """Make a GPU the current one, on which Triton launches."""
+    return nullcontext() if gpu is None or gpu == torch.cuda.current_device() else torch.cuda.device(gpu)
+
+
+def _stream(gpu: int | None) -> int:
+    """Return the current stream of a GPU."""
+    return 0 if gpu is None else int(driver.active.get_current_stream(gpu))
 
 
 def _prepared(flat: Tensor) -> tuple[Tensor, bool, tuple[int], int]:
     """Return the elements as the kernels read them, whether they are bits of bfloat16, the grid and the stream of a launch."""
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
     programs = min(-(-flat.numel() // (_BLOCK * _BLOCKS)), _PROGRAMS)
-    stream = driver.active.get_current_stream(flat.get_device()) if flat.is_cuda else 0
-    return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), stream
+    return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), _stream(_gpu(flat))
 
 
 _compiled: dict[tuple[torch.device, torch.dtype], tuple[Any, Any]] = {}
@@ -367,7 +466,7 @@ def enable_launches(flat: Tensor) -> None:
     Args:
         flat: A tensor of the device and dtype, as for `measure_by_kernel`, with an address divisible by 16.
     """
-    with _current_device(flat):
+    with _current(_gpu(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)
         results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
         given = (*_memory(flat.device, stream), results, flat.numel(), _BLOCK, is_bfloat16)
@@ -411,3 +510,17 @@ def _memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:  # noqa
     with torch.inference_mode(False):
         partials = torch.empty((_PROGRAMS, _NUMBERS.value), dtype=torch.float64, device=device)
         return partials, torch.zeros(1, dtype=torch.int32, device=device)
+
+
+_batch_memories: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+
+def _batch_memory(device: torch.device, stream: int, programs: int, tensors: int) -> tuple[Tensor, Tensor]:
+    """Return the memory of all batches on a stream: partial results, and a counter of each tensor."""
+    found = _batch_memories.get((device, stream))
+    if found is None or len(found[0]) < programs or len(found[1]) < tensors:
+        with torch.inference_mode(False):
+            partials = torch.empty((programs, _NUMBERS.value), dtype=torch.float64, device=device)
+            found = partials, torch.zeros(tensors, dtype=torch.int32, device=device)
+        _batch_memories[device, stream] = found
+    return found

@@ -25,6 +25,8 @@ KERNEL = "portable" if native is None else "native"
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2, torch.float16: 3}
 _FLOAT16 = _KINDS[torch.float16]  # measured only on devices
+DTYPE_OF_KIND = {kind: dtype for dtype, kind in _KINDS.items()}
+"""The dtypes by their number in the kernel."""
 _NO_SHAPE = -1
 
 # PyTorch describes its tensors to C code by DLPack's exchange API since version 2.10.
@@ -82,6 +84,12 @@ class Slab(Protocol):
             ValueError: There are more than 64 buffers.
         """
 
+    def begin_batch(self) -> None:
+        """Let `add` launch no kernel in this thread until `end_batch`. Its tensors must neither change nor be freed until then."""
+
+    def end_batch(self) -> bytes:
+        """Return what to launch for the tensors since `begin_batch`; see `instrument.stats.device_choice.measure_batch`."""
+
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""
 
@@ -112,6 +120,12 @@ class PortableSlab(Slab):
 
     def set_buffer(self, *given: Any) -> None:
         """Ignore the buffer."""
+
+    def begin_batch(self) -> None:
+        """Do nothing: no tensor is plain."""
+
+    def end_batch(self) -> bytes:
+        return b""
 
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         self._rows.append((numbers, slot, moment, shape))

@@ -36,6 +36,10 @@
    for the dtype, if an address is not divisible by 16, if the device is not the current one, while a graph is captured, and
    if the launch fails; the row of the buffer then stays unused. ValueError for more than 64 buffers.
 
+   begin_batch(): until `end_batch`, `add` launches no kernel in this thread. end_batch() -> bytes: returns the launches that `add` left
+   to the caller, who has to compute them in one: int64 [tensors, 6] with the device type and id, the kind, the address of the elements,
+   their number, and the address of the results. Until then, the tensors have to stay in memory, unchanged.
+
    add_effect(before, after, slot, moment, factor, held) -> bool: adds a row of six numbers: the number of elements, the results of
    `effect`, and two given numbers, which may be None. False for tensors that `effect` does not support.
 
@@ -464,29 +468,32 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     Py_RETURN_TRUE;
 }
 
-/* Launches the kernel for tensors on a device, which writes to `results` there. `after` is NULL for one tensor. Returns false if it
-   cannot. */
-static int launch(const DLTensor *t, int kind, const void *before, const void *after, size_t numel, void *results) {
+/* Returns the kernel for tensors on a device; NULL if none can be launched. `after` is NULL for one tensor. */
+static const Launcher *launcher_of(const DLTensor *t, int kind, const void *before, const void *after) {
     void *stream;
     const int tensors = after ? 2 : 1;
     int id = t->device.id, status = 0;
     if (!driver.launch || !current_stream || ((uintptr_t)before | (uintptr_t)after) % 16 ||
         current_stream(t->device.type, t->device.id, &stream))
-        return 0;
+        return NULL;
     const Launcher *found = launchers, *end = launchers + launcher_count;
     while (found != end && (found->stream != stream || found->kind != kind || found->tensors != tensors ||
                             found->id != t->device.id || found->type != t->device.type))
         found++;
     if (found == end || driver.current_device(&id) || id != t->device.id || driver.capture_status(stream, &status) ||
         status)
-        return 0;
+        return NULL;
+    return found;
+}
+
+/* Launches a kernel, which writes to `results` on the device. Returns false if it fails. */
+static int launch(Launcher launcher, const void *before, const void *after, size_t numel, void *results) {
     int64_t count = (int64_t)numel;
     const int64_t programs = (count + driver.elements - 1) / driver.elements;
     const unsigned grid = programs < driver.max_programs ? (unsigned)programs : driver.max_programs;
-    Launcher launcher = *found;
     /* Triton adds up to two parameters for scratch memory, which these kernels do not need. */
     void *no_scratch = NULL, *parameters[8] = {&before, &after};
-    void **next = parameters + tensors;
+    void **next = parameters + launcher.tensors;
     *next++ = &launcher.partials;
     *next++ = &launcher.arrived;
     *next++ = &results;
@@ -497,7 +504,7 @@ static int launch(const DLTensor *t, int kind, const void *before, const void *a
                       void **) = driver.launch;
     int failed;
     Py_BEGIN_ALLOW_THREADS /* it blocks while the queue of the device is full */
-    failed = call(launcher.function, grid, 1, 1, launcher.threads, 1, 1, launcher.shared, stream, parameters, NULL);
+    failed = call(launcher.function, grid, 1, 1, launcher.threads, 1, 1, launcher.shared, launcher.stream, parameters, NULL);
     Py_END_ALLOW_THREADS
     return !failed;
 }
@@ -518,11 +525,16 @@ typedef struct {
     int64_t *dims;     /* [dims_capacity] */
     PyObject *moments; /* a list */
     long long step;    /* the number of calls of `take` */
+    int is_batching;   /* whether the thread `batch_thread` collects launches */
+    unsigned long batch_thread;
+    int64_t *batch; /* [batch_capacity, ENTRY] */
+    Py_ssize_t batch_count, batch_capacity;
     int buffer_count;
     Buffer buffers[MAX_BUFFERS]; /* on devices, for this step */
 } Slab;
 
 enum { SLOT, MOMENT, DIMENSIONS, BUFFER, BUFFER_ROW, KEYS };
+enum { DEVICE_TYPE, DEVICE_ID, KIND, ELEMENTS, COUNT, RESULTS, ENTRY };
 
 static int slab_init(Slab *self, PyObject *args, PyObject *kwargs) {
     (void)kwargs;
@@ -537,6 +549,7 @@ static void slab_dealloc(Slab *self) {
     PyMem_Free(self->numbers);
     PyMem_Free(self->keys);
     PyMem_Free(self->dims);
+    PyMem_Free(self->batch);
     Py_XDECREF(self->moments);
     PyTypeObject *class = Py_TYPE((PyObject *)self);
     freefunc release = (freefunc)PyType_GetSlot(class, Py_tp_free);
@@ -603,6 +616,31 @@ static PyObject *slab_set_buffer(Slab *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *slab_begin_batch(Slab *self, PyObject *args) {
+    (void)args;
+    self->is_batching = 1;
+    self->batch_thread = PyThread_get_thread_ident();
+    Py_RETURN_NONE;
+}
+
+/* Adds a launch to the batch. Returns false with an exception set if there is no memory. */
+static int add_to_batch(Slab *self, const DLTensor *t, int kind, const void *elements, size_t numel, uint64_t results) {
+    if (self->batch_count == self->batch_capacity) {
+        const Py_ssize_t capacity = self->batch_capacity ? 2 * self->batch_capacity : 64;
+        if (!grow((void **)&self->batch, capacity * ENTRY * (Py_ssize_t)sizeof(int64_t)))
+            return 0;
+        self->batch_capacity = capacity;
+    }
+    int64_t *entry = self->batch + ENTRY * self->batch_count++;
+    entry[DEVICE_TYPE] = t->device.type;
+    entry[DEVICE_ID] = t->device.id;
+    entry[KIND] = kind;
+    entry[ELEMENTS] = (int64_t)(uintptr_t)elements;
+    entry[COUNT] = (int64_t)numel;
+    entry[RESULTS] = (int64_t)results;
+    return 1;
+}
+
 /* Adds a row whose numbers a device writes: all but the first, which is the number of elements. Returns NULL without an exception
    if the tensors are not supported. */
 static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const DLTensor *t, int kind,
@@ -621,7 +659,13 @@ static double *row_on_device(Slab *self, int64_t slot, PyObject *moment, const D
     const uint64_t width = after ? NUMBERS_OF_EFFECT : SUMS - 1;
     const uint64_t results = buffer->address + (uint64_t)at * width * sizeof(double);
     const long long step = self->step;
-    if (!launch(t, kind, before, after, numel, (void *)(uintptr_t)results) || self->step != step)
+    const Launcher *launcher = launcher_of(t, kind, before, after);
+    if (!launcher)
+        return NULL;
+    if (!after && self->is_batching && self->batch_thread == PyThread_get_thread_ident()) {
+        if (!add_to_batch(self, t, kind, before, numel, results))
+            return NULL;
+    } else if (!launch(*launcher, before, after, numel, (void *)(uintptr_t)results) || self->step != step)
         return NULL; /* or another thread has called `take` during the launch */
     double *row = slab_row(self, slot, moment, after ? -1 : t->ndim, shape);
     if (row) {
@@ -697,6 +741,14 @@ static PyObject *slab_append(Slab *self, PyObject *args) {
 
 static PyObject *bytes_of(const void *memory, Py_ssize_t size) {
     return PyBytes_FromStringAndSize(size ? memory : "", size);
+}
+
+static PyObject *slab_end_batch(Slab *self, PyObject *args) {
+    (void)args;
+    PyObject *batch = bytes_of(self->batch, self->batch_count * ENTRY * (Py_ssize_t)sizeof(int64_t));
+    self->is_batching = 0;
+    self->batch_count = 0;
+    return batch;
 }
 
 /* Only the first and the last call can run the garbage collector, and with it other threads, which may add rows. */
@@ -936,6 +988,8 @@ static PyMethodDef slab_methods[] = {
     {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
      "add_effect(before, after, slot, moment, factor, held) -> bool"},
     {"set_buffer", (PyCFunction)slab_set_buffer, METH_VARARGS, "set_buffer(device type, device id, address, rows) -> None"},
+    {"begin_batch", (PyCFunction)slab_begin_batch, METH_NOARGS, "begin_batch() -> None"},
+    {"end_batch", (PyCFunction)slab_end_batch, METH_NOARGS, "end_batch() -> bytes"},
     {"append", (PyCFunction)slab_append, METH_VARARGS, "append(numbers, slot, moment, shape) -> int"},
     {"take", (PyCFunction)slab_take, METH_NOARGS, "take() -> (numbers, keys, dims, moments)"},
     {NULL, NULL, 0, NULL},

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.capture.slab_rows import StepSlab
-from instrument.stats import kernel
+from instrument.stats import device_choice, device_kernel, kernel
 
 RECORD = {"layers": "*", "action": "record", "stats": ["mean", "std", "min", "max", "l1", "zero_fraction", "nan_count"]}
 SPECS: dict[str, dict[str, Any]] = {
@@ -41,12 +42,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield state
 
 
-def train(specs: dict[str, Any], steps: int = 4) -> instrument.Probe:
+def train(specs: dict[str, Any], steps: int = 4, special: float = math.inf) -> instrument.Probe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = torch.randn(32, 8)
-    batch[0, 0] = math.inf
+    batch[0, 0] = special
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -189,6 +190,85 @@ def test_row_is_not_in_the_buffer_of_the_next_step_if_the_step_ends_during_its_l
     assert len(driver.launches) == 2
     assert buffer.isfinite().any()  # what was launched first is in the buffer of its step
     assert buffer_rows(slab) == [[-1, -1], [0, 0]]  # the CPU measures the first one again
+
+
+BOUNDARY: dict[str, dict[str, Any]] = {
+    "grads": {**RECORD, "kind": "parameter_grad"},
+    "params": {**RECORD, "kind": "step_post"},
+    "updates": {**RECORD, "kind": "step_post", "role": "update"},
+    "momenta": {**RECORD, "kind": "step_pre", "role": "state.momentum_buffer", "start": 1},
+}
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Interpret the kernel that measures several tensors. The list receives their number at each launch."""
+    launched: list[int] = []
+
+    def measure(device: torch.device, dtype: torch.dtype, tensors: np.ndarray[Any, Any]) -> None:
+        launched.append(len(tensors))
+        device_kernel.measure_batch_by_kernel(device, dtype, tensors)
+
+    monkeypatch.setattr(device_choice, "_kernels", lambda: SimpleNamespace(measure_batch_by_kernel=measure))
+    return launched
+
+
+def test_one_launch_measures_all_tensors_of_a_kind_at_the_optimizer_boundary(
+    driver: Driver, batches: list[int]
+) -> None:
+    found = rows_of(train(BOUNDARY, special=1.0))
+    assert driver.launches == []
+    # Four parameters. The first step has no buffer yet; the hooks of `step_post` share a launch.
+    assert batches == [4, 4, 8] * 3
+    kernel.disconnect_driver()
+    expected = rows_of(train(BOUNDARY, special=1.0))
+    assert len(found) == len(expected) == 4 * 4 * 4 - 4
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == {
+            name: pytest.approx(value, rel=1e-12, abs=1e-12) if isinstance(value, float) else value
+            for name, value in wanted.items()
+        }
+
+
+def test_tensors_that_change_at_the_boundary_are_measured_one_by_one(driver: Driver, batches: list[int]) -> None:
+    clip = {"layers": "*", "kind": "step_post", "action": "clip", "value": 0.05}
+    specs = {"before": BOUNDARY["params"], "clip": clip, "after": BOUNDARY["params"]}
+    rows = [row for row in rows_of(train(specs, special=1.0)) if row["hook"] in ("before", "after")]
+    assert batches == []
+    largest = {hook: max(abs(row["max"]) for row in rows if row["hook"] == hook) for hook in ("before", "after")}
+    assert largest["before"] > 0.05 == pytest.approx(largest["after"])
+
+
+def test_step_cannot_end_while_tensors_wait_for_a_launch(driver: Driver, batches: list[int]) -> None:
+    slab, taken = StepSlab(12, 9), []
+    slab.take()
+    slab._set_buffers({}, 0)
+    tensor = torch.arange(64.0)
+    thread = threading.Thread(target=lambda: taken.append(slab.take()))
+    with slab.batch():
+        assert slab.slab.add(tensor, slab.slots.slot(("site",)), None, True)
+        thread.start()
+        thread.join(0.2)
+        assert taken == []
+    thread.join(10)
+    (rows,) = taken
+    rows.fetch()
+    assert rows.numbers[0, 6] == 31.5
+    assert batches == [1]
+
+
+def test_only_the_thread_of_a_batch_collects_launches(driver: Driver) -> None:
+    slab, memory = slab_with_buffer(12)
+    slab.begin_batch()
+    thread = threading.Thread(target=lambda: slab.add(torch.ones(64), 0, None, True))
+    thread.start()
+    thread.join()
+    slab.add(torch.ones(32), 0, None, True)
+    table = np.frombuffer(slab.end_batch(), np.int64).reshape(-1, 6)
+    assert table[:, 4].tolist() == [32]
+    assert table[0, 5] == memory[1].data_ptr()
+    assert [results for *_, results in driver.launches] == [memory[0].data_ptr()]
+    assert slab.end_batch() == b""
 
 
 def test_row_on_a_device_takes_the_python_calls_of_one_on_the_cpu(driver: Driver) -> None:

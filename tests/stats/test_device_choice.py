@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import instrument
 from instrument.spec.statistics import ALL, STATISTICS
 from instrument.stats import device_choice, device_kernel
-from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_by_kernel
+from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_batch_by_kernel, measure_by_kernel
 from instrument.stats.device_sums import DeviceSums, device_memory
 from instrument.stats.distribution import distribution, distribution_on_device
 from instrument.stats.measure import Measured, measure_statistics
@@ -58,6 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             DTYPES=DTYPES,
             enable_launches=lambda flat: made.append("enable"),
             measure_by_kernel=counted("kernel", measure_by_kernel),
+            measure_batch_by_kernel=counted("batch", measure_batch_by_kernel),
             histogram_by_kernel=counted("kernel", histogram_by_kernel),
         ),
     )
@@ -87,7 +88,8 @@ def test_kernel_is_checked_with_known_values_before_the_first_tensor_of_a_dtype(
     assert [read(VALUES) for _ in range(2)] == [expected(VALUES)] * 2
     assert device_choice.measured_by() == {FLOAT32: "Triton kernel"}
     both = ["operations", "kernel"] * 2  # with finite elements only, and with others
-    check = [*both, "kernel", "enable", *both]  # launched by Triton, a histogram, and launched by slabs
+    # Launched by Triton, a histogram, launched by slabs, and several tensors in a launch.
+    check = [*both, "kernel", "enable", *both, *["operations", "batch"] * 2]
     assert calls == [*check, "kernel", "kernel"]
     on_device = measured(VALUES)
     assert [float(on_device.statistic(name)) for name in NAMES] == expected(VALUES)
@@ -104,6 +106,32 @@ def test_wrong_kernel_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPa
     assert reason.startswith("PyTorch operations: the kernel returned mean ")
     assert read(VALUES) == expected(VALUES)
     assert calls == ["operations"] * 3
+
+
+def test_wrong_kernel_for_several_tensors_is_not_used(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(device: torch.device, dtype: torch.dtype, tensors: np.ndarray[Any, Any]) -> None:
+        measure_batch_by_kernel(device, dtype, tensors - [0, 1, 0])  # without the last element
+
+    kernels = device_choice._kernels()
+    monkeypatch.setattr(kernels, "measure_batch_by_kernel", wrong)
+    monkeypatch.setattr(device_choice, "_kernels", lambda: kernels)
+    read(VALUES)
+    assert device_choice.measured_by()[FLOAT32].startswith("PyTorch operations: the kernel returned ")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernel_for_several_tensors_equals_that_for_one(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (5, 1024, 4096, 4097, 3, 70_000, 2)  # with one program and with several, each of one block and of several
+    tensors = [torch.randn(size, generator=generator).to(KERNEL_DEVICE, dtype) for size in sizes]
+    tensors[2][7], tensors[5][100], tensors[6][:] = math.nan, math.inf, math.nan
+    results = torch.full((len(sizes), 9), math.nan, dtype=torch.float64, device=KERNEL_DEVICE)
+    table = [(one.data_ptr(), one.numel(), row.data_ptr()) for one, row in zip(tensors, results, strict=True)]
+    for _ in range(2):  # the counters are zero again
+        results.fill_(math.nan)
+        measure_batch_by_kernel(VALUES.device, dtype, np.array(table, np.int64))
+        for one, row in zip(tensors, results, strict=True):
+            torch.testing.assert_close(row, measure_by_kernel(one, torch.empty_like(row)), rtol=1e-12, atol=0.0)
 
 
 def test_histogram_is_counted_by_the_kernel_if_it_is_right(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +300,7 @@ def test_kernels_are_launched_on_the_device_of_the_tensor(monkeypatch: pytest.Mo
             return 1
 
     @contextmanager
-    def device(given: torch.device) -> Iterator[None]:
+    def device(given: int) -> Iterator[None]:
         current[0] = 1
         yield
         current[0] = 0
