@@ -6,10 +6,12 @@ python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [-
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ DEVICE = "cuda"  # also the name of ROCm devices
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 NAIVE = "every leaf's output and gradient, with naive asynchronous hooks"
+MSPROBE = "every module's inputs, outputs and gradients, with msprobe"
 PROFILED = 10  # steps, so that a hook with `every: 10` fires once
 
 
@@ -107,6 +110,27 @@ def naive_step(training: Training) -> Iterator[Callable[[], object]]:
             handle.remove()
 
 
+@contextmanager
+def msprobe_step(training: Training) -> Iterator[Callable[[], object]]:
+    """Yield a function that makes a training step with the statistics of all modules by msprobe, copied asynchronously."""
+    from msprobe.pytorch import PrecisionDebugger
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        data = {"scope": [], "list": [], "data_mode": ["forward", "backward"], "summary_mode": "statistics"}
+        job = {"task": "statistics", "level": "L0", "rank": [], "step": [], "dump_path": folder, "async_dump": True}
+        config.write_text(json.dumps({**job, "statistics": data}))
+        debugger = PrecisionDebugger(config_path=str(config))
+
+        def step() -> None:
+            debugger.start(model=training.model)
+            training.step()
+            debugger.stop()
+            debugger.step()
+
+        yield step
+
+
 class Row(NamedTuple):
     """The cost of hooks.
 
@@ -154,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--ways", nargs="*", help="parts of the labels of the rows to measure; default: all")
     parser.add_argument("--compiled", action="store_true", help="compile the models with torch.compile(fullgraph=True)")
     parser.add_argument("--only", nargs="*", choices=GPU_WORKLOADS, default=list(GPU_WORKLOADS))
     options = parser.parse_args()
@@ -182,7 +207,11 @@ def main() -> None:
             ways = {label: partial(hooked_step, specs=specs) for label, specs in jobs(workload.training()).items()}
             if not options.compiled:
                 ways[NAIVE] = naive_step
+                if find_spec("msprobe") is not None:
+                    ways[MSPROBE] = msprobe_step
             for label, hooked in ways.items():
+                if options.ways is not None and not any(part in label for part in options.ways):
+                    continue
                 row = measure(create, hooked, options.rounds)
                 show(workload.name, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)
     print("\nstatistics:", measured_by())

@@ -348,6 +348,44 @@ def test_gradients_are_those_of_the_loss_under_a_gradient_scaler() -> None:
         torch.testing.assert_close(compiled[key], values, rtol=0, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+def test_cuda_graphs_are_replayed_with_their_hooks(mode: str) -> None:
+    """`reduce-overhead` replays a CUDA graph from the third step on: the rows are those of each step's own batch."""
+
+    def record(mode: str | None) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if mode is not None:
+            model.compile(mode=mode, fullgraph=True)
+        hooks = {
+            "outputs": {"layers": "**", "kind": "forward", "action": "record"},
+            "grads": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
+            "clip": {"layers": "1.0", "kind": "forward", "action": "clip", "value": 0.2},
+        }
+        with instrument.attach(model, hooks, optimizer=optimizer) as probe:
+            for step in range(6):
+                torch.compiler.cudagraph_mark_step_begin()
+                loss = model(torch.full((8, 32), 1.0 + step, device="cuda")).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                probe.end_step(loss=loss)
+        assert probe.warnings == []
+        rows = [row for table in ("stats", "effects") for row in probe.sink.records(table)]  # type: ignore[attr-defined]
+        return sorted(rows, key=lambda row: (row["step"], row["hook"], row["layer"]))
+
+    expected, found = record(None), record(mode)
+    assert len(found) == len(expected) == 6 * (10 + 10 + 1)
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == {
+            name: pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
+            for name, value in wanted.items()
+        }
+
+
 def test_other_models_of_the_class_keep_their_code() -> None:
     with instrument.attach(nn.Linear(1, 1), VALUES):
         pass  # from here on, code is compiled with guards on hooks
