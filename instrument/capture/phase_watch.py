@@ -44,13 +44,18 @@ class PhaseWatch(InertWhenCopied):
         self._phase = clock.moment.phase
         self._in_step = False
         self._trains_in_eval_mode = False
+        self._is_interrupting = False
         self._interrupting: RemovableHandle | None = None  # its hook ends the interruption
         self._handles: list[RemovableHandle] = []
+        self._compiled_call: Callable[..., Any] | None = None
 
     def attach(self) -> None:
-        """Attach the hooks."""
+        """Attach the hooks. Those of a model that `model.compile()` compiled would be part of its graph: its calls are replaced."""
         model, *parts = self.modules
-        self._handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
+        if model._compiled_call_impl is None:
+            self._handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
+        else:
+            self._compiled_call, model._compiled_call_impl = model._compiled_call_impl, self._call_compiled
         for part in parts:
             self._handles.append(part.register_forward_pre_hook(self.before_call_of_part, prepend=True))
 
@@ -65,7 +70,7 @@ class PhaseWatch(InertWhenCopied):
 
     def end_step(self) -> None:
         """End a training step of the trainer."""
-        self._end_interruption()  # compiled code does not call the hook that ends it
+        self._end_interruption()  # code that was compiled without the hook that ends it does not call it
         self._in_step = False
 
     def observe(self) -> None:
@@ -74,14 +79,30 @@ class PhaseWatch(InertWhenCopied):
 
     def before_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook, which runs before all others of the module."""
-        if self.clock.closed or self._interrupting is not None:
-            return
+        if self._begin_call():
+            hook = excluded_method(self.after_call)
+            self._interrupting = module.register_forward_hook(hook, always_call=True)
+
+    def _begin_call(self) -> bool:
+        """Set the phase of a call that begins. Return whether the call interrupts the training."""
+        if self.clock.closed or self._is_interrupting:
+            return False
         if not self._in_step:
             self.observe()
         elif self._phase_of_model() == "eval" and self.clock.moment.phase == self._phase:
             self.scheduled.interrupt("eval")
-            hook = excluded_method(self.after_call)
-            self._interrupting = module.register_forward_hook(hook, always_call=True)
+            self._is_interrupting = True
+            return True
+        return False
+
+    def _call_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._compiled_call is not None, "only calls of a compiled model are replaced"
+        interrupts = self._begin_call()
+        try:
+            return self._compiled_call(*args, **kwargs)
+        finally:
+            if interrupts:
+                self._end_interruption()
 
     def before_call_of_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """The forward pre hook of a child. In a compiled model, it does nothing, and the graph has no break."""
@@ -98,6 +119,8 @@ class PhaseWatch(InertWhenCopied):
         if self._interrupting is not None:
             self._interrupting.remove()
             self._interrupting = None
+        if self._is_interrupting:
+            self._is_interrupting = False
             self.scheduled.end_interruption()
 
     def _phase_of_model(self) -> str:
@@ -117,6 +140,8 @@ class PhaseWatch(InertWhenCopied):
         """Remove the hooks."""
         if self._interrupting is not None:
             self._interrupting.remove()
+        if self._compiled_call is not None and self.model._compiled_call_impl == self._call_compiled:
+            self.model._compiled_call_impl = self._compiled_call
         while self._handles:
             self._handles.pop().remove()
 

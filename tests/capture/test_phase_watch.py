@@ -96,6 +96,34 @@ def test_exception_in_an_interrupting_call_continues_the_training() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
+def test_calls_of_a_model_that_is_compiled_in_place_are_observed_outside_of_its_graph() -> None:
+    """With `fullgraph=True`, a hook of Python code at the model would be an error."""
+    model = Parts()
+    model.compile(fullgraph=True, backend="eager")
+    compiled = model._compiled_call_impl
+    with instrument.attach(model, HOOKS, rules=None) as probe:
+        watch = probe.follow_model()
+        for _ in range(2):
+            watch.begin_step()
+            model.train()(torch.zeros(1, 3)).sum().backward()
+            model.eval()(torch.zeros(1, 3))  # an evaluation within the step
+            assert probe.phase == "train"
+            with pytest.raises(TypeError):
+                model(torch.zeros(1, 3), "one argument too many")
+            assert probe.phase == "train"
+            watch.end_step()
+            probe.end_step()
+            model(torch.zeros(1, 3))
+            assert probe.phase == "eval"
+            model.train()
+        copy.deepcopy(model).eval()(torch.zeros(1, 3))
+    found = probe.stats[probe.stats["layer"] == "heads.0"]
+    assert found[found["phase"] == "train"].step.tolist() == [0, 1]
+    assert found[found["phase"] == "eval"].step.tolist() == [0, 2]  # every second step
+    assert model._compiled_call_impl is compiled
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 def test_compiled_model_is_not_split_at_its_parts() -> None:
     def graphs_of(*, watched: bool) -> int:
