@@ -285,7 +285,13 @@ class Rows(Effects, Protocol):
         """Measure the plain tensors of the block that are on a device together, when it ends. They have to stay as they are until then."""
 
     def record_plain_effect(
-        self, before: Tensor, after: Tensor, slot: int, moment: StepContext, factor: float | None, held: bool | None
+        self,
+        before: Tensor,
+        after: Tensor,
+        slot: int,
+        moment: StepContext,
+        factor: float | Tensor | None,
+        held: bool | None,
     ) -> bool:
         """Add the effect of an intervention on a plain tensor; see `Effect`. Return false if the tensors are not plain."""
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..actions.base import EFFECT, Context, Effect
+from ..actions.base import EFFECT, Context, Effect, StepContext
 from ..actions.print import line_of
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import take
@@ -72,7 +72,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        slab, batch, record_plain_effect: See `Rows`.
+        slab, batch: See `Rows`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Recorder:
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
         self.slab = self._stats.slab if is_connected and not reduces else None
         self.batch = self._stats.batch
-        self.record_plain_effect = _add_nothing if reduces else self._effects.add_plain_effect
+        self._reduces = reduces
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, _Values]] = []
@@ -133,6 +133,24 @@ class Recorder:
             is_complete = measured.on_device is None and measured.exact_extremes is None and not custom
             other = None if is_complete else _Values(measured, custom, names)
             self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
+
+    def record_plain_effect(
+        self,
+        before: Tensor,
+        after: Tensor,
+        slot: int,
+        moment: StepContext,
+        factor: float | Tensor | None,
+        held: bool | None,
+    ) -> bool:
+        """Add the effect of an intervention on a plain tensor. Return false if it is not, or if processes merge their rows."""
+        if self._reduces:
+            return False
+        if isinstance(factor, Tensor):
+            return self._effects.add_effect(before, after, slot, moment, None, held, other=_Factor(factor.detach()))
+        # In a row of the slab, NaN means no factor.
+        other = _Factor(factor) if factor is not None and math.isnan(factor) else None
+        return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
 
     def slot(self, table: str, site: Row, names: tuple[str, ...]) -> int:
         """Return the slot of an identity, for `slab` and `record_plain_effect`."""
@@ -343,11 +361,6 @@ class Recorder:
                 self._store(context, source_shape, tensor, None)
 
 
-def _add_nothing(*given: object) -> bool:  # noqa: ARG001
-    """Return False: no row of a plain tensor is added, because the processes merge their rows."""
-    return False
-
-
 class _Values(NamedTuple):
     """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`).
 
@@ -406,6 +419,23 @@ class _EffectValues(NamedTuple):
         row[:] = self.effect.row(fetched)
         factor = float(row[EFFECT.index("factor")])
         return {"factor": factor} if self.effect.factor is not None and math.isnan(factor) else {}
+
+
+class _Factor(NamedTuple):
+    """The factor of an effect if it is on a device or NaN: the additional part of a row, whose other numbers are in the slab."""
+
+    factor: float | Tensor
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The factor, if it is on a device."""
+        return [self.factor] if isinstance(self.factor, Tensor) else []
+
+    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
+        """Write the factor to the row. Return it if it is NaN."""
+        factor = next(fetched)[0] if isinstance(self.factor, Tensor) else self.factor
+        row[EFFECT.index("factor")] = factor
+        return {"factor": factor} if math.isnan(factor) else {}
 
 
 class _Step(NamedTuple):

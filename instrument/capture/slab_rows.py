@@ -244,13 +244,11 @@ class StepSlab:
     Attributes:
         slots: The identities.
         slab: Receives the numbers of plain tensors.
-        add_plain_effect: See `instrument.stats.kernel.Slab.add_effect`.
     """
 
     def __init__(self, width: int, device_columns: int) -> None:
         self.slots = Slots()
         self.slab = make_slab(width)
-        self.add_plain_effect = self.slab.add_effect
         self._width, self._device_columns = width, device_columns
         self._others: dict[int, Any] = {}
         self._no_rows = Taken(np.empty((0, width)), np.empty((0, _KEYS), np.int64), np.empty(0, np.int64), [])
@@ -286,6 +284,30 @@ class StepSlab:
             at = self.slab.append(memory, slot, moment, shape)
             if other is not None:
                 self._others[at] = other
+
+    def add_effect(
+        self,
+        before: Tensor,
+        after: Tensor,
+        slot: int,
+        moment: StepContext,
+        factor: float | None,
+        held: bool | None,
+        *,
+        other: Any = None,
+    ) -> bool:
+        """Add the effect of an intervention on a plain tensor; see `instrument.stats.kernel.Slab.add_effect`.
+
+        Returns:
+            Whether the row was added. False if the tensors are not plain.
+        """
+        if other is None:
+            return self.slab.add_effect(before, after, slot, moment, factor, held) is not None
+        with self._lock:
+            at = self.slab.add_effect(before, after, slot, moment, factor, held)
+            if at is not None:
+                self._others[at] = other
+        return at is not None
 
     @contextmanager
     def batch(self) -> Iterator[None]:

@@ -111,10 +111,8 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
         context.moment = moment = clock.moment
         new, factor = call_action(change, tensor, context)
         number = factor.item() if isinstance(factor, Tensor) and factor.is_cpu else factor
-        # In a row of the slab, NaN means no factor. A factor on a device stays there.
-        is_number = not (isinstance(number, Tensor) or number != number)  # noqa: PLR0124
         slot = slots[path, firing, type(module)]
-        if not (is_number and rows.record_plain_effect(tensor, new, slot, moment, cast(float, number), held)):
+        if not rows.record_plain_effect(tensor, new, slot, moment, number, held):
             effect = effect_of(tensor, new, number, tensor.numel())
             effect.held = held
             rows.add_effect(attached.context(path, firing), effect)

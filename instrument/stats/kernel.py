@@ -64,11 +64,11 @@ class Slab(Protocol):
 
     def add_effect(
         self, before: Tensor, after: Tensor, slot: int, moment: object, factor: float | None, held: bool | None
-    ) -> bool:
+    ) -> int | None:
         """Add the effect of an intervention, in the order of `instrument.actions.base.EFFECT`.
 
         Returns:
-            Whether the row was added. False if the tensors are not plain, or differ in shape, dtype or strides.
+            The index of the row. None if the tensors are not plain, or differ in shape, dtype or strides.
         """
 
     def set_buffer(self, device_type: int, device_id: int, address: int, rows: int) -> None:
@@ -115,8 +115,8 @@ class PortableSlab(Slab):
     def add(self, tensor: Tensor, slot: int, moment: object, with_magnitudes: bool) -> bool:  # noqa: ARG002
         return False
 
-    def add_effect(self, *given: Any) -> bool:  # noqa: ARG002
-        return False
+    def add_effect(self, *given: Any) -> None:
+        """Add no row: no tensor is plain."""
 
     def set_buffer(self, *given: Any) -> None:
         """Ignore the buffer."""

@@ -32,7 +32,7 @@
 
    set_buffer(device type, device id, address, rows): sets a buffer on a device, float64 [rows, 9], or [rows, 3] for `add_effect`. Until
    the next `take`, `add` and `add_effect` launch a kernel for tensors on this device. It writes to a row of the buffer all sums but
-   the number of elements, or the results of `effect`. They return False if the buffer is full, if the current stream has no launcher
+   the number of elements, or the results of `effect`. They add no row if the buffer is full, if the current stream has no launcher
    for the dtype, if an address is not divisible by 16, if the device is not the current one, while a graph is captured, and
    if the launch fails; the row of the buffer then stays unused. ValueError for more than 64 buffers.
 
@@ -40,8 +40,8 @@
    to the caller, who has to compute them in one: int64 [tensors, 6] with the device type and id, the kind, the address of the elements,
    their number, and the address of the results. Until then, the tensors have to stay in memory, unchanged.
 
-   add_effect(before, after, slot, moment, factor, held) -> bool: adds a row of six numbers: the number of elements, the results of
-   `effect`, and two given numbers, which may be None. False for tensors that `effect` does not support.
+   add_effect(before, after, slot, moment, factor, held) -> int or None: adds a row of six numbers, and returns its index: the number of
+   elements, the results of `effect`, and two given numbers, which may be None. None for tensors that `effect` does not support.
 
    append(numbers, slot, moment, shape) -> int: adds a row with the given numbers, the memory of a float64 array, and returns its
    index. The shape is a sequence of integers, or None.
@@ -950,7 +950,7 @@ static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t c
         row = row_on_device(self, slot, args[3], &pair.t, pair.kind, pair.before, pair.after, pair.numel);
     if (!row && !PyErr_Occurred()) {
         if (!compare(&pair, numbers))
-            Py_RETURN_FALSE;
+            Py_RETURN_NONE;
         row = slab_row(self, slot, args[3], -1, NULL);
         if (row)
             memcpy(row + 1, numbers, sizeof numbers);
@@ -960,7 +960,7 @@ static PyObject *slab_add_effect(Slab *self, PyObject *const *args, Py_ssize_t c
     row[0] = (double)pair.numel;
     row[4] = factor;
     row[5] = held;
-    Py_RETURN_TRUE;
+    return PyLong_FromSsize_t(self->rows - 1);
 }
 
 static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_t count) {
@@ -986,7 +986,7 @@ static PyObject *effect_of_clip(PyObject *self, PyObject *const *args, Py_ssize_
 static PyMethodDef slab_methods[] = {
     {"add", (PyCFunction)(void (*)(void))slab_add, METH_FASTCALL, "add(tensor, slot, moment, with_magnitudes) -> bool"},
     {"add_effect", (PyCFunction)(void (*)(void))slab_add_effect, METH_FASTCALL,
-     "add_effect(before, after, slot, moment, factor, held) -> bool"},
+     "add_effect(before, after, slot, moment, factor, held) -> int or None"},
     {"set_buffer", (PyCFunction)slab_set_buffer, METH_VARARGS, "set_buffer(device type, device id, address, rows) -> None"},
     {"begin_batch", (PyCFunction)slab_begin_batch, METH_NOARGS, "begin_batch() -> None"},
     {"end_batch", (PyCFunction)slab_end_batch, METH_NOARGS, "end_batch() -> bytes"},

@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 import torch
 from imitated_driver import COMPARE, MEASURE, Driver, imitated_driver
+from test_recorder import CONTEXT
 from torch import Tensor, nn
 
 import instrument
+from instrument.actions.base import StepContext
+from instrument.capture.recorder import Recorder
 from instrument.capture.slab_rows import StepSlab
+from instrument.sinks.memory import MemorySink
 from instrument.stats import device_choice, device_kernel, kernel
 
 RECORD = {"layers": "*", "action": "record", "stats": ["mean", "std", "min", "max", "l1", "zero_fraction", "nan_count"]}
@@ -237,6 +241,28 @@ def test_tensors_that_change_at_the_boundary_are_measured_one_by_one(driver: Dri
     assert batches == []
     largest = {hook: max(abs(row["max"]) for row in rows if row["hook"] == hook) for hook in ("before", "after")}
     assert largest["before"] > 0.05 == pytest.approx(largest["after"])
+
+
+@pytest.mark.parametrize(
+    "factor", [torch.tensor(0.25, dtype=torch.float64), torch.tensor(math.nan), math.nan, 0.5, None], ids=str
+)
+def test_effect_has_a_factor_that_is_on_a_device_until_the_step_ends(driver: Driver, factor: Any) -> None:
+    """A clip by norm computes its factor on the device. Its other numbers are those of a launch."""
+    sink = MemorySink()
+    recorder, before = Recorder(sink), torch.arange(64.0)
+    for step in range(3):
+        moment = StepContext(step, 0, 0, "train")
+        assert recorder.record_plain_effect(
+            before, before / 2, recorder.slot("effects", CONTEXT.site, ()), moment, factor, None
+        )
+        recorder.end_step()
+    recorder.flush()
+    assert [function for function, *_ in driver.launches] == [COMPARE] * 2
+    for row in sink.records("effects"):
+        assert row["changed"] == 63
+        assert row["norm_after"] == pytest.approx(row["norm_before"] / 2)
+        found = math.nan if row["factor"] is None and factor is not None else row["factor"]
+        assert found == (None if factor is None else pytest.approx(float(factor), nan_ok=True))
 
 
 def test_step_cannot_end_while_tensors_wait_for_a_launch(driver: Driver, batches: list[int]) -> None:
