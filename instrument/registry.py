@@ -84,7 +84,8 @@ class Registry(Mapping[str, T]):
         raise ConfigError(Problem(where, f"unknown {self.what}", given=name, allowed=list(self), similar=similar))
 
     def __getitem__(self, name: str) -> T:
-        self._import_folder()
+        if name not in self._entries:
+            self._import_folder()
         if name not in self._entries and name in self.builtin:
             self._entries[name] = resolve_name(self.builtin[name])
         elif name not in self._entries:

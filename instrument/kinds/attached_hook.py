@@ -51,6 +51,7 @@ class AttachedHook(HookCoverage):
         "is_paused",
         "is_record_hook",
         "is_scheduled",
+        "role",
         "scheduled_count",
         "scope",
         "selector",
@@ -70,7 +71,8 @@ class AttachedHook(HookCoverage):
         self.condition = SiteCondition.of(site.spec)
         # Whether it changes nothing: it records, prints or calls a function.
         self.is_record_hook = isinstance(site.spec, ObservationSpec)
-        self.scope = scope_of(site.spec.definition, site.spec.tensor_role, clock.parallel)
+        self.role = site.spec.tensor_role
+        self.scope = scope_of(site.spec.definition, self.role, clock.parallel)
         self.is_scheduled = False
         self.was_ever_scheduled = False
         # Whether a record hook is paused in steps, to measure them without it.

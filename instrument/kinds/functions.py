@@ -116,7 +116,7 @@ class HookedFunctions(FunctionMode):
                 and not attached.runs_in_recomputation
                 and not attached.site.spec.definition.gradient
             ):
-                by_role[attached.site.spec.tensor_role].append(owner)
+                by_role[attached.role].append(owner)
         inputs, outputs, gradients = by_role.values()
         changing = [owner for owner in (*inputs, *outputs) if not owner.observer.is_record_hook]
         if changing:
@@ -343,7 +343,7 @@ def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, 
     """Return whether an intervention may change this call of an in-place function, whose result is one tensor."""
     path = owner.path
     attached: AttachedHook = owner.observer
-    if attached.site.spec.tensor_role == "output":
+    if attached.role == "output":
         return attached.matches_path(path)
     return any(attached.matches_path(each) for each, _ in iter_tensors(join_arguments(args, kwargs), path))
 

@@ -82,7 +82,7 @@ class StepHooks:
         """
         copies: list[tuple[Tensor, Tensor]] = []
         for attached in self._scheduled(self.post):
-            if attached.site.spec.tensor_role == "update":
+            if attached.role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
                 if parameter is None or is_lazy(parameter):
                     continue
@@ -112,8 +112,9 @@ class StepHooks:
                 tensor = self._tensor(attached, parameter)
                 if tensor is None:
                     continue
-                attached.prepare([tensor])
-                of = parameter if attached.site.spec.tensor_role == "update" else None
+                if not attached.is_record_hook:
+                    attached.prepare([tensor])
+                of = parameter if attached.role == "update" else None
                 new = attached.count_and_fire(tensor, value=of)
                 if new is not tensor and new is not None:
                     tensor.copy_(new)
@@ -123,7 +124,7 @@ class StepHooks:
         updated = [
             (self.parameters_before[attached], parameter)
             for attached in scheduled
-            if attached.site.spec.tensor_role == "update"
+            if attached.role == "update"
             and (parameter := attached.current_parameter()) is not None
             and not is_lazy(parameter)
         ]
@@ -136,7 +137,7 @@ class StepHooks:
 
     def _tensor(self, attached: AttachedHook, parameter: Parameter | None) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
-        role, site = attached.site.spec.tensor_role, attached.site
+        role, site = attached.role, attached.site
         current = site.current_tensor if role == "buffer" else parameter
         if current is not None and is_lazy(current):
             return current
@@ -184,4 +185,4 @@ def _in_groups(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Te
 
 
 def _is_gradient(attached: AttachedHook) -> bool:
-    return attached.site.spec.tensor_role == "param_grad"
+    return attached.role == "param_grad"

@@ -44,6 +44,6 @@ def parameter_ids(optimizer: Optimizer) -> set[int]:
 
 def _parameters(attached: AttachedHook) -> set[int]:
     """Return the `id` of a site's parameter, or of all parameters of the module if the site is at a buffer."""
-    if attached.site.spec.tensor_role == "buffer":
+    if attached.role == "buffer":
         return {id(parameter) for _, parameter in attached.site.layer.own_parameters()}
     return {id(attached.current_parameter())}

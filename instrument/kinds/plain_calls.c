@@ -192,14 +192,16 @@ static PyType_Spec counter_spec = {
 /* ---------------------------------------------------------------------------------------------------------------- recordings */
 
 typedef struct {
-    PyObject_HEAD PyObject *slab, *counts, *clock, *slots, *module;
+    PyObject_HEAD PyObject *slab, *counts, *clock, *slots, *module, *last_path, *last_firing;
     PyTypeObject *class;  /* of the module, whose slots `known` has */
+    PyTypeObject *last_class;
+    long long last_slot;  /* of the last path, firing and class; they are most often the same objects in the next step */
     long long *known;     /* the slots of the output of each call and its first gradient; -1 for those that are unknown */
     Py_ssize_t known_count;
     int with_magnitudes, at_boundary, in_recomputation;
 } Recording;
 
-HOLDER(recording, 5)
+HOLDER(recording, 7)
 
 static PyTypeObject *counts_type, *counter_type, *recording_type, *gradient_type;
 
@@ -279,8 +281,20 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
         return NULL;
     if (!is_recorded)
         Py_RETURN_NONE;
-    const long long slot = slot_of(self, path, firing);
-    const int added = slot < 0 ? -1 : record(self, tensor, slot);
+    long long slot = self->last_slot;
+    if (path != self->last_path || firing != self->last_firing || self->last_class != Py_TYPE(self->module)) {
+        slot = slot_of(self, path, firing);
+        if (slot < 0)
+            return NULL;
+        PyObject *old_path = self->last_path, *old_firing = self->last_firing;
+        self->last_path = Py_NewRef(path);
+        self->last_firing = Py_NewRef(firing);
+        self->last_class = Py_TYPE(self->module);
+        self->last_slot = slot;
+        Py_XDECREF(old_path);
+        Py_XDECREF(old_firing);
+    }
+    const int added = record(self, tensor, slot);
     return added < 0 ? NULL : Py_NewRef(added ? tensor : Py_None);
 }
 

@@ -138,7 +138,7 @@ class OptimizerStateDictHooks(_HooksOfKinds):
 
     @staticmethod
     def _fire(attached: AttachedHook, entry: dict[str, Any]) -> None:
-        name = attached.site.spec.tensor_role.removeprefix("state.")
+        name = attached.role.removeprefix("state.")
         if not isinstance(entry.get(name), Tensor):
             attached.count_opportunity()
             attached.count_miss(NO_STATE)

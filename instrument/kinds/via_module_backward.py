@@ -105,7 +105,7 @@ class ModuleBackwardHooks(InertWhenCopied):
         for attached in () if call.repeats else self.attached_hooks:
             if not attached.is_scheduled:
                 continue
-            at_input = attached.site.spec.tensor_role == "grad_input"
+            at_input = attached.role == "grad_input"
             value = args if at_input else output
             obstacle = _obstacle(attached, value) if isinstance(output, Tensor | tuple) else NOT_SEEN_BY_PYTORCH
             if at_input and obstacle == NO_GRAPH and attached.is_record_hook:
@@ -130,7 +130,7 @@ class ModuleBackwardHooks(InertWhenCopied):
         attached_hooks = [
             attached
             for attached in self.attached_hooks
-            if attached.is_scheduled and (attached.site.spec.kind, attached.site.spec.tensor_role) == (kind, role)
+            if attached.is_scheduled and (attached.site.spec.kind, attached.role) == (kind, role)
         ]
         if not attached_hooks:
             return None

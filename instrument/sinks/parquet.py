@@ -140,7 +140,7 @@ class ParquetSink:
         try:
             self._reserve_space()
             self._tensors.end_step(wait=wait)
-            for name in [name for name in TABLES if name in self._rows]:
+            for name in [name for name in self._writers if name in self._rows]:
                 self._writers[name].append(self._message(name, self._rows[name]))
             self._count()
         except OSError as error:
