@@ -317,7 +317,11 @@ class StepSlab:
             try:
                 yield
             finally:
-                measure_batch(self.slab.end_batch())
+                try:
+                    measure_batch(self.slab.end_batch())
+                except BaseException:
+                    self.slab.take()  # the numbers of its rows were not written
+                    raise
 
     def take(self) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""

@@ -87,9 +87,14 @@ def _recording(attached: AttachedHook, action: Record) -> Direct | None:
     )
 
 
+def only_record(attached_hooks: Sequence[AttachedHook]) -> bool:
+    """Return whether sites only record statistics of plain tensors, without any stage."""
+    return all(isinstance(attached.direct, Recording) for attached in attached_hooks)
+
+
 def measured_together(attached_hooks: Sequence[AttachedHook]) -> AbstractContextManager[None]:
     """Let sites whose tensors do not change in the block measure those on a device together, if all of them only record."""
-    if attached_hooks and all(isinstance(attached.direct, Recording) for attached in attached_hooks):
+    if attached_hooks and only_record(attached_hooks):
         rows: Rows = attached_hooks[0].action.rows
         return rows.batch()
     return nullcontext()

@@ -99,6 +99,7 @@ class Calls:
         self.clock = clock
         self.note_inputs = self.is_shared = self._has_group = False
         self.counter = CallCounter()
+        self._lock = threading.Lock()
         self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
         # By thread, if the object is shared: the call that started last, and the groups that have seen its start.
         self._started: dict[int, tuple[Call, set[object]]] = {}
@@ -161,8 +162,9 @@ class Calls:
         """Start a call that may be part of a checkpoint segment, or that runs in a backward pass."""
         is_in_backward = graph_task() != -1
         segments = _segments()
-        if self._repeatable_in != self.clock.micro_step_index:
-            self._repeatable, self._repeatable_in = [], self.clock.micro_step_index
+        with self._lock:  # several threads may start the first such call of a micro-step
+            if self._repeatable_in != self.clock.micro_step_index:
+                self._repeatable, self._repeatable_in = [], self.clock.micro_step_index
         is_recomputed = is_in_backward and any(is_being_recomputed for _, is_being_recomputed in segments)
         index = origin = self._original_index(segments) if is_recomputed else self.counter.take()
         if is_in_backward and not is_recomputed and self._repeatable:
@@ -180,7 +182,7 @@ class Calls:
 
     def _leave_open(self) -> Call | None:
         """End the open call of this thread, which began without an object; None if there is none."""
-        micro_step_index, index = self.counter.micro_step_index, self.counter.pop()
+        micro_step_index, index = self.counter.open_micro_step, self.counter.pop()
         return None if index is None else Call(index, index, micro_step_index)
 
     def leave(self, group: object, *, in_graph: bool = False) -> Call | None:
@@ -196,7 +198,7 @@ class Calls:
     @property
     def has_unfinished(self) -> bool:
         """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return (self.counter.is_open and self.counter.micro_step_index == self.clock.micro_step_index) or any(
+        return (self.counter.is_open and self.counter.open_micro_step == self.clock.micro_step_index) or any(
             call.micro_step_index == self.clock.micro_step_index and not call.is_recomputed
             for active in self._active.copy().values()
             for call in active

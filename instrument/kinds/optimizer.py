@@ -5,7 +5,7 @@ Their tensors are the parameter, its gradient, its update, the buffers of its mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .direct import measured_together
+from .direct import measured_together, only_record
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
 from .reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
@@ -45,6 +45,7 @@ class StepHooks:
         self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
         self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
         self.parameters_before: dict[AttachedHook, Tensor] = {}
+        self.updated: frozenset[AttachedHook] = frozenset()  # sites whose entry there is the update already
         self.steps_by_loop = steps_by_loop
         self.handles: list[RemovableHandle] = []
 
@@ -94,8 +95,12 @@ class StepHooks:
                 ):
                     buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
                 copies.append((buffer, parameter))
-        for buffers, parameters in _in_groups(copies):
-            torch._foreach_copy_(buffers, parameters)
+        plain = [pair for pair in copies if _is_plain(*pair)]
+        if plain:
+            torch._foreach_copy_([copy for copy, _ in plain], [original for _, original in plain])
+        for copy, original in copies:
+            if not _is_plain(copy, original):
+                copy.copy_(original)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites."""
@@ -105,7 +110,8 @@ class StepHooks:
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
         scheduled = self._scheduled(attached_hooks)
-        self._subtract_parameters(scheduled)
+        # A hook that changes a parameter changes the update that later hooks see.
+        self.updated = self._subtract_parameters(scheduled) if only_record(scheduled) else frozenset()
         with measured_together(scheduled):
             for attached in scheduled:
                 parameter = attached.current_parameter()
@@ -119,18 +125,26 @@ class StepHooks:
                 if new is not tensor and new is not None:
                     tensor.copy_(new)
 
-    def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> None:
-        """Turn the copies of parameters before their update into the updates: the parameters minus the copies, bit by bit."""
-        updated = [
-            (self.parameters_before[attached], parameter)
+    def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> frozenset[AttachedHook]:
+        """Turn copies of parameters before their update into the updates, with few launches on a device.
+
+        Returns:
+            The sites whose copy is the update now: those of plain parameters.
+        """
+        plain = {
+            attached: (buffer, parameter)
             for attached in scheduled
             if attached.role == "update"
             and (parameter := attached.current_parameter()) is not None
-            and not is_lazy(parameter)
-        ]
-        for buffers, parameters in _in_groups(updated):
+            and (buffer := self.parameters_before.get(attached)) is not None
+            and _is_plain(buffer, parameter)
+        }
+        if plain:
+            buffers = [buffer for buffer, _ in plain.values()]
+            # The sum of a number and a negated one is their difference, bit by bit.
             torch._foreach_neg_(buffers)
-            torch._foreach_add_(buffers, parameters)
+            torch._foreach_add_(buffers, [parameter for _, parameter in plain.values()])
+        return frozenset(plain)
 
     def _scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
         return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
@@ -165,7 +179,8 @@ class StepHooks:
             case "param_grad":
                 return current.grad
             case "update":
-                return self.parameters_before[attached]
+                buffer = self.parameters_before[attached]
+                return buffer if attached in self.updated else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
@@ -175,13 +190,10 @@ class StepHooks:
             self.handles.pop().remove()
 
 
-def _in_groups(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield pairs of tensors as two lists: all plain ones, for few launches on a device, and each pair of another class alone."""
-    are_plain = [type(parameter) in (Tensor, Parameter) for _, parameter in pairs]
-    if any(are_plain):
-        together = [pair for pair, is_plain in zip(pairs, are_plain, strict=True) if is_plain]
-        yield [one for one, _ in together], [other for _, other in together]
-    yield from (([one], [other]) for (one, other), is_plain in zip(pairs, are_plain, strict=True) if not is_plain)
+def _is_plain(buffer: Tensor, parameter: Tensor) -> bool:
+    """Return whether a parameter and its copy are of no subclass, and the copy can store the parameter exactly."""
+    is_known = type(parameter) in (Tensor, Parameter) and type(buffer) is Tensor and not is_lazy(parameter)
+    return is_known and torch.promote_types(buffer.dtype, parameter.dtype) == buffer.dtype
 
 
 def _is_gradient(attached: AttachedHook) -> bool:

@@ -11,7 +11,7 @@
    CallCounter: the indices of a module's calls
 
    micro_step_index: the micro-step of the latest call. latest: the index of the latest call outside of checkpoint segments; -1 for
-   none. is_open: whether a call that `PlainCalls.enter` began has not ended.
+   none. is_open: whether a call that `PlainCalls.enter` began has not ended. open_micro_step: the micro-step in which it began.
    begin(micro-step): in another micro-step than before, indices start at 0 again.
    take() -> int: returns the next index.
    pop() -> int or None: ends the open call, and returns its index. None if there is none, or if it belongs to another thread.
@@ -28,7 +28,8 @@
    after the first `done` ones; it returns what the hook of the gradient returns.
 
    enter() -> bool: begins a call before the module runs. False if the call needs Python code: it runs in a backward pass, without
-   gradients, with hooks on saved tensors, or under a transform of torch.func; or a call of the module is open already.
+   gradients, with hooks on saved tensors, or under a transform of torch.func; or a call of the module is open already, in this
+   micro-step or in another thread.
    leave(output) -> int: ends the call after the module has run. -1 if everything is done. Otherwise the call stays open, and the
    result is how many of `outputs` have recorded it. */
 
@@ -120,7 +121,7 @@ static PyType_Spec counts_spec = {
 /* ---------------------------------------------------------------------------------------------------------------- indices of calls */
 
 typedef struct {
-    PyObject_HEAD long long micro_step_index, next, latest, open_index;
+    PyObject_HEAD long long micro_step_index, next, latest, open_index, open_micro_step;
     unsigned long thread; /* of the open call */
     char is_open;
 } CallCounter;
@@ -174,6 +175,7 @@ static PyMemberDef counter_members[] = {
     {"micro_step_index", T_LONGLONG, offsetof(CallCounter, micro_step_index), READONLY, NULL},
     {"latest", T_LONGLONG, offsetof(CallCounter, latest), 0, NULL},
     {"is_open", T_BOOL, offsetof(CallCounter, is_open), READONLY, NULL},
+    {"open_micro_step", T_LONGLONG, offsetof(CallCounter, open_micro_step), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -205,18 +207,27 @@ HOLDER(recording, 7)
 
 static PyTypeObject *counts_type, *counter_type, *recording_type, *gradient_type;
 
-static int recording_init(Recording *self, PyObject *args, PyObject *kwargs) {
+static PyObject *allocated(PyTypeObject *class) { return ((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0); }
+
+static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
     PyObject *slab, *counts, *clock, *slots, *module;
+    int with_magnitudes, at_boundary, in_recomputation;
     (void)kwargs;
-    if (self->slab || !PyArg_ParseTuple(args, "O!O!OOOppp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
-                                        &self->with_magnitudes, &self->at_boundary, &self->in_recomputation))
-        return -1;
+    if (!PyArg_ParseTuple(args, "O!O!OOOppp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
+                          &with_magnitudes, &at_boundary, &in_recomputation))
+        return NULL;
+    Recording *self = (Recording *)allocated(class);
+    if (!self)
+        return NULL;
+    self->with_magnitudes = with_magnitudes;
+    self->at_boundary = at_boundary;
+    self->in_recomputation = in_recomputation;
     self->slab = Py_NewRef(slab);
     self->counts = Py_NewRef(counts);
     self->clock = Py_NewRef(clock);
     self->slots = Py_NewRef(slots);
     self->module = Py_NewRef(module);
-    return 0;
+    return (PyObject *)self;
 }
 
 static void recording_dealloc(Recording *self) {
@@ -300,8 +311,7 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
 
 static PyType_Slot recording_slots[] = {
     {Py_tp_doc, "What a site does that records statistics of plain tensors."},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, recording_init},
+    {Py_tp_new, recording_new},
     {Py_tp_call, recording_call},
     {Py_tp_traverse, recording_traverse},
     {Py_tp_clear, recording_clear},
@@ -335,22 +345,25 @@ static int are_recordings(PyObject *tuple) {
     return 1;
 }
 
-static int calls_init(PlainCalls *self, PyObject *args, PyObject *kwargs) {
+static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
     PyObject *clock, *counter, *outputs, *gradients, *finish;
     (void)kwargs;
-    if (self->clock || !PyArg_ParseTuple(args, "OO!O!O!O", &clock, counter_type, &counter, &PyTuple_Type, &outputs,
-                                         &PyTuple_Type, &gradients, &finish))
-        return -1;
+    if (!PyArg_ParseTuple(args, "OO!O!O!O", &clock, counter_type, &counter, &PyTuple_Type, &outputs, &PyTuple_Type,
+                          &gradients, &finish))
+        return NULL;
     if (!are_recordings(outputs) || !are_recordings(gradients) || !functions[0]) {
         PyErr_SetString(PyExc_TypeError, "outputs and gradients have to be recordings, after connect_torch");
-        return -1;
+        return NULL;
     }
+    PlainCalls *self = (PlainCalls *)allocated(class);
+    if (!self)
+        return NULL;
     self->clock = Py_NewRef(clock);
     self->counter = Py_NewRef(counter);
     self->outputs = Py_NewRef(outputs);
     self->gradients = Py_NewRef(gradients);
     self->finish = Py_NewRef(finish);
-    return 0;
+    return (PyObject *)self;
 }
 
 static void calls_dealloc(PyObject *self) { release(self, calls_clear); }
@@ -388,17 +401,21 @@ static PyObject *calls_enter(PlainCalls *self, PyObject *args) {
     Py_XDECREF(number);
     if (PyErr_Occurred())
         return NULL;
-    if (counter->is_open && counter->micro_step_index == micro_step_index)
+    /* A call of this thread from an earlier micro-step was ended by an exception. */
+    if (counter->is_open && (counter->open_micro_step == micro_step_index || !is_open_here(counter)))
         Py_RETURN_FALSE;
     begin_micro_step(counter, micro_step_index);
     counter->open_index = counter->latest = counter->next++;
+    counter->open_micro_step = micro_step_index;
     counter->thread = PyThread_get_thread_ident();
     counter->is_open = 1;
     Py_RETURN_TRUE;
 }
 
-/* Registers an object as a hook of a tensor, as `Tensor.register_hook` does, but without a handle. */
+/* Registers an object as a hook of a tensor, as `Tensor.register_hook` does, but without a handle. The numbers of handles are not
+   negative. */
 static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
+    static long long number;
     PyObject *hooks = PyObject_GetAttr(tensor, name__backward_hooks), *registered = NULL;
     if (hooks == Py_None) {
         Py_DECREF(hooks);
@@ -409,8 +426,10 @@ static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
             Py_CLEAR(hooks);
         Py_XDECREF(registered);
     }
-    const int result = hooks ? PyObject_SetItem(hooks, hook, hook) : -1;
+    PyObject *key = hooks ? PyLong_FromLongLong(--number) : NULL;
+    const int result = key ? PyObject_SetItem(hooks, key, hook) : -1;
     Py_XDECREF(hooks);
+    Py_XDECREF(key);
     return result;
 }
 
@@ -430,7 +449,7 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
         Py_XDECREF(node);
         return result;
     }
-    Gradient *hook = (Gradient *)((allocfunc)PyType_GetSlot(gradient_type, Py_tp_alloc))(gradient_type, 0);
+    Gradient *hook = (Gradient *)allocated(gradient_type);
     if (hook) {
         hook->calls = Py_NewRef((PyObject *)self);
         hook->index = index;
@@ -480,8 +499,7 @@ static PyMethodDef calls_methods[] = {
 
 static PyType_Slot calls_slots[] = {
     {Py_tp_doc, "What hooks do with a call that needs no Python code."},
-    {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, calls_init},
+    {Py_tp_new, calls_new},
     {Py_tp_methods, calls_methods},
     {Py_tp_traverse, calls_traverse},
     {Py_tp_clear, calls_clear},
@@ -535,7 +553,8 @@ static PyType_Slot gradient_slots[] = {
 };
 
 static PyType_Spec gradient_spec = {"instrument.stats.native.Gradient", sizeof(Gradient), 0,
-                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, gradient_slots};
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                    gradient_slots};
 
 /* ---------------------------------------------------------------------------------------------------------------- module */
 

@@ -39,6 +39,7 @@ except ImportError:
         """The indices of a module's calls; see `plain_calls.c`."""
 
         is_open = False
+        open_micro_step = -1
 
         def __init__(self) -> None:
             self.micro_step_index = self.latest = -1

@@ -361,7 +361,7 @@ def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
 
 
 _MAX_TABLES = 32
-_tables: OrderedDict[tuple[torch.device, bytes], Tensor] = OrderedDict()
+_tables: OrderedDict[tuple[torch.device, int, bytes], Tensor] = OrderedDict()
 """The latest tables on devices, since the parameters of a model most often stay where they are."""
 
 
@@ -384,14 +384,14 @@ def measure_batch_by_kernel(
     is_bfloat16, programs = dtype == torch.bfloat16, int(ends[-1])
     element = tl.int16 if is_bfloat16 else getattr(tl, str(dtype).removeprefix("torch."))
     with _current(device.index):
-        memory = _batch_memory(device, _stream(device.index), programs, len(tensors))
-        given = (len(tensors), element, _BLOCK, is_bfloat16)
-        _measure_batch[programs,](_on_device(table, device), *memory, *given, **_OPTIONS)
+        stream = _stream(device.index)
+        memory = _on_device(table, device, stream), *_batch_memory(device, stream, programs, len(tensors))
+        _measure_batch[programs,](*memory, len(tensors), element, _BLOCK, is_bfloat16, **_OPTIONS)
 
 
-def _on_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device) -> Tensor:
-    """Return a table on a device: the same tensor as for the last equal table."""
-    key = device, table.tobytes()
+def _on_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, stream: int) -> Tensor:
+    """Return a table on a device: the same tensor as for the last equal table on this stream."""
+    key = device, stream, table.tobytes()
     found = _tables.pop(key, None)
     if found is None:
         on_host = torch.from_numpy(table)

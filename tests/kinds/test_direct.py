@@ -600,6 +600,9 @@ def test_compiled_types_reject_other_objects() -> None:
         native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         native.PlainCalls(None, counter, (1,), (), print)  # type: ignore[arg-type]
+    for cls in (native.Recording, native.PlainCalls, native.Gradient):  # no object without its fields
+        with pytest.raises(TypeError):
+            cls.__new__(cls)
     narrow = native.Recording(native.Slab(2), counts, SimpleNamespace(moment=None), {}, None, False, False, False)
     with pytest.raises(KeyError):
         narrow(torch.ones(3), "", FIRST_CALL)

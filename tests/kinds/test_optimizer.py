@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
 from instrument.errors import ConfigError
@@ -129,6 +133,64 @@ def test_update_of_plain_sgd_is_minus_lr_times_gradient() -> None:
     rows = {(row["hook"], row["step"]): row["values"] for row in probe.sink.records("tensors")}
     for step in range(2):
         torch.testing.assert_close(rows["update", step], -0.1 * rows["param_grad", step])
+
+
+@pytest.mark.parametrize("names", [("clip", "update"), ("update", "clip")], ids="-".join)
+def test_update_is_that_of_the_parameter_at_its_place_among_the_hooks(names: tuple[str, ...]) -> None:
+    """After a clip, the update is the clipped parameter minus the one before the step."""
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    specs = {
+        "clip": {"layers": ".", "kind": "step_post", "action": "clip", "value": 0.01},
+        "update": {"layers": ".", "kind": "step_post", "role": "update", "action": "record"},
+    }
+    with instrument.attach(model, {name: specs[name] for name in names}, optimizer=optimizer, rules=None) as probe:
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    after = before - 0.4
+    expected = (after.clamp(-0.01, 0.01) if names[0] == "clip" else after) - before
+    assert probe.stats["mean"].tolist() == [pytest.approx(expected.double().mean().item(), rel=1e-6)]
+
+
+class Wrapper(Tensor):
+    """A tensor of a subclass that supports no operations on lists of tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_foreach" in func.__name__:
+            raise NotImplementedError(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["plain", "subclass", "DTensor", "other dtype after the step"])
+def test_update_of_parameters_of_any_class(kind: str) -> None:
+    model = nn.Module()
+    model.plain, model.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    if kind == "subclass":
+        model.other = nn.Parameter(torch.ones(4).as_subclass(Wrapper))
+    if kind == "DTensor":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        model.other = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    if kind.startswith("other"):
+        optimizer.register_step_post_hook(
+            lambda *_: setattr(model, "other", nn.Parameter(model.other.detach().double()))
+        )
+    hooks = {"update": {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}}
+    try:
+        with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+            for parameter in model.parameters():
+                parameter.grad = 2.0 * torch.ones_like(parameter)
+            optimizer.step()
+            probe.end_step()
+    finally:
+        if kind == "DTensor":
+            dist.destroy_process_group()
+    assert probe.stats["path"].tolist() == ["plain", "other"]
+    assert probe.stats["mean"].tolist() == pytest.approx([-0.2, -0.2], rel=1e-6)
 
 
 def test_step_post_intervention_changes_the_updated_parameter() -> None:

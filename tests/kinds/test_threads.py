@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -100,15 +101,20 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     assert (means.module == means.input).all()
 
 
-def test_counters_hold_while_steps_end() -> None:
-    """One thread ends steps while the others call the model."""
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_counters_hold_while_steps_end(is_plain: bool) -> None:
+    """One thread ends steps while the others call the model. Calls whose hooks only record run no Python code of hooks."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     specs = {
         "plain": {"layers": "*", "kind": "forward", "action": "record"},
-        "general": {"layers": "*", "kind": "forward_pre", "action": "record"},
-        "flow": {"layers": "*", "kind": "full_backward", "action": "record"},
-        "half": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
+        "grads": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"},
     }
+    if not is_plain:
+        specs |= {
+            "general": {"layers": "*", "kind": "forward_pre", "action": "record"},
+            "flow": {"layers": "*", "kind": "full_backward", "action": "record"},
+            "half": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
+        }
     with instrument.attach(model, specs, rules=None) as probe:
 
         def call(index: int) -> None:
@@ -123,8 +129,65 @@ def test_counters_hold_while_steps_end() -> None:
     calls = (THREADS - 1) * CALLS
     counts = probe.stats.groupby(["hook", "layer"]).size()
     assert set(counts) == {calls}
-    assert len(probe.effects) == 2 * calls
+    assert len(probe.effects) == (0 if is_plain else 2 * calls)
     assert {(row["hook"], row["fired"]) for row in probe.coverage()} == {(name, calls) for name in specs}
+
+
+class Waits(nn.Module):
+    """Waits inside its forward pass, or fails there, if requested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.is_inside, self.may_go = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor, *, wait: bool = False, fail: bool = False) -> Tensor:
+        if wait:
+            self.is_inside.set()
+            assert self.may_go.wait(10)
+        if fail:
+            raise ArithmeticError
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_call_that_another_thread_makes_across_a_step_is_recorded() -> None:
+    model = Waits()
+    with instrument.attach(
+        model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}, rules=None
+    ) as probe:
+        thread = threading.Thread(target=model, args=(torch.full((2, 3), 5.0),), kwargs={"wait": True})
+        thread.start()
+        assert model.is_inside.wait(10)
+        probe.end_step()
+        expected = [model(torch.ones(2, 3))]
+        model.may_go.set()
+        thread.join()
+        expected += [model.layer(torch.full((2, 3), 5.0)), model(torch.zeros(2, 3))]
+        probe.end_step()
+    rows = probe.stats
+    assert rows["step"].tolist() == [1, 1, 1]
+    assert rows["mean"].tolist() == pytest.approx([output.mean().item() for output in expected], rel=1e-6)
+
+
+def test_exception_in_another_thread_is_no_cause_in_later_steps() -> None:
+    model = Waits()
+
+    def fail() -> None:
+        with suppress(ArithmeticError):
+            model(torch.ones(2, 3), fail=True)
+
+    hooks = {"grads": {"layers": ".", "kind": "tensor", "role": "output", "action": "record"}}
+    with instrument.attach(model, hooks, rules=None) as probe:
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        probe.end_step()
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum()
+            probe.end_step()
+    (row,) = probe.sink.records("coverage")  # type: ignore[attr-defined]
+    assert (row["expected"], row["fired"]) == (4, 0)
+    assert row["cause"].startswith("no gradient arrived")
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own leaves", "shared leaf"])
