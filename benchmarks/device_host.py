@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import random
 import time
 from collections.abc import Callable
 from statistics import median
@@ -67,11 +68,13 @@ def measure(rounds: int, variants: dict[str, tuple[Callable[[], None], Callable[
 
     Args:
         rounds: The number of steps.
-        variants: For each variant a step, and a function that is called after it and not timed. The variants alternate.
+        variants: For each variant a step, and a function that is called after it and not timed. They alternate in a random
+            order: what runs before a step determines what is in the caches.
     """
     found: dict[str, list[float]] = {name: [] for name in variants}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, (step, end_step) in variants.items():
+        for name, (step, end_step) in order.sample([*variants.items()], len(variants)):
             start = time.perf_counter()
             step()
             found[name].append(time.perf_counter() - start)
