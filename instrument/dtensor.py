@@ -35,6 +35,14 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
+def shard_dims(tensor: DTensor) -> tuple[int, ...]:
+    """Return the dimensions along which several processes have parts of a tensor."""
+    from torch.distributed.tensor import Shard
+
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return tuple(sorted({each.dim for each, size in sizes if isinstance(each, Shard) and size > 1}))
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the full tensor.
 

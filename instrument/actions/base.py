@@ -89,6 +89,7 @@ class Context:
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
+        shard_dims: The dimensions along which the shards of several processes form the tensor.
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
             its method `of` returns the same part of another tensor. None for a complete tensor, and for several tensors.
@@ -118,6 +119,7 @@ class Context:
     parameters: tuple[Parameter, ...] = ()
     seed: int = 0
     scope: str = "global"
+    shard_dims: tuple[int, ...] = ()
     rank: int = 0
     selection: TensorSelection | None = None
     complete: Tensor | None = None

@@ -47,12 +47,22 @@ class Spectrum:
         is_known = norm is not None or not largest
         return largest if is_known else None, norm, rank if norm else None, None if shape is None else list(shape)
 
-    def part(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return a function that computes the triangular factor of a shard along the first dimension, and its number of rows.
+    def part(self, tensor: Tensor, shard_dims: tuple[int, ...]) -> Callable[[], Tensor]:
+        """Return a function that computes the triangular factor of a shard, and its number of rows.
 
-        The factors of all shards, one above the other, have the singular values of the full tensor.
+        The factors of all shards along the first dimension, one above the other, have the singular values of the full tensor. Shards
+        along other dimensions are columns of the matrix, whose order does not matter: it is transposed.
+
+        Raises:
+            ValueError: The tensor is sharded along its first dimension and along others.
         """
-        return partial(_triangle, _matrix(tensor))
+        if 0 in shard_dims and len(shard_dims) > 1:
+            dims = " and ".join(map(str, shard_dims))
+            raise ValueError(
+                f"a tensor that is sharded along the dimensions {dims} has no spectrum with reduce: global"
+            )
+        matrix = _matrix(tensor)
+        return partial(_triangle, matrix if 0 in shard_dims or not shard_dims else matrix.mT)
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""

@@ -15,11 +15,16 @@ from device_statistics import use_device_statistics
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import instrument
 from instrument.actions.record import Record, select_part
 from instrument.actions.selection import Selector
 from instrument.capture.recorder import Recorder
+from instrument.dtensor import shard_dims
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, COUNTS, DEFAULT, STATISTICS
 from instrument.stats.spectrum import Spectrum
@@ -403,8 +408,12 @@ def test_tensors_of_one_dimension_have_no_spectrum() -> None:
 def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
     full = torch.randn(7, 5, 3)
     measure = Spectrum(20)
-    for shards in (full.split(4), full.split(1), [full, full[:0]]):
-        parts = np.stack([measure.part(shard)().numpy() for shard in shards])
+    rows, columns = (
+        (full.split(4), full.split(1), [full, full[:0]]),
+        (full.split(3, 1), full.split(1, 2), full.split(1, 1)),
+    )
+    for dim, shards in [(0, each) for each in rows] + list(zip((1, 2, 1), columns, strict=True)):
+        parts = np.stack([measure.part(shard, (dim,))().numpy() for shard in shards])
         values, norm, rank, shape = measure.merged(parts)
         whole = np.linalg.svd(full.reshape(7, 15).double().numpy(), compute_uv=False)
         assert values == pytest.approx(whole.tolist(), rel=1e-12)
@@ -412,3 +421,20 @@ def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
         assert rank == pytest.approx((whole**2).sum() / whole[0] ** 2, rel=1e-12)
     parts[1] = math.nan  # a process that recorded nothing
     assert measure.merged(parts) == (None, None, None, None)
+    with pytest.raises(ValueError, match="sharded along the dimensions 0 and 2 has no spectrum"):
+        measure.part(full[:4, :, :1], (0, 2))
+
+
+def test_dimensions_of_shards_are_those_with_several_processes() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2, 1))
+        for placements, dims in (
+            ([Shard(0), Shard(1), Replicate()], (0, 1)),
+            ([Replicate(), Shard(1), Shard(0)], (1,)),
+            ([Shard(0), Shard(0), Replicate()], (0,)),
+            ([Replicate()] * 3, ()),
+        ):
+            assert shard_dims(distribute_tensor(torch.ones(4, 4), mesh, placements)) == dims
+    finally:
+        dist.destroy_process_group()
