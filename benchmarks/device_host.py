@@ -68,13 +68,13 @@ def measure(rounds: int, variants: dict[str, tuple[Callable[[], None], Callable[
 
     Args:
         rounds: The number of steps.
-        variants: For each variant a step, and a function that is called after it and not timed. They alternate in a random
-            order: what runs before a step determines what is in the caches.
+        variants: For each variant a step, and a function that is called after it and not timed. Each round runs
+            them in a random order, because the step before determines the content of the caches.
     """
     found: dict[str, list[float]] = {name: [] for name in variants}
-    order = random.Random(0)
+    generator = random.Random(0)
     for _ in range(rounds):
-        for name, (step, end_step) in order.sample([*variants.items()], len(variants)):
+        for name, (step, end_step) in generator.sample([*variants.items()], len(variants)):
             start = time.perf_counter()
             step()
             found[name].append(time.perf_counter() - start)

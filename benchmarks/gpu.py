@@ -1,6 +1,6 @@
 """Steps on a GPU with hooks: their time relative to the same step without hooks, launches, synchronizations and memory.
 
-python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [--precision fp32 bf16] [--compiled]
+python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [--precision fp32 bf16] [--rows TEXT ...] [--compiled]
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def naive_step(training: Training) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def msprobe_step(training: Training) -> Iterator[Callable[[], object]]:
-    """Yield a function that makes a training step with the statistics of all modules by msprobe, copied asynchronously."""
+    """Yield a function that makes a training step while msprobe records statistics of all modules, copied asynchronously."""
     from msprobe.pytorch import PrecisionDebugger
 
     with tempfile.TemporaryDirectory() as folder:
@@ -178,7 +178,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--ways", nargs="*", help="parts of the labels of the rows to measure; default: all")
+    parser.add_argument(
+        "--rows", nargs="*", help="measure only rows whose label contains one of these texts; default: all"
+    )
     parser.add_argument("--compiled", action="store_true", help="compile the models with torch.compile(fullgraph=True)")
     parser.add_argument("--only", nargs="*", choices=GPU_WORKLOADS, default=list(GPU_WORKLOADS))
     options = parser.parse_args()
@@ -210,7 +212,7 @@ def main() -> None:
                 if find_spec("msprobe") is not None:
                     ways[MSPROBE] = msprobe_step
             for label, hooked in ways.items():
-                if options.ways is not None and not any(part in label for part in options.ways):
+                if options.rows is not None and not any(part in label for part in options.rows):
                     continue
                 row = measure(create, hooked, options.rounds)
                 show(workload.name, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)

@@ -283,8 +283,11 @@ class Rows(Effects, Protocol):
     def slab(self) -> Slab | None:
         """Receives the statistics of plain tensors. None if processes merge their rows, or without the compiled kernel."""
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Measure the plain tensors of the block that are on a device together, when it ends. They have to stay as they are until then."""
+    def batched_launch(self) -> AbstractContextManager[None]:
+        """Return a block in which plain tensors on a device are measured with one launch per device and dtype, when it ends.
+
+        They must not be changed or freed in the block.
+        """
 
     def record_plain_effect(
         self,

@@ -44,13 +44,13 @@ class PhaseWatch(InertWhenCopied):
         self._phase = clock.moment.phase
         self._in_step = False
         self._trains_in_eval_mode = False
-        self._is_interrupting = False
-        self._interrupting: RemovableHandle | None = None  # its hook ends the interruption
+        self._is_interrupted = False
+        self._interruption_hook: RemovableHandle | None = None  # its hook ends the interruption
         self._handles: list[RemovableHandle] = []
         self._compiled_call: Callable[..., Any] | None = None
 
     def attach(self) -> None:
-        """Attach the hooks. Those of a model that `model.compile()` compiled would be part of its graph: its calls are replaced."""
+        """Attach the hooks. For a model compiled by `model.compile()`, wrap the compiled call: a hook would be part of its graph."""
         model, *parts = self.modules
         if model._compiled_call_impl is None:
             self._handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
@@ -70,7 +70,7 @@ class PhaseWatch(InertWhenCopied):
 
     def end_step(self) -> None:
         """End a training step of the trainer."""
-        self._end_interruption()  # code that was compiled without the hook that ends it does not call it
+        self._end_interruption()  # compiled code may not call the hook that ends it
         self._in_step = False
 
     def observe(self) -> None:
@@ -81,17 +81,17 @@ class PhaseWatch(InertWhenCopied):
         """The forward pre hook, which runs before all others of the module."""
         if self._begin_call():
             hook = excluded_method(self.after_call)
-            self._interrupting = module.register_forward_hook(hook, always_call=True)
+            self._interruption_hook = module.register_forward_hook(hook, always_call=True)
 
     def _begin_call(self) -> bool:
         """Set the phase of a call that begins. Return whether the call interrupts the training."""
-        if self.clock.closed or self._is_interrupting:
+        if self.clock.closed or self._is_interrupted:
             return False
         if not self._in_step:
             self.observe()
         elif self._phase_of_model() == "eval" and self.clock.moment.phase == self._phase:
             self.scheduled.interrupt("eval")
-            self._is_interrupting = True
+            self._is_interrupted = True
             return True
         return False
 
@@ -116,11 +116,11 @@ class PhaseWatch(InertWhenCopied):
             self._end_interruption()
 
     def _end_interruption(self) -> None:
-        if self._interrupting is not None:
-            self._interrupting.remove()
-            self._interrupting = None
-        if self._is_interrupting:
-            self._is_interrupting = False
+        if self._interruption_hook is not None:
+            self._interruption_hook.remove()
+            self._interruption_hook = None
+        if self._is_interrupted:
+            self._is_interrupted = False
             self.scheduled.end_interruption()
 
     def _phase_of_model(self) -> str:
@@ -137,9 +137,9 @@ class PhaseWatch(InertWhenCopied):
         """Do nothing: the phase is read in all steps."""
 
     def detach(self) -> None:
-        """Remove the hooks."""
-        if self._interrupting is not None:
-            self._interrupting.remove()
+        """Remove the hooks, and restore the compiled call."""
+        if self._interruption_hook is not None:
+            self._interruption_hook.remove()
         if self._compiled_call is not None and self.model._compiled_call_impl == self._call_compiled:
             self.model._compiled_call_impl = self._compiled_call
         while self._handles:

@@ -72,7 +72,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        slab, batch: See `Rows`.
+        slab, batched_launch: See `Rows`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Recorder:
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
         self.slab = self._stats.slab if is_connected and not reduces else None
-        self.batch = self._stats.batch
+        self.batched_launch = self._stats.batched_launch
         self._reduces = reduces
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
@@ -143,7 +143,7 @@ class Recorder:
         factor: float | Tensor | None,
         held: bool | None,
     ) -> bool:
-        """Add the effect of an intervention on a plain tensor. Return false if it is not, or if processes merge their rows."""
+        """Add the effect of an intervention on a plain tensor. Return false if the tensors are not, or if processes merge their rows."""
         if self._reduces:
             return False
         if isinstance(factor, Tensor):

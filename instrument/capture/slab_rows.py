@@ -310,8 +310,8 @@ class StepSlab:
         return at is not None
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Measure plain tensors that are on a device with one launch at the end of the block. They have to stay as they are until then."""
+    def batched_launch(self) -> Iterator[None]:
+        """See `instrument.actions.base.Rows.batched_launch`."""
         with self._lock:  # no other thread takes rows whose numbers are missing
             self.slab.begin_batch()
             try:
@@ -319,8 +319,9 @@ class StepSlab:
             finally:
                 try:
                     measure_batch(self.slab.end_batch())
-                except BaseException:
-                    self.slab.take()  # the numbers of its rows were not written
+                except BaseException:  # the rows of the batch have no numbers
+                    self.slab.take()
+                    self._others = {}
                     raise
 
     def take(self) -> Taken:

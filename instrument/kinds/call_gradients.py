@@ -265,7 +265,16 @@ def _on_gradient(  # noqa: PLR0917
 def finish_gradient(
     attached_hooks: Sequence[AttachedHook], clock: Clock, done: int, call: int, backward: int, gradient: Tensor
 ) -> Tensor | None:
-    """Run the hooks on the gradient of an output of `PlainCalls`, after the first `done` ones; see `gradient_hook`."""
+    """Run those hooks on the gradient of an output that `PlainCalls` has not run; see `gradient_hook`.
+
+    Args:
+        attached_hooks: The sites, in order.
+        clock: The clock of the probe.
+        done: How many of the sites have recorded the gradient.
+        call: The index of the call.
+        backward: The index of the gradient, from 0. Firings of later ones are not counted.
+        gradient: The gradient.
+    """
     fired = set(attached_hooks if backward else ())
     return _on_gradient(attached_hooks[done:], "", call, False, call, clock, fired, None, count(backward), gradient)
 

@@ -83,20 +83,23 @@ def _recording(attached: AttachedHook, action: Record) -> Direct | None:
         attached.site.layer.module,
         measurement.with_magnitudes,
         attached.frequency == "step",
-        attached.site.spec.definition.gradient,  # other values of a recomputed pass were recorded in the original one
+        attached.site.spec.definition.gradient,  # the original pass has recorded the other values
     )
 
 
-def only_record(attached_hooks: Sequence[AttachedHook]) -> bool:
-    """Return whether sites only record statistics of plain tensors, without any stage."""
+def are_recordings(attached_hooks: Sequence[AttachedHook]) -> bool:
+    """Return whether all sites only record statistics, without any stage. True for no sites."""
     return all(isinstance(attached.direct, Recording) for attached in attached_hooks)
 
 
-def measured_together(attached_hooks: Sequence[AttachedHook]) -> AbstractContextManager[None]:
-    """Let sites whose tensors do not change in the block measure those on a device together, if all of them only record."""
-    if attached_hooks and only_record(attached_hooks):
+def batched_launch(attached_hooks: Sequence[AttachedHook]) -> AbstractContextManager[None]:
+    """Return a block in which sites measure tensors on a device with one launch per device and dtype, when it ends.
+
+    It does nothing if any site does more than record statistics. The tensors must not be changed or freed in the block.
+    """
+    if attached_hooks and are_recordings(attached_hooks):
         rows: Rows = attached_hooks[0].action.rows
-        return rows.batch()
+        return rows.batched_launch()
     return nullcontext()
 
 

@@ -36,7 +36,7 @@ from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
-from .plain_calls import transform
+from .plain_calls import current_transform
 from .reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .together import act_together, groups_of, is_together
@@ -104,7 +104,7 @@ class HookedFunctions(FunctionMode):
         """Call a function between the hooks on its arguments and those on its result."""
         if self._clock.closed:
             return function(*args, **kwargs)
-        is_transformed = transform() is not None
+        is_transformed = current_transform() is not None
         by_role: dict[str, list[Owner]] = {"input": [], "output": [], "grad_output": []}
         for owner in owners:
             running, attached, _ = owner
@@ -270,7 +270,7 @@ class FunctionHooks(InertWhenCopied):
         """The forward pre hook: starts to observe functions."""
         if not self._is_active():
             return
-        if transform() is not None:
+        if current_transform() is not None:
             self._miss(TRANSFORMED)
             return
         with self.clock.timer or _UNMEASURED:

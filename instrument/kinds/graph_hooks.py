@@ -161,8 +161,8 @@ class GraphHooks:
     def begin(self, missing: str) -> GraphCall:
         """See `instrument.kinds.graph_operators.Target`."""
         call = self.calls.enter(self, in_graph=True)
-        if self.calls.counter.micro_step_index != self._micro_step_index:
-            self._micro_step_index = self.calls.counter.micro_step_index
+        if self.calls.indices.micro_step_index != self._micro_step_index:
+            self._micro_step_index = self.calls.indices.micro_step_index
             self._arrived.clear()
         self._count_opportunities(self._places.pre, call)
         self._count_gradients(self._places.contributions, call, missing)

@@ -12,11 +12,11 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .clock import Clock, take
 from .module_calls import Calls
-from .plain_calls import Counts
+from .plain_calls import FiringCounts
 from .reasons import FROZEN, NO_GRADIENT, NO_TENSOR, RAISED, REMOVED, default_reason
 
 
-class HookCoverage(Counts):
+class HookCoverage(FiringCounts):
     """Counts the opportunities and firings of a site.
 
     Args:

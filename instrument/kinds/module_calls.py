@@ -26,7 +26,7 @@ from ..actions.base import UNKNOWN_CALL
 from ..containers import CopiedContainer
 from ..nested import iter_tensors
 from .clock import Clock, Firing, graph_task
-from .plain_calls import CallCounter, firing_of, packing_hooks
+from .plain_calls import CallIndices, firing_of, saved_tensors_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
 _thread = threading.get_ident
@@ -92,13 +92,13 @@ class Calls:
     Attributes:
         note_inputs: Whether a call that repeats an earlier one is recognized by its inputs.
         is_shared: Whether the module has several hook groups.
-        counter: The indices of calls, and the call that began without an object of class `Call`.
+        indices: The index of the next call, and the open call that `PlainCalls.enter` began.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.note_inputs = self.is_shared = self._has_group = False
-        self.counter = CallCounter()
+        self.indices = CallIndices()
         self._lock = threading.Lock()
         self._active: dict[tuple[int, object], list[Call]] = {}  # by thread and hook group
         # By thread, if the object is shared: the call that started last, and the groups that have seen its start.
@@ -108,7 +108,7 @@ class Calls:
         self.recompute_progress: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
         # Calls of a micro-step that a backward pass may repeat, and their inputs.
         self._repeatable: list[tuple[int, Memory]] = []
-        self._repeatable_in = -1
+        self._repeatable_micro_step = -1
         self._most_repeatable = _FEW_CALLS
 
     def add_group(self, *, note_inputs: bool = True) -> None:
@@ -124,24 +124,24 @@ class Calls:
             inputs: The arguments of the module.
             in_graph: Whether it is part of a compiled graph, in which no gradients are computed, also if there is a backward pass.
         """
-        micro_step_index, counter = self.clock.micro_step_index, self.counter
-        opened = None if in_graph or not counter.is_open else self._leave_open()
-        counter.begin(micro_step_index)
+        micro_step_index, indices = self.clock.micro_step_index, self.indices
+        plain_call = None if in_graph or not indices.is_open else self._end_plain_call()
+        indices.start_micro_step(micro_step_index)
         key = _thread(), group
         active = self._active.get(key)
         if active is None:
             active = self._active.setdefault(key, [])
         elif active and active[0].micro_step_index != micro_step_index:  # an exception ended it
             active.clear()
-        if opened is not None and opened.micro_step_index == micro_step_index:
-            active.append(opened)
+        if plain_call is not None and plain_call.micro_step_index == micro_step_index:
+            active.append(plain_call)
         if self.is_shared and (other := self._started_by_others(group)) is not None:
             call = Call(other.index, other.origin, micro_step_index, other.is_recomputed, other.segment)
-        elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and packing_hooks(True) is None:
-            index = counter.latest = counter.take()
+        elif graph_task() == -1 and (in_graph or _is_grad_enabled()) and saved_tensors_hooks(True) is None:
+            index = indices.latest = indices.next_index()
             call = Call(index, index, micro_step_index)
-        elif in_graph and counter.latest >= 0 and graph_task() != -1 and not _segments():
-            origin = 0 if counter.latest == 0 else UNKNOWN_CALL  # the compiler does not tell which call it recomputes
+        elif in_graph and indices.latest >= 0 and graph_task() != -1 and not _segments():
+            origin = 0 if indices.latest == 0 else UNKNOWN_CALL  # the compiler does not tell which call it recomputes
             call = Call(origin, origin, micro_step_index, is_recomputed=True)
         else:
             call = self._enter_segment(inputs, active)
@@ -153,7 +153,7 @@ class Calls:
     def _started_by_others(self, group: object) -> Call | None:
         """Return the call whose start other groups have seen, and this one sees now; None if it sees a start first."""
         call, groups = self._started.get(_thread(), (None, ()))
-        if call is not None and group not in groups and call.micro_step_index == self.counter.micro_step_index:
+        if call is not None and group not in groups and call.micro_step_index == self.indices.micro_step_index:
             return call
         self._started.pop(_thread(), None)
         return None
@@ -163,10 +163,10 @@ class Calls:
         is_in_backward = graph_task() != -1
         segments = _segments()
         with self._lock:  # several threads may start the first such call of a micro-step
-            if self._repeatable_in != self.clock.micro_step_index:
-                self._repeatable, self._repeatable_in = [], self.clock.micro_step_index
+            if self._repeatable_micro_step != self.clock.micro_step_index:
+                self._repeatable, self._repeatable_micro_step = [], self.clock.micro_step_index
         is_recomputed = is_in_backward and any(is_being_recomputed for _, is_being_recomputed in segments)
-        index = origin = self._original_index(segments) if is_recomputed else self.counter.take()
+        index = origin = self._original_index(segments) if is_recomputed else self.indices.next_index()
         if is_in_backward and not is_recomputed and self._repeatable:
             origin = self._repeated_index(inputs, index)
         elif self.note_inputs and not (is_in_backward or segments):
@@ -180,15 +180,15 @@ class Calls:
         segment = segments[0][0] if segments else None
         return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment)
 
-    def _leave_open(self) -> Call | None:
-        """End the open call of this thread, which began without an object; None if there is none."""
-        micro_step_index, index = self.counter.open_micro_step, self.counter.pop()
+    def _end_plain_call(self) -> Call | None:
+        """End the open call of this thread, which `PlainCalls.enter` began. Return None if there is none."""
+        micro_step_index, index = self.indices.open_micro_step, self.indices.end_open_call()
         return None if index is None else Call(index, index, micro_step_index)
 
     def leave(self, group: object, *, in_graph: bool = False) -> Call | None:
-        """End the last active call of this thread in a hook group; None if its start was not seen."""
-        if self.counter.is_open and not in_graph and (opened := self._leave_open()) is not None:
-            return opened
+        """End the last active call of this thread in a hook group; None if its start was not seen; `in_graph`: see `enter`."""
+        if self.indices.is_open and not in_graph and (plain_call := self._end_plain_call()) is not None:
+            return plain_call
         key = _thread(), group
         active = self._active.get(key)
         if self.is_shared:
@@ -198,7 +198,7 @@ class Calls:
     @property
     def has_unfinished(self) -> bool:
         """Whether a call in the current micro-step started but did not end: its forward pass raised an exception."""
-        return (self.counter.is_open and self.counter.open_micro_step == self.clock.micro_step_index) or any(
+        return (self.indices.is_open and self.indices.open_micro_step == self.clock.micro_step_index) or any(
             call.micro_step_index == self.clock.micro_step_index and not call.is_recomputed
             for active in self._active.copy().values()
             for call in active
@@ -234,7 +234,7 @@ class Calls:
 
 def current_segment() -> object | None:
     """Return the innermost checkpoint segment of the current code; None outside of segments."""
-    if graph_task() == -1 and _is_grad_enabled() and packing_hooks(True) is None:
+    if graph_task() == -1 and _is_grad_enabled() and saved_tensors_hooks(True) is None:
         return None
     return next((segment for segment, _ in _segments()), None)
 

@@ -26,7 +26,7 @@ from .clock import Clock
 from .graph_hooks import GraphHooks, Places
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
-from .plain_calls import PlainCalls, Recording, firing_of, transform
+from .plain_calls import PlainCalls, Recording, current_transform, firing_of
 from .reasons import TRANSFORMED
 from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
@@ -58,7 +58,7 @@ class ModuleHooks(InertWhenCopied):
             it.
     """
 
-    plain: PlainCalls | None = None  # for calls that need no Python code
+    plain_calls: PlainCalls | None = None  # runs calls that need no Python code
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class ModuleHooks(InertWhenCopied):
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
         self.output_gradients.schedule(gradients)
         self.input_gradients.contribution_hooks, self.input_gradients.total_hooks = contributions, totals
-        self.plain = self._plain_calls(*places)
+        self.plain_calls = self._compose_plain_calls(*places)
 
-    def _plain_calls(self, *places: Sequence[AttachedHook]) -> PlainCalls | None:
-        """Return what the hooks do with a call that needs no Python code; None if every call needs some."""
+    def _compose_plain_calls(self, *places: Sequence[AttachedHook]) -> PlainCalls | None:
+        """Return what runs the calls that need no Python code; None if every call needs some."""
         outputs, gradients = self.output, self.output_gradients.attached_hooks
         recordings = [each.direct for each in (*outputs, *gradients) if isinstance(each.direct, Recording)]
         if (
@@ -146,13 +146,13 @@ class ModuleHooks(InertWhenCopied):
             return None
         finish = partial(finish_gradient, gradients, self.clock)
         of_outputs, of_gradients = recordings[: len(outputs)], recordings[len(outputs) :]
-        return PlainCalls(self.clock, self.calls.counter, tuple(of_outputs), tuple(of_gradients), finish)
+        return PlainCalls(self.clock, self.calls.indices, tuple(of_outputs), tuple(of_gradients), finish)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
         if is_dynamo_compiling():
             return self.graph.trace_before(module, args, kwargs) if self.clock.in_graphs else None
-        if self.plain is not None and not self.unscheduled and self.plain.enter():
+        if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
             return None
         if self.clock.closed:
             return None
@@ -164,7 +164,7 @@ class ModuleHooks(InertWhenCopied):
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured
                 return self.before(module, args, kwargs)
-        if transform() is not None:
+        if current_transform() is not None:
             self._count_transformed()
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
@@ -201,9 +201,9 @@ class ModuleHooks(InertWhenCopied):
         if is_dynamo_compiling():
             return self.graph.trace_after(module, args, kwargs, output) if self.clock.in_graphs else None
         recorded = 0  # how many of the hooks on outputs are done
-        if self.plain is not None and (recorded := self.plain.leave(output)) < 0:
+        if self.plain_calls is not None and (recorded := self.plain_calls.leave(output)) < 0:
             return None
-        if self.clock.closed or not self.active or transform() is not None:
+        if self.clock.closed or not self.active or current_transform() is not None:
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured

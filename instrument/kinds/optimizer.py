@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .direct import measured_together, only_record
+from .direct import are_recordings, batched_launch
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
 from .reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
@@ -45,7 +45,9 @@ class StepHooks:
         self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
         self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
         self.parameters_before: dict[AttachedHook, Tensor] = {}
-        self.updated: frozenset[AttachedHook] = frozenset()  # sites whose entry there is the update already
+        self.sites_with_update: frozenset[AttachedHook] = (
+            frozenset()
+        )  # sites whose buffer there contains the update already
         self.steps_by_loop = steps_by_loop
         self.handles: list[RemovableHandle] = []
 
@@ -95,11 +97,11 @@ class StepHooks:
                 ):
                     buffer = self.parameters_before[attached] = torch.empty_like(parameter, dtype=wide)
                 copies.append((buffer, parameter))
-        plain = [pair for pair in copies if _is_plain(*pair)]
-        if plain:
-            torch._foreach_copy_([copy for copy, _ in plain], [original for _, original in plain])
+        together = [pair for pair in copies if _supports_foreach(*pair)]
+        if together:
+            torch._foreach_copy_([copy for copy, _ in together], [original for _, original in together])
         for copy, original in copies:
-            if not _is_plain(copy, original):
+            if not _supports_foreach(copy, original):
                 copy.copy_(original)
 
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
@@ -110,9 +112,9 @@ class StepHooks:
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
         scheduled = self._scheduled(attached_hooks)
-        # A hook that changes a parameter changes the update that later hooks see.
-        self.updated = self._subtract_parameters(scheduled) if only_record(scheduled) else frozenset()
-        with measured_together(scheduled):
+        # If no hook changes a parameter, all updates are computed first. Otherwise later hooks see the change.
+        self.sites_with_update = self._subtract_parameters(scheduled) if are_recordings(scheduled) else frozenset()
+        with batched_launch(scheduled):
             for attached in scheduled:
                 parameter = attached.current_parameter()
                 tensor = self._tensor(attached, parameter)
@@ -131,20 +133,20 @@ class StepHooks:
         Returns:
             The sites whose copy is the update now: those of plain parameters.
         """
-        plain = {
+        pairs = {
             attached: (buffer, parameter)
             for attached in scheduled
             if attached.role == "update"
             and (parameter := attached.current_parameter()) is not None
             and (buffer := self.parameters_before.get(attached)) is not None
-            and _is_plain(buffer, parameter)
+            and _supports_foreach(buffer, parameter)
         }
-        if plain:
-            buffers = [buffer for buffer, _ in plain.values()]
-            # The sum of a number and a negated one is their difference, bit by bit.
+        if pairs:
+            buffers = [buffer for buffer, _ in pairs.values()]
+            # -a + b has the bits of b - a.
             torch._foreach_neg_(buffers)
-            torch._foreach_add_(buffers, [parameter for _, parameter in plain.values()])
-        return frozenset(plain)
+            torch._foreach_add_(buffers, [parameter for _, parameter in pairs.values()])
+        return frozenset(pairs)
 
     def _scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
         return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
@@ -180,7 +182,11 @@ class StepHooks:
                 return current.grad
             case "update":
                 buffer = self.parameters_before[attached]
-                return buffer if attached in self.updated else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
+                return (
+                    buffer
+                    if attached in self.sites_with_update
+                    else torch.sub(current.to(buffer.dtype), buffer, out=buffer)
+                )
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
 
@@ -190,7 +196,7 @@ class StepHooks:
             self.handles.pop().remove()
 
 
-def _is_plain(buffer: Tensor, parameter: Tensor) -> bool:
+def _supports_foreach(buffer: Tensor, parameter: Tensor) -> bool:
     """Return whether a parameter and its copy are of no subclass, and the copy can store the parameter exactly."""
     is_known = type(parameter) in (Tensor, Parameter) and type(buffer) is Tensor and not is_lazy(parameter)
     return is_known and torch.promote_types(buffer.dtype, parameter.dtype) == buffer.dtype

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, Firing
-from .direct import measured_together
+from .direct import batched_launch
 from .gradient_scaling import unscaled
 from .optimizer_closure import Arguments, run_after_gradients
 from .optimizer_owners import Owners, parameter_ids
@@ -162,7 +162,7 @@ class BoundaryHooks:
             scale = getattr(self.optimizer, "grad_scale", None)
             sites = [entry for attached in scheduled if (entry := _with_gradient(attached, optimized_ids)) is not None]
             if attached_hooks[0].is_record_hook:
-                with torch.no_grad(), measured_together(scheduled):
+                with torch.no_grad(), batched_launch(scheduled):
                     for attached, parameter, gradient in sites:
                         attached.count_and_fire(gradient, value=parameter, amp_scale=scale)
             elif ready := [entry for entry in sites if entry[0].count_and_check_readable(entry[2])]:

@@ -1,42 +1,44 @@
-/* What hooks do with a call of a module that needs no Python code: every site records the output, which is one plain tensor, or
-   its gradient. `instrument.kinds.module_tensors` composes it when schedules change, and handles all other calls.
+/* Runs the hooks of a module in C, if each of them records statistics of its output, which is one plain tensor, or of the gradient of
+   that output. `instrument.kinds.module_tensors.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
+   Python. Plain tensors are those of `Slab.add`.
 
-   connect_torch(transform, backward pass, is grad enabled, packing hooks, ordered dict, firing)
+   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing)
 
-   Sets functions of PyTorch that describe the state of this thread, the class of the dictionary of a tensor's hooks, and a function
-   that returns the `Firing` with the given fields.
+   Sets what this code calls: transform() returns the active transform of torch.func or None, graph task() the number of the backward
+   pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
+   of the dictionary of a tensor's hooks; and firing(call, backward, recompute, origin), which returns a `Firing`.
 
-   Counts: the attributes `opportunities` and `firings` of `HookCoverage`.
+   FiringCounts: the attributes `opportunities` and `firings` of `HookCoverage`.
 
-   CallCounter: the indices of a module's calls
+   CallIndices: the index of the next call of a module, and the open call: one that `PlainCalls.enter` began and that has not ended.
 
    micro_step_index: the micro-step of the latest call. latest: the index of the latest call outside of checkpoint segments; -1 for
-   none. is_open: whether a call that `PlainCalls.enter` began has not ended. open_micro_step: the micro-step in which it began.
-   begin(micro-step): in another micro-step than before, indices start at 0 again.
-   take() -> int: returns the next index.
-   pop() -> int or None: ends the open call, and returns its index. None if there is none, or if it belongs to another thread.
+   none. is_open: whether a call is open. open_micro_step: the micro-step in which it began.
+   start_micro_step(micro-step): in another micro-step than before, indices start at 0 again.
+   next_index() -> int: returns the next index.
+   end_open_call() -> int or None: ends the open call, and returns its index. None if there is none, or if it belongs to another thread.
 
-   Recording(slab, counts, clock, slots, module, with_magnitudes, at_boundary, in_recomputation)
+   Recording(slab, counts, clock, slots, module, with_magnitudes, at_boundary, records_recomputation)
 
-   What a site does that records statistics of plain tensors. `slots` has the slots of the rows, with a key (path, firing, class of
-   the module). Calling it with a tensor, its path and the firing adds a row. It returns the tensor, or None if it is not plain, or if
-   the pass is recomputed and the argument says that nothing is recorded then.
+   Called with a tensor, its path and the firing, it adds a row with the statistics of the tensor. It returns the tensor. It returns None
+   if the tensor is not plain, or if the pass is recomputed and `records_recomputation` is false. `slots` has the slots of the rows, with
+   a key (path, firing, class of the module).
 
-   PlainCalls(clock, counter, outputs, gradients, finish)
+   PlainCalls(clock, indices, outputs, gradients, finish)
 
    `outputs` and `gradients` are tuples of recordings. `finish(done, call, backward, gradient)` is called for the recordings of a gradient
    after the first `done` ones; it returns what the hook of the gradient returns.
 
-   enter() -> bool: begins a call before the module runs. False if the call needs Python code: it runs in a backward pass, without
-   gradients, with hooks on saved tensors, or under a transform of torch.func; or a call of the module is open already, in this
-   micro-step or in another thread.
-   leave(output) -> int: ends the call after the module has run. -1 if everything is done. Otherwise the call stays open, and the
-   result is how many of `outputs` have recorded it. */
+   enter() -> bool: begins a call before the module runs. False if hooks are inactive, because the clock is closed or a transform of
+   torch.func runs the module; if the call needs Python code, because it runs in a backward pass, without gradients, or with hooks
+   on saved tensors; or if a call is open, in this micro-step or in another thread.
+   leave(output) -> int: ends the call after the module has run. -1 if no Python code is needed. 0 if this thread has no open call, or if
+   hooks are inactive. Otherwise the call stays open, and the result is the number of recordings in `outputs` that have added a row. */
 
 #include "../stats/native.h"
 #include <structmember.h>
 
-enum { TRANSFORM, BACKWARD_PASS, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, FUNCTIONS };
+enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, FUNCTIONS };
 static PyObject *functions[FUNCTIONS];
 
 #define NAMES(NAME)                                                                                                   \
@@ -60,7 +62,7 @@ static PyObject *connect_torch(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* Whether an attribute, or the result of a call, is an expected object. -1 with an exception set. Takes the reference. */
+/* Whether an object is the expected one. -1 if it is NULL, with the exception set. Steals the reference. */
 static int is_object(PyObject *found, PyObject *expected) {
     Py_XDECREF(found);
     return found ? found == expected : -1;
@@ -70,7 +72,7 @@ static int attribute_is(PyObject *object, PyObject *name, PyObject *expected) {
     return is_object(PyObject_GetAttr(object, name), expected);
 }
 
-/* Objects whose references the garbage collector can follow. `count` of them are at the start of each type's fields. */
+/* What the types that the garbage collector traverses have in common: their first COUNT fields are references. */
 typedef struct {
     PyObject_HEAD PyObject *references[];
 } Holder;
@@ -100,23 +102,23 @@ static void release(PyObject *self, inquiry clear) {
 
 typedef struct {
     PyObject_HEAD long long opportunities, firings;
-} Counts;
+} FiringCounts;
 
 static PyMemberDef counts_members[] = {
-    {"opportunities", T_LONGLONG, offsetof(Counts, opportunities), 0, NULL},
-    {"firings", T_LONGLONG, offsetof(Counts, firings), 0, NULL},
+    {"opportunities", T_LONGLONG, offsetof(FiringCounts, opportunities), 0, NULL},
+    {"firings", T_LONGLONG, offsetof(FiringCounts, firings), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot counts_slots[] = {
-    {Py_tp_doc, "The opportunities and firings of a site."},
+    {Py_tp_doc, "The opportunities and firings of a site in the current micro-step."},
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_members, counts_members},
     {0, NULL},
 };
 
 static PyType_Spec counts_spec = {
-    "instrument.stats.native.Counts", sizeof(Counts), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, counts_slots};
+    "instrument.stats.native.FiringCounts", sizeof(FiringCounts), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, counts_slots};
 
 /* ---------------------------------------------------------------------------------------------------------------- indices of calls */
 
@@ -124,16 +126,16 @@ typedef struct {
     PyObject_HEAD long long micro_step_index, next, latest, open_index, open_micro_step;
     unsigned long thread; /* of the open call */
     char is_open;
-} CallCounter;
+} CallIndices;
 
-static int counter_init(CallCounter *self, PyObject *args, PyObject *kwargs) {
+static int indices_init(CallIndices *self, PyObject *args, PyObject *kwargs) {
     (void)args;
     (void)kwargs;
     self->micro_step_index = self->latest = -1;
     return 0;
 }
 
-static void begin_micro_step(CallCounter *self, long long micro_step_index) {
+static void start_micro_step(CallIndices *self, long long micro_step_index) {
     if (self->micro_step_index != micro_step_index) {
         self->micro_step_index = micro_step_index;
         self->next = 0;
@@ -141,22 +143,22 @@ static void begin_micro_step(CallCounter *self, long long micro_step_index) {
     }
 }
 
-static PyObject *counter_begin(CallCounter *self, PyObject *micro_step_index) {
+static PyObject *indices_start_micro_step(CallIndices *self, PyObject *micro_step_index) {
     const long long number = PyLong_AsLongLong(micro_step_index);
     if (PyErr_Occurred())
         return NULL;
-    begin_micro_step(self, number);
+    start_micro_step(self, number);
     Py_RETURN_NONE;
 }
 
-static PyObject *counter_take(CallCounter *self, PyObject *args) {
+static PyObject *indices_next(CallIndices *self, PyObject *args) {
     (void)args;
     return PyLong_FromLongLong(self->next++);
 }
 
-static int is_open_here(const CallCounter *self) { return self->is_open && self->thread == PyThread_get_thread_ident(); }
+static int is_open_here(const CallIndices *self) { return self->is_open && self->thread == PyThread_get_thread_ident(); }
 
-static PyObject *counter_pop(CallCounter *self, PyObject *args) {
+static PyObject *indices_end_open_call(CallIndices *self, PyObject *args) {
     (void)args;
     if (!is_open_here(self))
         Py_RETURN_NONE;
@@ -164,64 +166,64 @@ static PyObject *counter_pop(CallCounter *self, PyObject *args) {
     return PyLong_FromLongLong(self->open_index);
 }
 
-static PyMethodDef counter_methods[] = {
-    {"begin", (PyCFunction)counter_begin, METH_O, "begin(micro-step) -> None"},
-    {"take", (PyCFunction)counter_take, METH_NOARGS, "take() -> int"},
-    {"pop", (PyCFunction)counter_pop, METH_NOARGS, "pop() -> int or None"},
+static PyMethodDef indices_methods[] = {
+    {"start_micro_step", (PyCFunction)indices_start_micro_step, METH_O, "start_micro_step(micro-step) -> None"},
+    {"next_index", (PyCFunction)indices_next, METH_NOARGS, "next_index() -> int"},
+    {"end_open_call", (PyCFunction)indices_end_open_call, METH_NOARGS, "end_open_call() -> int or None"},
     {NULL, NULL, 0, NULL},
 };
 
-static PyMemberDef counter_members[] = {
-    {"micro_step_index", T_LONGLONG, offsetof(CallCounter, micro_step_index), READONLY, NULL},
-    {"latest", T_LONGLONG, offsetof(CallCounter, latest), 0, NULL},
-    {"is_open", T_BOOL, offsetof(CallCounter, is_open), READONLY, NULL},
-    {"open_micro_step", T_LONGLONG, offsetof(CallCounter, open_micro_step), READONLY, NULL},
+static PyMemberDef indices_members[] = {
+    {"micro_step_index", T_LONGLONG, offsetof(CallIndices, micro_step_index), READONLY, NULL},
+    {"latest", T_LONGLONG, offsetof(CallIndices, latest), 0, NULL},
+    {"is_open", T_BOOL, offsetof(CallIndices, is_open), READONLY, NULL},
+    {"open_micro_step", T_LONGLONG, offsetof(CallIndices, open_micro_step), READONLY, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot counter_slots[] = {
-    {Py_tp_doc, "The indices of a module's calls."},
+static PyType_Slot indices_slots[] = {
+    {Py_tp_doc, "The index of the next call of a module, and the call that PlainCalls.enter began."},
     {Py_tp_new, PyType_GenericNew},
-    {Py_tp_init, counter_init},
-    {Py_tp_methods, counter_methods},
-    {Py_tp_members, counter_members},
+    {Py_tp_init, indices_init},
+    {Py_tp_methods, indices_methods},
+    {Py_tp_members, indices_members},
     {0, NULL},
 };
 
-static PyType_Spec counter_spec = {
-    "instrument.stats.native.CallCounter", sizeof(CallCounter), 0, Py_TPFLAGS_DEFAULT, counter_slots};
+static PyType_Spec indices_spec = {
+    "instrument.stats.native.CallIndices", sizeof(CallIndices), 0, Py_TPFLAGS_DEFAULT, indices_slots};
 
 /* ---------------------------------------------------------------------------------------------------------------- recordings */
 
 typedef struct {
     PyObject_HEAD PyObject *slab, *counts, *clock, *slots, *module, *last_path, *last_firing;
-    PyTypeObject *class;  /* of the module, whose slots `known` has */
+    PyTypeObject *class;  /* of the module, for which `slots_by_call` is valid */
     PyTypeObject *last_class;
     long long last_slot;  /* of the last path, firing and class; they are most often the same objects in the next step */
-    long long *known;     /* the slots of the output of each call and its first gradient; -1 for those that are unknown */
-    Py_ssize_t known_count;
-    int with_magnitudes, at_boundary, in_recomputation;
+    long long *slots_by_call; /* the slot of the output of each call, or of its first gradient; -1 if it was not looked up yet */
+    Py_ssize_t slots_by_call_length;
+    int with_magnitudes, at_boundary, records_recomputation;
 } Recording;
 
 HOLDER(recording, 7)
 
-static PyTypeObject *counts_type, *counter_type, *recording_type, *gradient_type;
+static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type;
 
-static PyObject *allocated(PyTypeObject *class) { return ((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0); }
+static PyObject *allocate(PyTypeObject *class) { return ((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0); }
 
 static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
     PyObject *slab, *counts, *clock, *slots, *module;
-    int with_magnitudes, at_boundary, in_recomputation;
+    int with_magnitudes, at_boundary, records_recomputation;
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "O!O!OOOppp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
-                          &with_magnitudes, &at_boundary, &in_recomputation))
+                          &with_magnitudes, &at_boundary, &records_recomputation))
         return NULL;
-    Recording *self = (Recording *)allocated(class);
+    Recording *self = (Recording *)allocate(class);
     if (!self)
         return NULL;
     self->with_magnitudes = with_magnitudes;
     self->at_boundary = at_boundary;
-    self->in_recomputation = in_recomputation;
+    self->records_recomputation = records_recomputation;
     self->slab = Py_NewRef(slab);
     self->counts = Py_NewRef(counts);
     self->clock = Py_NewRef(clock);
@@ -231,7 +233,7 @@ static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kw
 }
 
 static void recording_dealloc(Recording *self) {
-    PyMem_Free(self->known);
+    PyMem_Free(self->slots_by_call);
     release((PyObject *)self, recording_clear);
 }
 
@@ -255,29 +257,29 @@ static long long slot_of(Recording *self, PyObject *path, PyObject *firing) {
 
 /* Records the output of a call, or its first gradient; see `record`. */
 static int record_call(Recording *self, PyObject *tensor, long long index) {
-    if (self->class != Py_TYPE(self->module) || index >= self->known_count) {
-        const Py_ssize_t count = index < self->known_count ? self->known_count : 2 * (Py_ssize_t)index + 1;
-        long long *known = PyMem_Realloc(self->known, (size_t)count * sizeof *known);
-        if (!known) {
+    if (self->class != Py_TYPE(self->module) || index >= self->slots_by_call_length) {
+        const Py_ssize_t count = index < self->slots_by_call_length ? self->slots_by_call_length : 2 * (Py_ssize_t)index + 1;
+        long long *slots_by_call = PyMem_Realloc(self->slots_by_call, (size_t)count * sizeof *slots_by_call);
+        if (!slots_by_call) {
             PyErr_NoMemory();
             return -1;
         }
-        const Py_ssize_t kept = self->class == Py_TYPE(self->module) ? self->known_count : 0;
+        const Py_ssize_t kept = self->class == Py_TYPE(self->module) ? self->slots_by_call_length : 0;
         for (Py_ssize_t i = kept; i < count; i++)
-            known[i] = -1;
+            slots_by_call[i] = -1;
         self->class = Py_TYPE(self->module);
-        self->known = known;
-        self->known_count = count;
+        self->slots_by_call = slots_by_call;
+        self->slots_by_call_length = count;
     }
-    long long slot = self->known[index];
+    long long slot = self->slots_by_call[index];
     if (slot < 0) {
         PyObject *firing = PyObject_CallFunction(functions[FIRING], "LiOL", index, 0, Py_False, index);
         slot = slot_of(self, no_path, firing);
         Py_XDECREF(firing);
         if (slot < 0)
             return -1;
-        if (index < self->known_count) /* the call may have run other threads */
-            self->known[index] = slot;
+        if (self->class == Py_TYPE(self->module)) /* `slot_of` runs Python code, and with it other threads */
+            self->slots_by_call[index] = slot;
     }
     return record(self, tensor, slot);
 }
@@ -287,7 +289,7 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "OOO", &tensor, &path, &firing))
         return NULL;
-    const int is_recorded = self->in_recomputation ? 1 : attribute_is(firing, name_recompute, Py_False);
+    const int is_recorded = self->records_recomputation ? 1 : attribute_is(firing, name_recompute, Py_False);
     if (is_recorded < 0)
         return NULL;
     if (!is_recorded)
@@ -310,7 +312,7 @@ static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwarg
 }
 
 static PyType_Slot recording_slots[] = {
-    {Py_tp_doc, "What a site does that records statistics of plain tensors."},
+    {Py_tp_doc, "Adds a row with the statistics of a plain tensor."},
     {Py_tp_new, recording_new},
     {Py_tp_call, recording_call},
     {Py_tp_traverse, recording_traverse},
@@ -325,7 +327,7 @@ static PyType_Spec recording_spec = {"instrument.stats.native.Recording", sizeof
 /* ---------------------------------------------------------------------------------------------------------------- calls */
 
 typedef struct {
-    PyObject_HEAD PyObject *clock, *counter, *outputs, *gradients, *finish;
+    PyObject_HEAD PyObject *clock, *indices, *outputs, *gradients, *finish;
 } PlainCalls;
 
 HOLDER(calls, 5)
@@ -334,7 +336,7 @@ HOLDER(calls, 5)
 typedef struct {
     PyObject_HEAD PyObject *calls;
     long long index, backward;
-} Gradient;
+} OutputGradientHook;
 
 HOLDER(gradient, 1)
 
@@ -346,20 +348,21 @@ static int are_recordings(PyObject *tuple) {
 }
 
 static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
-    PyObject *clock, *counter, *outputs, *gradients, *finish;
+    PyObject *clock, *indices, *outputs, *gradients, *finish;
     (void)kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!O!O", &clock, counter_type, &counter, &PyTuple_Type, &outputs, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "OO!O!O!O", &clock, indices_type, &indices, &PyTuple_Type, &outputs, &PyTuple_Type,
                           &gradients, &finish))
         return NULL;
     if (!are_recordings(outputs) || !are_recordings(gradients) || !functions[0]) {
-        PyErr_SetString(PyExc_TypeError, "outputs and gradients have to be recordings, after connect_torch");
+        PyErr_SetString(PyExc_TypeError, functions[0] ? "outputs and gradients must be tuples of Recording"
+                                                      : "connect_torch was not called");
         return NULL;
     }
-    PlainCalls *self = (PlainCalls *)allocated(class);
+    PlainCalls *self = (PlainCalls *)allocate(class);
     if (!self)
         return NULL;
     self->clock = Py_NewRef(clock);
-    self->counter = Py_NewRef(counter);
+    self->indices = Py_NewRef(indices);
     self->outputs = Py_NewRef(outputs);
     self->gradients = Py_NewRef(gradients);
     self->finish = Py_NewRef(finish);
@@ -369,9 +372,9 @@ static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs
 static void calls_dealloc(PyObject *self) { release(self, calls_clear); }
 
 /* Whether hooks do nothing now: the clock is closed, or a transform of torch.func runs the code. -1 with an exception set. */
-static int is_inactive(const PlainCalls *self) {
-    const int is_open = attribute_is(self->clock, name_closed, Py_False);
-    const int is_untransformed = is_open == 1 ? is_object(PyObject_CallNoArgs(functions[TRANSFORM]), Py_None) : is_open;
+static int are_hooks_inactive(const PlainCalls *self) {
+    const int is_running = attribute_is(self->clock, name_closed, Py_False);
+    const int is_untransformed = is_running == 1 ? is_object(PyObject_CallNoArgs(functions[TRANSFORM]), Py_None) : is_running;
     return is_untransformed < 0 ? -1 : !is_untransformed;
 }
 
@@ -380,7 +383,7 @@ static int is_plain_pass(void) {
     int is_plain = is_object(PyObject_CallNoArgs(functions[GRAD_ENABLED]), Py_True);
     if (is_plain != 1)
         return is_plain;
-    PyObject *pass = PyObject_CallNoArgs(functions[BACKWARD_PASS]);
+    PyObject *pass = PyObject_CallNoArgs(functions[GRAPH_TASK]);
     is_plain = pass ? PyObject_RichCompareBool(pass, minus_one, Py_EQ) : -1;
     Py_XDECREF(pass);
     if (is_plain != 1)
@@ -389,9 +392,9 @@ static int is_plain_pass(void) {
 }
 
 static PyObject *calls_enter(PlainCalls *self, PyObject *args) {
-    CallCounter *counter = (CallCounter *)self->counter;
+    CallIndices *indices = (CallIndices *)self->indices;
     (void)args;
-    const int inactive = is_inactive(self), plain = inactive ? 0 : is_plain_pass();
+    const int inactive = are_hooks_inactive(self), plain = inactive ? 0 : is_plain_pass();
     if (inactive < 0 || plain < 0)
         return NULL;
     if (!plain)
@@ -402,18 +405,18 @@ static PyObject *calls_enter(PlainCalls *self, PyObject *args) {
     if (PyErr_Occurred())
         return NULL;
     /* A call of this thread from an earlier micro-step was ended by an exception. */
-    if (counter->is_open && (counter->open_micro_step == micro_step_index || !is_open_here(counter)))
+    if (indices->is_open && (indices->open_micro_step == micro_step_index || !is_open_here(indices)))
         Py_RETURN_FALSE;
-    begin_micro_step(counter, micro_step_index);
-    counter->open_index = counter->latest = counter->next++;
-    counter->open_micro_step = micro_step_index;
-    counter->thread = PyThread_get_thread_ident();
-    counter->is_open = 1;
+    start_micro_step(indices, micro_step_index);
+    indices->open_index = indices->latest = indices->next++;
+    indices->open_micro_step = micro_step_index;
+    indices->thread = PyThread_get_thread_ident();
+    indices->is_open = 1;
     Py_RETURN_TRUE;
 }
 
-/* Registers an object as a hook of a tensor, as `Tensor.register_hook` does, but without a handle. The numbers of handles are not
-   negative. */
+/* Registers an object as a hook of a tensor, as `Tensor.register_hook` does, but without a handle. Its keys are negative, because those
+   of PyTorch's handles are not. */
 static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
     static long long number;
     PyObject *hooks = PyObject_GetAttr(tensor, name__backward_hooks), *registered = NULL;
@@ -436,7 +439,7 @@ static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
 /* Registers the hook of the gradient. 0 if Python code has to do it: the tensor is a leaf, a view or not plain. -1 with an exception
    set. */
 static int register_gradient(PlainCalls *self, PyObject *output, long long index) {
-    int is_plain = is_plain_tensor(output) ? attribute_is(output, name_requires_grad, Py_True) : 0;
+    int is_plain = has_kernel_layout(output) ? attribute_is(output, name_requires_grad, Py_True) : 0;
     if (is_plain == 1)
         is_plain = is_object(PyObject_CallNoArgs(functions[GRAD_ENABLED]), Py_True);
     if (is_plain == 1)
@@ -449,7 +452,7 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
         Py_XDECREF(node);
         return result;
     }
-    Gradient *hook = (Gradient *)allocated(gradient_type);
+    OutputGradientHook *hook = (OutputGradientHook *)allocate(gradient_type);
     if (hook) {
         hook->calls = Py_NewRef((PyObject *)self);
         hook->index = index;
@@ -461,14 +464,14 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
 }
 
 static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
-    CallCounter *counter = (CallCounter *)self->counter;
-    const int inactive = is_inactive(self);
+    CallIndices *indices = (CallIndices *)self->indices;
+    const int inactive = are_hooks_inactive(self);
     if (inactive < 0)
         return NULL;
-    if (inactive || !is_open_here(counter))
+    if (inactive || !is_open_here(indices))
         return PyLong_FromLong(0);
     const Py_ssize_t outputs = PyTuple_Size(self->outputs), gradients = PyTuple_Size(self->gradients);
-    const long long index = counter->open_index;
+    const long long index = indices->open_index;
     Py_ssize_t done = 0;
     int result = 1;
     for (; done < outputs; done++) {
@@ -476,8 +479,8 @@ static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
         result = record_call(recording, output, index);
         if (result != 1)
             break;
-        ((Counts *)recording->counts)->opportunities++;
-        ((Counts *)recording->counts)->firings++;
+        ((FiringCounts *)recording->counts)->opportunities++;
+        ((FiringCounts *)recording->counts)->firings++;
     }
     if (result == 1 && gradients)
         result = register_gradient(self, output, index);
@@ -486,8 +489,8 @@ static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
     if (!result)
         return PyLong_FromSsize_t(done);
     for (Py_ssize_t i = 0; i < gradients; i++)
-        ((Counts *)((Recording *)PyTuple_GetItem(self->gradients, i))->counts)->opportunities++;
-    counter->is_open = 0;
+        ((FiringCounts *)((Recording *)PyTuple_GetItem(self->gradients, i))->counts)->opportunities++;
+    indices->is_open = 0;
     return PyLong_FromLong(-1);
 }
 
@@ -498,7 +501,7 @@ static PyMethodDef calls_methods[] = {
 };
 
 static PyType_Slot calls_slots[] = {
-    {Py_tp_doc, "What hooks do with a call that needs no Python code."},
+    {Py_tp_doc, "The hooks of a module whose calls need no Python code."},
     {Py_tp_new, calls_new},
     {Py_tp_methods, calls_methods},
     {Py_tp_traverse, calls_traverse},
@@ -514,7 +517,7 @@ static PyType_Spec calls_spec = {"instrument.stats.native.PlainCalls", sizeof(Pl
 
 static void gradient_dealloc(PyObject *self) { release(self, gradient_clear); }
 
-static PyObject *gradient_call(Gradient *self, PyObject *args, PyObject *kwargs) {
+static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObject *kwargs) {
     PyObject *gradient;
     (void)kwargs;
     if (!PyArg_ParseTuple(args, "O", &gradient))
@@ -536,7 +539,7 @@ static PyObject *gradient_call(Gradient *self, PyObject *args, PyObject *kwargs)
             return NULL;
         if (!result)
             break;
-        ((Counts *)recording->counts)->firings++;
+        ((FiringCounts *)recording->counts)->firings++;
     }
     if (done == count)
         Py_RETURN_NONE;
@@ -552,14 +555,14 @@ static PyType_Slot gradient_slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec gradient_spec = {"instrument.stats.native.Gradient", sizeof(Gradient), 0,
+static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook", sizeof(OutputGradientHook), 0,
                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                                     gradient_slots};
 
 /* ---------------------------------------------------------------------------------------------------------------- module */
 
 static PyMethodDef connect_method = {"connect_torch", connect_torch, METH_VARARGS,
-                                     "connect_torch(transform, backward pass, is grad enabled, packing hooks, ordered dict, firing) "
+                                     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing) "
                                      "-> None"};
 
 static PyTypeObject *add_type(PyObject *module, const char *name, PyType_Spec *spec) {
@@ -576,10 +579,10 @@ int add_plain_calls(PyObject *module) {
     if (!connect || PyModule_AddObjectRef(module, connect_method.ml_name, connect))
         return -1;
     Py_DECREF(connect);
-    counts_type = add_type(module, "Counts", &counts_spec);
-    counter_type = add_type(module, "CallCounter", &counter_spec);
+    counts_type = add_type(module, "FiringCounts", &counts_spec);
+    indices_type = add_type(module, "CallIndices", &indices_spec);
     recording_type = add_type(module, "Recording", &recording_spec);
-    gradient_type = add_type(module, "Gradient", &gradient_spec);
+    gradient_type = add_type(module, "OutputGradientHook", &gradient_spec);
     PyTypeObject *calls_type = add_type(module, "PlainCalls", &calls_spec);
-    return counts_type && counter_type && recording_type && gradient_type && calls_type && !PyErr_Occurred() ? 0 : -1;
+    return counts_type && indices_type && recording_type && gradient_type && calls_type && !PyErr_Occurred() ? 0 : -1;
 }

@@ -58,15 +58,17 @@ def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tenso
 
 
 def measure_batch(batch: bytes) -> None:
-    """Measure tensors whose rows wait for it, with one launch for each device and dtype.
+    """Write the numbers of the rows of a batch, with one launch for each device and dtype.
 
     Args:
-        batch: See `instrument.stats.kernel.Slab.end_batch`: int64 [tensors, 6].
+        batch: What `instrument.stats.kernel.Slab.end_batch` returns, int64 [tensors, 6]: device type, device id, kind of dtype, address of
+            the elements, number of elements, and address of the results.
     """
     table = np.frombuffer(batch, np.int64).reshape(-1, 6)
-    for kind, number in dict.fromkeys(map(tuple, table[:, [2, 1]].tolist())):
-        tensors = table[(table[:, 2] == kind) & (table[:, 1] == number), 3:]
-        device = next(each for each in launch_devices if (each.index or 0) == number)
+    device_ids, kinds = table[:, 1], table[:, 2]
+    for device_id, kind in dict.fromkeys(zip(device_ids.tolist(), kinds.tolist(), strict=True)):
+        tensors = table[(device_ids == device_id) & (kinds == kind), 3:]
+        device = next(each for each in launch_devices if (each.index or 0) == device_id)
         _kernels().measure_batch_by_kernel(device, DTYPE_OF_KIND[kind], tensors)
 
 
@@ -156,7 +158,7 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
             by_kernel(flat, results)
 
     def by_batch(flat: Tensor, results: Tensor) -> None:
-        first = torch.empty_like(results)  # of a smaller tensor before it
+        first = torch.empty_like(results)  # of a tensor with 7 elements, in the same launch
         numbers = [(flat.data_ptr(), count, each.data_ptr()) for count, each in ((7, first), (flat.numel(), results))]
         kernels.measure_batch_by_kernel(device, dtype, np.array(numbers, np.int64))
 

@@ -56,27 +56,27 @@ def _measure(  # noqa: PLR0917
     _measure_part(elements, partials, arrived, results, numel, program, programs, block_size, is_bfloat16)
 
 
-# Measures several tensors. `table`, int64 [tensors + 1, 4], has the addresses of the elements and of the results of each tensor, the
-# number of its elements, and the number of its first program. The last row only has the number of all programs.
-@triton.jit(do_not_specialize=["tensors"])
+# Measures several tensors. `table`: int64 [count + 1, 4]. Its columns are the address of the elements, the address of the results, the
+# number of elements, and the first program of each tensor. The last row has only the number of all programs.
+@triton.jit(do_not_specialize=["count"])
 def _measure_batch(  # noqa: PLR0917
     table,
     partials,
     arrived,
-    tensors: tl.int32,
+    count: tl.int32,
     element: tl.constexpr,
     block_size: tl.constexpr,
     is_bfloat16: tl.constexpr,
 ):
     program = tl.program_id(0)
-    tensor = tensors * 0
-    end = tensors
-    while end - tensor > 1:
-        middle = (tensor + end) // 2
+    # Find the tensor of this program by a binary search: the last one whose first program is not after it.
+    index, end = count * 0, count
+    while end - index > 1:
+        middle = (index + end) // 2
         is_before = tl.load(table + middle * 4 + 3) <= program
-        tensor = tl.where(is_before, middle, tensor)
+        index = tl.where(is_before, middle, index)
         end = tl.where(is_before, end, middle)
-    entry = table + tensor * 4
+    entry = table + index * 4
     elements = tl.multiple_of(tl.load(entry).to(tl.pointer_type(element)), 16)
     results = tl.load(entry + 1).to(tl.pointer_type(tl.float64))
     first = tl.load(entry + 3).to(tl.int32)
@@ -84,7 +84,7 @@ def _measure_batch(  # noqa: PLR0917
     partials += first * _NUMBERS
     numel = tl.load(entry + 2)
     _measure_part(
-        elements, partials, arrived + tensor, results, numel, program - first, programs, block_size, is_bfloat16
+        elements, partials, arrived + index, results, numel, program - first, programs, block_size, is_bfloat16
     )
 
 
@@ -362,7 +362,7 @@ def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
 
 _MAX_TABLES = 32
 _tables: OrderedDict[tuple[torch.device, int, bytes], Tensor] = OrderedDict()
-"""The latest tables on devices, since the parameters of a model most often stay where they are."""
+"""The latest tables, by device, stream and content. Most steps use the same addresses."""
 
 
 def measure_batch_by_kernel(
@@ -376,6 +376,7 @@ def measure_batch_by_kernel(
         tensors: int64 [tensors, 3]: the address of the elements, divisible by 16, the number of elements, and the address of the
             results; see `measure_by_kernel`.
     """
+    # About 2 * _PROGRAMS programs in proportion to the sizes, but at least one and at most _PROGRAMS for each tensor.
     blocks = -(-tensors[:, 1] // (_BLOCK * _BLOCKS))
     ends = np.cumsum(np.minimum(-(-blocks // -(-int(blocks.sum()) // (2 * _PROGRAMS))), _PROGRAMS))
     table = np.zeros((len(tensors) + 1, 4), np.int64)
@@ -383,13 +384,13 @@ def measure_batch_by_kernel(
     table[1:, 3] = ends
     is_bfloat16, programs = dtype == torch.bfloat16, int(ends[-1])
     element = tl.int16 if is_bfloat16 else getattr(tl, str(dtype).removeprefix("torch."))
-    with _current(device.index):
-        stream = _stream(device.index)
-        memory = _on_device(table, device, stream), *_batch_memory(device, stream, programs, len(tensors))
+    with _on_gpu(device.index):
+        stream = _current_stream(device.index)
+        memory = _cached_table(table, device, stream), *_batch_memory(device, stream, programs, len(tensors))
         _measure_batch[programs,](*memory, len(tensors), element, _BLOCK, is_bfloat16, **_OPTIONS)
 
 
-def _on_device(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, stream: int) -> Tensor:
+def _cached_table(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, stream: int) -> Tensor:
     """Return a table on a device: the same tensor as for the last equal table on this stream."""
     key = device, stream, table.tobytes()
     found = _tables.pop(key, None)
@@ -422,7 +423,7 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
     """Write the results of `_measure`, and add the elements of each bin to the counts."""
     numel = flat.numel()
     blocks = -(-numel // _BLOCK)
-    with _current(_gpu(flat)):
+    with _on_gpu(_gpu_index(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)
         _measure[programs](elements, *_memory(flat.device, stream), results, numel, _BLOCK, is_bfloat16, **_OPTIONS)
         if counts is not None:
@@ -432,17 +433,17 @@ def _launch(flat: Tensor, results: Tensor, counts: Tensor | None) -> None:
             _add_launchers(*compiled, flat.device, flat.dtype, stream)
 
 
-def _gpu(flat: Tensor) -> int | None:
+def _gpu_index(flat: Tensor) -> int | None:
     """Return the index of the GPU with a tensor; None for the CPU, on which Triton's interpreter runs."""
     return flat.get_device() if flat.is_cuda else None
 
 
-def _current(gpu: int | None) -> AbstractContextManager[Any]:
+def _on_gpu(gpu: int | None) -> AbstractContextManager[Any]:
     """Make a GPU the current one, on which Triton launches."""
     return nullcontext() if gpu is None or gpu == torch.cuda.current_device() else torch.cuda.device(gpu)
 
 
-def _stream(gpu: int | None) -> int:
+def _current_stream(gpu: int | None) -> int:
     """Return the current stream of a GPU."""
     return 0 if gpu is None else int(driver.active.get_current_stream(gpu))
 
@@ -451,7 +452,7 @@ def _prepared(flat: Tensor) -> tuple[Tensor, bool, tuple[int], int]:
     """Return the elements as the kernels read them, whether they are bits of bfloat16, the grid and the stream of a launch."""
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
     programs = min(-(-flat.numel() // (_BLOCK * _BLOCKS)), _PROGRAMS)
-    return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), _stream(_gpu(flat))
+    return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), _current_stream(_gpu_index(flat))
 
 
 _compiled: dict[tuple[torch.device, torch.dtype], tuple[Any, Any]] = {}
@@ -466,7 +467,7 @@ def enable_launches(flat: Tensor) -> None:
     Args:
         flat: A tensor of the device and dtype, as for `measure_by_kernel`, with an address divisible by 16.
     """
-    with _current(_gpu(flat)):
+    with _on_gpu(_gpu_index(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)
         results = torch.empty(_NUMBERS.value + 1, dtype=torch.float64, device=flat.device)
         given = (*_memory(flat.device, stream), results, flat.numel(), _BLOCK, is_bfloat16)
@@ -516,7 +517,9 @@ _batch_memories: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
 def _batch_memory(device: torch.device, stream: int, programs: int, tensors: int) -> tuple[Tensor, Tensor]:
-    """Return the memory of all batches on a stream: partial results, and a counter of each tensor."""
+    """Return the memory of all batches on a stream: partial results, float64 [programs, 8], and counters that are zero between two
+    launches, int32 [tensors].
+    """
     found = _batch_memories.get((device, stream))
     if found is None or len(found[0]) < programs or len(found[1]) < tensors:
         with torch.inference_mode(False):

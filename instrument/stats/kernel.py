@@ -85,10 +85,13 @@ class Slab(Protocol):
         """
 
     def begin_batch(self) -> None:
-        """Let `add` launch no kernel in this thread until `end_batch`. Its tensors must neither change nor be freed until then."""
+        """Let `add` collect its launches in this thread instead of making them, until `end_batch`.
+
+        The tensors must not be changed or freed until the launches that `end_batch` returns are made.
+        """
 
     def end_batch(self) -> bytes:
-        """Return what to launch for the tensors since `begin_batch`; see `instrument.stats.device_choice.measure_batch`."""
+        """Return the collected launches; see `instrument.stats.device_choice.measure_batch`."""
 
     def append(self, numbers: bytes, slot: int, moment: object, shape: Sequence[int] | None) -> int:
         """Add a row with the given numbers, the memory of a float64 array. Return its index among the rows."""

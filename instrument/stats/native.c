@@ -36,9 +36,9 @@
    for the dtype, if an address is not divisible by 16, if the device is not the current one, while a graph is captured, and
    if the launch fails; the row of the buffer then stays unused. ValueError for more than 64 buffers.
 
-   begin_batch(): until `end_batch`, `add` launches no kernel in this thread. end_batch() -> bytes: returns the launches that `add` left
-   to the caller, who has to compute them in one: int64 [tensors, 6] with the device type and id, the kind, the address of the elements,
-   their number, and the address of the results. Until then, the tensors have to stay in memory, unchanged.
+   begin_batch(): until `end_batch`, `add` collects its launches in this thread instead of making them. end_batch() -> bytes: returns the
+   collected launches, which the caller has to make: int64 [tensors, 6] with the device type and id, the kind, the address of the elements,
+   their number, and the address of the results. The tensors must not be changed or freed before that.
 
    add_effect(before, after, slot, moment, factor, held) -> int or None: adds a row of six numbers, and returns its index: the number of
    elements, the results of `effect`, and two given numbers, which may be None. None for tensors that `effect` does not support.
@@ -394,7 +394,7 @@ static size_t describe_on_any_device(PyObject *object, DLTensor *t, int *kind, c
     return count > 1 && !is_negated(object) ? (size_t)count : 0;
 }
 
-int is_plain_tensor(PyObject *object) {
+int has_kernel_layout(PyObject *object) {
     DLTensor t;
     int kind;
     const void *memory;
@@ -684,7 +684,7 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
     const void *memory;
     double numbers[SUMS];
     if (self->width < SUMS) {
-        PyErr_SetString(PyExc_TypeError, "the rows of the slab have to be wide enough for the sums");
+        PyErr_Format(PyExc_TypeError, "the rows of the slab have %zd numbers, and the sums are %d", self->width, SUMS);
         return -1;
     }
     const size_t numel = describe_on_any_device(tensor, &t, &kind, &memory);
@@ -704,7 +704,7 @@ int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *mome
 
 static PyObject *slab_add(Slab *self, PyObject *const *args, Py_ssize_t count) {
     if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "add takes four arguments");
+        PyErr_Format(PyExc_TypeError, "Slab.add takes 4 arguments, got %zd", count);
         return NULL;
     }
     const long long slot = PyLong_AsLongLong(args[1]);

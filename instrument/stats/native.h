@@ -1,4 +1,4 @@
-/* What the C files of `instrument.stats.native` share. */
+/* Declarations that the C files of `instrument.stats.native` share. */
 
 #ifndef INSTRUMENT_NATIVE_H
 #define INSTRUMENT_NATIVE_H
@@ -10,10 +10,11 @@
 #pragma GCC visibility push(hidden)
 #endif
 
-/* Whether an object is a tensor that any kernel supports; see `Slab.add`. */
-int is_plain_tensor(PyObject *object);
+/* Whether an object is a `Tensor` or `Parameter` on any device with at least two elements of float16, bfloat16, float32 or float64 in a
+   contiguous block. */
+int has_kernel_layout(PyObject *object);
 
-extern PyTypeObject *slab_type;
+extern PyTypeObject *slab_type; /* the class `Slab` */
 
 /* `Slab.add`: 1 if the row was added, 0 if not, and -1 with an exception set. */
 int add_to_slab(PyObject *slab, PyObject *tensor, long long slot, PyObject *moment, int with_magnitudes);

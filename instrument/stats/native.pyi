@@ -25,18 +25,18 @@ def sums(address: int, count: int, kind: int, with_magnitudes: bool) -> bytes | 
 def histogram(address: int, count: int, kind: int, low: float, high: float, bins: int, counts: int) -> None: ...
 def connect_torch(
     transform: Callable[[], object],
-    backward_pass: Callable[[], int],
+    graph_task: Callable[[], int],
     is_grad_enabled: Callable[[], bool],
     packing_hooks: Callable[[bool], object],
     ordered_dict: type,
     firing: Callable[[int, int, bool, int], object],
 ) -> None: ...
 
-class Counts:
+class FiringCounts:
     opportunities: int
     firings: int
 
-class CallCounter:
+class CallIndices:
     latest: int
     @property
     def micro_step_index(self) -> int: ...
@@ -44,21 +44,21 @@ class CallCounter:
     def is_open(self) -> bool: ...
     @property
     def open_micro_step(self) -> int: ...
-    def begin(self, micro_step_index: int, /) -> None: ...
-    def take(self) -> int: ...
-    def pop(self) -> int | None: ...
+    def start_micro_step(self, micro_step_index: int, /) -> None: ...
+    def next_index(self) -> int: ...
+    def end_open_call(self) -> int | None: ...
 
 class Recording:
     def __init__(
         self,
         slab: Slab,
-        counts: Counts,
+        counts: FiringCounts,
         clock: object,
         slots: Mapping[Any, int],
         module: object,
         with_magnitudes: bool,
         at_boundary: bool,
-        in_recomputation: bool,
+        records_recomputation: bool,
     ) -> None: ...
     def __call__(self, tensor: Tensor, path: str, firing: Any, /) -> Tensor | None: ...
 
@@ -66,7 +66,7 @@ class PlainCalls:
     def __init__(
         self,
         clock: object,
-        counter: CallCounter,
+        indices: CallIndices,
         outputs: Sequence[Recording],
         gradients: Sequence[Recording],
         finish: Callable[[int, int, int, Tensor], Tensor | None],
@@ -74,5 +74,5 @@ class PlainCalls:
     def enter(self) -> bool: ...
     def leave(self, output: object, /) -> int: ...
 
-class Gradient:
+class OutputGradientHook:
     def __call__(self, gradient: Tensor | None, /) -> Tensor | None: ...

@@ -46,12 +46,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield state
 
 
-def train(specs: dict[str, Any], steps: int = 4, special: float = math.inf) -> instrument.Probe:
+def train(specs: dict[str, Any], steps: int = 4, first_value: float = math.inf) -> instrument.Probe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = torch.randn(32, 8)
-    batch[0, 0] = special
+    batch[0, 0] = first_value
     with instrument.attach(model, specs, optimizer=optimizer) as probe:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -217,15 +217,13 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launched
 
 
-def test_one_launch_measures_all_tensors_of_a_kind_at_the_optimizer_boundary(
-    driver: Driver, batches: list[int]
-) -> None:
-    found = rows_of(train(BOUNDARY, special=1.0))
+def test_boundary_tensors_are_measured_by_one_launch(driver: Driver, batches: list[int]) -> None:
+    found = rows_of(train(BOUNDARY, first_value=1.0))
     assert driver.launches == []
     # Four parameters. The first step has no buffer yet; the hooks of `step_post` share a launch.
     assert batches == [4, 4, 8] * 3
     kernel.disconnect_driver()
-    expected = rows_of(train(BOUNDARY, special=1.0))
+    expected = rows_of(train(BOUNDARY, first_value=1.0))
     assert len(found) == len(expected) == 4 * 4 * 4 - 4
     for row, wanted in zip(found, expected, strict=True):
         assert row == {
@@ -234,10 +232,10 @@ def test_one_launch_measures_all_tensors_of_a_kind_at_the_optimizer_boundary(
         }
 
 
-def test_tensors_that_change_at_the_boundary_are_measured_one_by_one(driver: Driver, batches: list[int]) -> None:
+def test_boundary_tensors_are_measured_singly_with_interventions(driver: Driver, batches: list[int]) -> None:
     clip = {"layers": "*", "kind": "step_post", "action": "clip", "value": 0.05}
     specs = {"before": BOUNDARY["params"], "clip": clip, "after": BOUNDARY["params"]}
-    rows = [row for row in rows_of(train(specs, special=1.0)) if row["hook"] in ("before", "after")]
+    rows = [row for row in rows_of(train(specs, first_value=1.0)) if row["hook"] in ("before", "after")]
     assert batches == []
     largest = {hook: max(abs(row["max"]) for row in rows if row["hook"] == hook) for hook in ("before", "after")}
     assert largest["before"] > 0.05 == pytest.approx(largest["after"])
@@ -246,7 +244,7 @@ def test_tensors_that_change_at_the_boundary_are_measured_one_by_one(driver: Dri
 @pytest.mark.parametrize(
     "factor", [torch.tensor(0.25, dtype=torch.float64), torch.tensor(math.nan), math.nan, 0.5, None], ids=str
 )
-def test_effect_has_a_factor_that_is_on_a_device_until_the_step_ends(driver: Driver, factor: Any) -> None:
+def test_effect_keeps_its_factor(driver: Driver, factor: Any) -> None:
     """A clip by norm computes its factor on the device. Its other numbers are those of a launch."""
     sink = MemorySink()
     recorder, before = Recorder(sink), torch.arange(64.0)
@@ -271,7 +269,7 @@ def test_step_cannot_end_while_tensors_wait_for_a_launch(driver: Driver, batches
     slab._set_buffers({}, 0)
     tensor = torch.arange(64.0)
     thread = threading.Thread(target=lambda: taken.append(slab.take()))
-    with slab.batch():
+    with slab.batched_launch():
         assert slab.slab.add(tensor, slab.slots.slot(("site",)), None, True)
         thread.start()
         thread.join(0.2)

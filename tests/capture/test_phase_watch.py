@@ -96,7 +96,7 @@ def test_exception_in_an_interrupting_call_continues_the_training() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
-def test_calls_of_a_model_that_is_compiled_in_place_are_observed_outside_of_its_graph() -> None:
+def test_phase_follows_calls_of_a_model_compiled_in_place() -> None:
     """With `fullgraph=True`, a hook of Python code at the model would be an error."""
     model = Parts()
     model.compile(fullgraph=True, backend="eager")

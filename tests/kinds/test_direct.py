@@ -552,8 +552,8 @@ class Branches(nn.Module):
         return self.recursive(checkpoint(self.checkpointed, x, use_reentrant=False))
 
 
-def test_plain_calls_run_no_python_code() -> None:
-    """Only calls that a backward pass may repeat, those without gradients, and every second call of a recursion need some."""
+def test_plain_calls_create_no_call_objects() -> None:
+    """`Calls.enter` runs only for calls that a backward pass may repeat, calls without gradients, and every second call of a recursion."""
     entered: Counter[str] = Counter()
     model = Branches()
     names = {module: name for name, module in model.named_modules()}
@@ -593,14 +593,14 @@ def test_recorded_model_is_freed() -> None:
 def test_compiled_types_reject_other_objects() -> None:
     native = kernel.native
     assert native is not None
-    counter, counts, slab = native.CallCounter(), native.Counts(), native.Slab(len(COLUMNS))
+    counter, counts, slab = native.CallIndices(), native.FiringCounts(), native.Slab(len(COLUMNS))
     with pytest.raises(TypeError):
         native.Recording({}, counts, None, {}, None, False, False, False)
     with pytest.raises(TypeError):
         native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         native.PlainCalls(None, counter, (1,), (), print)  # type: ignore[arg-type]
-    for cls in (native.Recording, native.PlainCalls, native.Gradient):  # no object without its fields
+    for cls in (native.Recording, native.PlainCalls, native.OutputGradientHook):  # no object without its fields
         with pytest.raises(TypeError):
             cls.__new__(cls)
     narrow = native.Recording(native.Slab(2), counts, SimpleNamespace(moment=None), {}, None, False, False, False)
@@ -609,14 +609,14 @@ def test_compiled_types_reject_other_objects() -> None:
     narrow = native.Recording(
         native.Slab(2), counts, SimpleNamespace(moment=None), defaultdict(int), None, False, False, False
     )
-    with pytest.raises(TypeError, match="wide enough"):
+    with pytest.raises(TypeError, match="have 2 numbers"):
         narrow(torch.ones(3), "", FIRST_CALL)
     with pytest.raises(AttributeError, match="closed"):
         native.PlainCalls(None, counter, (), (), print).enter()
 
 
-def test_rows_are_the_same_without_a_c_compiler() -> None:
-    """A process without the compiled module writes the same rows, up to the rounding of another way to add up."""
+def test_rows_are_the_same_without_the_c_extension() -> None:
+    """A process without the compiled module writes the same rows, up to rounding."""
     program = (
         "import sys; sys.modules['instrument.stats.native'] = None\n"
         "import json, torch, test_direct\n"

@@ -351,8 +351,8 @@ def test_gradients_are_those_of_the_loss_under_a_gradient_scaler() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-def test_cuda_graphs_are_replayed_with_their_hooks(mode: str) -> None:
-    """`reduce-overhead` replays a CUDA graph from the third step on: the rows are those of each step's own batch."""
+def test_compiled_rows_on_a_gpu_equal_uncompiled_rows(mode: str) -> None:
+    """With `reduce-overhead`, CUDA graphs are replayed from the third step on: the rows are those of each step's own batch."""
 
     def record(mode: str | None) -> list[dict[str, Any]]:
         torch.manual_seed(0)

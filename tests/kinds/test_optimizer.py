@@ -136,7 +136,7 @@ def test_update_of_plain_sgd_is_minus_lr_times_gradient() -> None:
 
 
 @pytest.mark.parametrize("names", [("clip", "update"), ("update", "clip")], ids="-".join)
-def test_update_is_that_of_the_parameter_at_its_place_among_the_hooks(names: tuple[str, ...]) -> None:
+def test_update_includes_earlier_interventions(names: tuple[str, ...]) -> None:
     """After a clip, the update is the clipped parameter minus the one before the step."""
     model = nn.Linear(3, 2, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

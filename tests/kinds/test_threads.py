@@ -101,15 +101,15 @@ def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     assert (means.module == means.input).all()
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_counters_hold_while_steps_end(is_plain: bool) -> None:
-    """One thread ends steps while the others call the model. Calls whose hooks only record run no Python code of hooks."""
+@pytest.mark.parametrize("only_records", [False, True])
+def test_counters_hold_while_steps_end(only_records: bool) -> None:
+    """One thread ends steps while the others call the model. Some hooks only record outputs and their gradients."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     specs = {
         "plain": {"layers": "*", "kind": "forward", "action": "record"},
         "grads": {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"},
     }
-    if not is_plain:
+    if not only_records:
         specs |= {
             "general": {"layers": "*", "kind": "forward_pre", "action": "record"},
             "flow": {"layers": "*", "kind": "full_backward", "action": "record"},
@@ -129,29 +129,29 @@ def test_counters_hold_while_steps_end(is_plain: bool) -> None:
     calls = (THREADS - 1) * CALLS
     counts = probe.stats.groupby(["hook", "layer"]).size()
     assert set(counts) == {calls}
-    assert len(probe.effects) == (0 if is_plain else 2 * calls)
+    assert len(probe.effects) == (0 if only_records else 2 * calls)
     assert {(row["hook"], row["fired"]) for row in probe.coverage()} == {(name, calls) for name in specs}
 
 
-class Waits(nn.Module):
+class BlockingModule(nn.Module):
     """Waits inside its forward pass, or fails there, if requested."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(3, 3)
-        self.is_inside, self.may_go = threading.Event(), threading.Event()
+        self.is_inside, self.may_continue = threading.Event(), threading.Event()
 
     def forward(self, x: Tensor, *, wait: bool = False, fail: bool = False) -> Tensor:
         if wait:
             self.is_inside.set()
-            assert self.may_go.wait(10)
+            assert self.may_continue.wait(10)
         if fail:
             raise ArithmeticError
         return self.layer(x)  # type: ignore[no-any-return]
 
 
-def test_call_that_another_thread_makes_across_a_step_is_recorded() -> None:
-    model = Waits()
+def test_call_across_a_step_in_another_thread_is_recorded() -> None:
+    model = BlockingModule()
     with instrument.attach(
         model, {"seen": {"layers": ".", "kind": "forward", "action": "record"}}, rules=None
     ) as probe:
@@ -160,7 +160,7 @@ def test_call_that_another_thread_makes_across_a_step_is_recorded() -> None:
         assert model.is_inside.wait(10)
         probe.end_step()
         expected = [model(torch.ones(2, 3))]
-        model.may_go.set()
+        model.may_continue.set()
         thread.join()
         expected += [model.layer(torch.full((2, 3), 5.0)), model(torch.zeros(2, 3))]
         probe.end_step()
@@ -169,8 +169,8 @@ def test_call_that_another_thread_makes_across_a_step_is_recorded() -> None:
     assert rows["mean"].tolist() == pytest.approx([output.mean().item() for output in expected], rel=1e-6)
 
 
-def test_exception_in_another_thread_is_no_cause_in_later_steps() -> None:
-    model = Waits()
+def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
+    model = BlockingModule()
 
     def fail() -> None:
         with suppress(ArithmeticError):
