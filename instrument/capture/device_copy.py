@@ -1,12 +1,13 @@
 """Asynchronous copies from a device to the host.
 
 Numbers are copied when a step ends and read when the next step ends. The device has completed the copy by then, so the
-host does not wait.
+host does not wait. Recorded tensors are copied on a stream of their own, so that the device computes meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,21 +23,32 @@ class HostCopy:
         tensor: Strided, on any device.
         memory: Strided CPU memory of the same shape, pinned if the tensor is on a CUDA device. Its dtype is the dtype
             of the copy. Default: new memory, with the dtype of the tensor.
+        in_background: Whether a CUDA device copies it on a stream of its own. Later operations on the tensor do not wait for the copy,
+            since it is made of a copy on the device. Without memory for that, the current stream copies.
 
     Attributes:
         memory: The memory, which a device may still write to; see `wait`.
     """
 
-    def __init__(self, tensor: Tensor, memory: Tensor | None = None) -> None:
+    def __init__(self, tensor: Tensor, memory: Tensor | None = None, *, in_background: bool = False) -> None:
         if memory is None:
             memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-        tensor = tensor.detach()
-        if tensor.is_cuda:
-            # A copy that also converts the dtype would wait, and a copy without waiting ignores conjugation.
-            tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
-        memory.copy_(tensor, non_blocking=tensor.is_cuda)
         self.memory = memory
-        self._copied = _recorded_event(tensor.device) if tensor.is_cuda else None
+        self._copied: torch.cuda.Event | None = None
+        given = tensor = tensor.detach()
+        if not tensor.is_cuda:
+            memory.copy_(tensor)
+            return
+        # A copy that also converts the dtype would wait, and a copy without waiting ignores conjugation.
+        tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
+        stream = torch.cuda.current_stream(tensor.device)
+        if in_background and (staged := _staged(tensor, given)) is not None:
+            tensor, current, stream = staged, stream, _background_stream(tensor.device)
+            stream.wait_stream(current)
+            tensor.record_stream(stream)  # the memory is not reused before the copy is complete
+        with torch.cuda.stream(stream):
+            memory.copy_(tensor, non_blocking=True)
+        self._copied = stream.record_event()
 
     @property
     def is_complete(self) -> bool:
@@ -50,10 +62,19 @@ class HostCopy:
         return self.memory
 
 
-def _recorded_event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _staged(tensor: Tensor, given: Tensor) -> Tensor | None:
+    """Return a contiguous tensor with the values of a tensor in other memory than a given one; None without memory for it."""
+    try:
+        contiguous = tensor.contiguous()
+        return contiguous.clone() if contiguous.data_ptr() == given.data_ptr() else contiguous
+    except torch.OutOfMemoryError:
+        return None
+
+
+@cache
+def _background_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which a device copies recorded tensors."""
+    return torch.cuda.Stream(device)
 
 
 class Transfer:
@@ -61,12 +82,12 @@ class Transfer:
 
     Args:
         tensors: The tensors.
-        devices: CUDA devices whose earlier copies of other tensors are part of the transfer.
+        devices: CUDA devices whose earlier copies of recorded tensors are part of the transfer.
     """
 
     def __init__(self, tensors: Sequence[Tensor], devices: Iterable[torch.device] = ()) -> None:
         self.devices = tuple(devices)
-        self._events = [_recorded_event(device) for device in self.devices]
+        self._events = [_background_stream(device).record_event() for device in self.devices]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
         self._copies: dict[tuple[torch.device, torch.dtype], _Copy | _HostNumber] = {}
         if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss

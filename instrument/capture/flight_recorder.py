@@ -84,7 +84,9 @@ class FlightRecorder:
         key = (tensor.shape, dtype or tensor.dtype, tensor.is_cuda)
         unused = self._unused[hook].get(key)
         memory = unused.pop() if unused else torch.empty(key[0], dtype=key[1], device="cpu", pin_memory=key[2])
-        periods[period].append(RecordedTensor(context, tuple(source_shape), HostCopy(tensor, memory)))
+        periods[period].append(
+            RecordedTensor(context, tuple(source_shape), HostCopy(tensor, memory, in_background=True))
+        )
 
     @staticmethod
     def _released(recorded: Sequence[RecordedTensor]) -> dict[tuple[torch.Size, torch.dtype, bool], list[Tensor]]:

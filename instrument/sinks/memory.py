@@ -59,7 +59,8 @@ class MemorySink:
         """
         tensor = tensor.to(dtype or tensor.dtype)
         name = str(tensor.dtype).removeprefix("torch.")
-        self._copies.append(((*key, name, list(tensor.shape), list(source_shape)), HostCopy(tensor)))
+        copy = HostCopy(tensor, in_background=True)
+        self._copies.append(((*key, name, list(tensor.shape), list(source_shape)), copy))
         self._append_copies()
         return tensor.nbytes
 

@@ -107,7 +107,7 @@ class TensorWriter:
         if buffer is None:
             return None
         flat = buffer[:size].view(stored)
-        copy = HostCopy(tensor, flat.view(tensor.shape))
+        copy = HostCopy(tensor, flat.view(tensor.shape), in_background=True)
         name = str(tensor.dtype).removeprefix("torch.")
         row = (*key, name, list(tensor.shape), list(source_shape))
         self._copying.append(CopiedTensor(row, flat, as_list, buffer, copy))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,8 +53,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Let a GPU make all copies of tensors."""
     gpu, create = Gpu(), HostCopy.__init__
 
-    def create_pending(copy: HostCopy, *given: torch.Tensor) -> None:
-        create(copy, *given)
+    def create_pending(copy: HostCopy, *given: torch.Tensor, **options: bool) -> None:
+        create(copy, *given, **options)
         copy._copied = gpu  # type: ignore[assignment]
 
     monkeypatch.setattr(HostCopy, "__init__", create_pending)
@@ -184,7 +186,7 @@ def test_copies_are_on_the_cpu_whatever_the_default_device_is() -> None:
 
 
 def test_step_with_tensors_of_a_gpu_ends_with_the_next_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copy, "_recorded_event", lambda device: gpu)
+    monkeypatch.setattr(device_copy, "_background_stream", lambda device: SimpleNamespace(record_event=lambda: gpu))
     context = Context("h", "forward", "output", "a", torch.nn.ReLU(), "", StepContext(0, 0, 0, "train"))
     sink = MemorySink()
     monkeypatch.setattr(sink, "keep", lambda key, shape, tensor, dtype: 12)
@@ -195,3 +197,97 @@ def test_step_with_tensors_of_a_gpu_ends_with_the_next_one(gpu: Gpu, monkeypatch
     assert (sink.steps, gpu.waits, recorder.has_pending_rows) == (0, 0, True)
     recorder.end_step()  # without tensors
     assert (sink.steps, gpu.waits) == (2, 1)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor in CPU memory that says it is on a GPU."""
+
+    is_cuda = True
+    streams: ClassVar[list[object]] = []  # those that use memory of this class
+
+    def record_stream(self, stream: object) -> None:
+        self.streams.append(stream)
+
+
+class ImitatedStream:
+    """A stream that does nothing; `log` receives what is called."""
+
+    def __init__(self, name: str, log: list[tuple[str, ...]]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: ImitatedStream) -> None:
+        self.log.append((self.name, "waits for", other.name))
+
+    def record_event(self) -> str:
+        self.log.append((self.name, "event"))
+        return self.name
+
+
+@pytest.mark.parametrize(
+    ("change", "background"),
+    [
+        (lambda tensor: tensor, True),
+        (lambda tensor: tensor.t(), True),
+        (lambda tensor: tensor[:, ::2], True),
+        (lambda tensor: tensor, False),
+    ],
+    ids=["contiguous", "transposed", "strided", "without memory"],
+)
+def test_recorded_tensor_is_copied_from_a_copy_on_a_stream_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], background: bool
+) -> None:
+    """What the current stream does with the tensor afterwards, such as an operation in place, does not change the copy."""
+    log: list[tuple[str, ...]] = []
+    current, other = ImitatedStream("current", log), ImitatedStream("background", log)
+    base = torch.arange(6.0).view(2, 3)
+    tensor = change(base.as_subclass(OnGpu))
+    expected = tensor.as_subclass(torch.Tensor).clone()
+
+    @contextmanager
+    def use(stream: ImitatedStream) -> Iterator[None]:
+        log.append((stream.name, "copies"))
+        if stream is other:
+            base.fill_(-1.0)  # by the current stream, before the copy
+        yield
+
+    def fail(*given: object, **options: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    monkeypatch.setattr(device_copy, "_background_stream", lambda device: other)
+    monkeypatch.setattr(OnGpu, "streams", [])
+    if not background:
+        monkeypatch.setattr(OnGpu, "clone", fail)
+    copy = HostCopy(tensor, torch.empty(tensor.shape), in_background=True)
+    assert torch.equal(copy.memory, expected)
+    if background:
+        assert log == [("background", "waits for", "current"), ("background", "copies"), ("background", "event")]
+        assert OnGpu.streams == [other]
+    else:
+        assert log == [("current", "copies"), ("current", "event")]
+
+
+class Overwrites(torch.nn.Module):
+    """Sets the output of a layer to zero in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(x)
+        return output.zero_()
+
+
+@pytest.mark.gpu
+def test_operations_after_a_hook_do_not_change_a_recorded_tensor_of_a_gpu() -> None:
+    model = Overwrites()
+    hooks = {"kept": {"layers": "layer", "kind": "forward", "action": "record", "tensors": True}}
+    with instrument.attach(model, hooks) as probe:
+        for step in range(8):
+            torch.cuda._sleep(10**7)  # the GPU is busy when the hook fires
+            model(torch.full((2**20,), float(step), device="cuda"))
+            probe.end_step()
+    rows = probe.sink.records("tensors")  # type: ignore[attr-defined]
+    assert [row["values"].unique().tolist() for row in rows] == [[float(step)] for step in range(8)]
