@@ -176,7 +176,7 @@ def peak(step: Callable[[], object]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument(
         "--rows", nargs="*", help="measure only rows whose label contains one of these texts; default: all"

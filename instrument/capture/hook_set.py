@@ -66,6 +66,8 @@ class HookSet:
         self.steps_by_loop = steps_by_loop
         self.steps: StepWatch | None = None
         self._groups: list[HookGroup] = []
+        self._gradient_groups: list[GradientHooks] = []
+        self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
         self._acting_first: list[ModuleHooks] = []  # also after the hooks were removed
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
@@ -93,7 +95,7 @@ class HookSet:
                     self._announced = AnnouncedSteps(self.optimizers)
                     self._attach(self._announced)
             self._attach_groups()
-            if any(isinstance(group, GradientHooks) for group in self._groups):
+            if self._gradient_groups:
                 self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
 
     def _attach_groups(self) -> None:
@@ -107,6 +109,8 @@ class HookSet:
             never_suspended={part for encoder in encoders for part in encoder.modules()},
         ):
             self._groups.append(group)
+            if isinstance(group, GradientHooks):
+                self._gradient_groups.append(group)
             if isinstance(group, ModuleHooks) and (group.early or group.prepend):
                 self._acting_first.append(group)
             self._attach(group)
@@ -134,6 +138,7 @@ class HookSet:
         """Remove all hooks in reverse order."""
         with uninterrupted():
             self._groups.clear()
+            self._gradient_groups.clear()
             self._attached.close()
 
     def refresh(self) -> None:
@@ -195,9 +200,7 @@ class HookSet:
             row: The row of the `metrics` table, which says whether the step was skipped.
         """
         stepped, several = self.steps is not None and self.steps.take_stepped(), len(self.optimizers) > 1
-        scheduled = [
-            attached for attached in self.attached_hooks if attached.is_scheduled and attached.frequency == "step"
-        ]
+        scheduled = [attached for attached in self._step_hooks if attached.is_scheduled]
         without_opportunity = [attached for attached in scheduled if not attached.has_opportunities]
         skipped = False
         if without_opportunity and self._scaler_watch is not None:
@@ -228,8 +231,8 @@ class HookSet:
             site = attached.site
             message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
             self.event("replaced", message, layer=site.layer.name)
-        for group in self._groups:
-            if not isinstance(group, GradientHooks) or not group.is_lost():
+        for group in self._gradient_groups:
+            if not group.is_lost():
                 continue
             was_found = group.parameter is not None
             with uninterrupted():

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
+from ..kinds.plain_calls import update_counts
 from ..lazy_compiler import has_compiled
 from ..spec.hooks import HookSpec
 from ..spec.schedule import STEP_PHASES, Schedule
@@ -50,6 +51,7 @@ class ScheduledHooks:
         self._schedules: dict[str, Schedule] = {}  # by spec
         self._is_scheduled: dict[str, bool] = {}
         self._micro_step_hooks = [attached for attached in attached_hooks if attached.frequency == "micro_step"]
+        self._counted: list[AttachedHook] = []  # those that are scheduled
         self._is_sampled = is_sampled
         self._is_on = is_on
         self._has_compiled = has_compiled()
@@ -75,17 +77,18 @@ class ScheduledHooks:
         self._has_compiled = has_compiled()
         if update_all or not self._schedules:
             self._schedules = {name: spec.schedule for name, spec in self.specs.items()}
+            # Without a budget, hooks are only sampled if a state with one was loaded.
+            self._is_sampled |= max(map(_subsampling, self.attached_hooks), default=1) > 1
         is_scheduled = {
             name: schedule.includes(step, phase) and self._is_on(name, step)
             for name, schedule in self._schedules.items()
         }
-        # Without a budget, hooks are only sampled if a state with one was loaded.
-        is_sampled = self._is_sampled or max(map(_subsampling, self.attached_hooks), default=1) > 1
-        if not (changed or update_all or is_sampled) and is_scheduled == self._is_scheduled:
+        if not (changed or update_all or self._is_sampled) and is_scheduled == self._is_scheduled:
             return
         self._is_scheduled = is_scheduled
         for attached in self.attached_hooks:
             changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
+        self._counted = [attached for attached in self._micro_step_hooks if attached.is_scheduled]
         if changed or update_all:
             scheduled = [
                 attached
@@ -129,9 +132,8 @@ class ScheduledHooks:
 
     def end_micro_step(self) -> None:
         """Update the coverage of the hooks that are scheduled in each micro-step, and start the next one."""
-        for attached in self._micro_step_hooks:
-            if attached.is_scheduled:
-                attached.update_coverage()
+        for attached in update_counts(self._counted):
+            attached.update_coverage()
         self.clock.micro_step_index += 1
         self.clock.moment = self.clock.moment._replace(micro_step=self.clock.moment.micro_step + 1)
 

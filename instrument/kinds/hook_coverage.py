@@ -26,6 +26,7 @@ class HookCoverage(FiringCounts):
     Attributes:
         opportunities, firings: Counts of the current micro-step. Hooks that fire often increment them directly, without a method call.
         expected, fired: Counts of all earlier micro-steps.
+        has_notes: Whether a miss or an exemption was noted in the current micro-step.
     """
 
     __slots__ = (
@@ -35,8 +36,6 @@ class HookCoverage(FiringCounts):
         "copied",
         "default_reason",
         "exemptions",
-        "expected",
-        "fired",
         "frequency",
         "module_calls",
         "other_phases",
@@ -59,6 +58,7 @@ class HookCoverage(FiringCounts):
         self.module_calls: Calls | None = None  # of its module, if that has a forward hook
         self.requires_grad_at_start = True  # whether its parameter required a gradient at the start of the step
         self.opportunities = self.firings = 0  # in the current micro-step
+        self.has_notes = False
         self._misses: list[str] = []
         self._exempt: list[str] = []
 
@@ -88,10 +88,12 @@ class HookCoverage(FiringCounts):
     def count_miss(self, reason: str) -> None:
         """Note why it could not fire at an opportunity."""
         self._misses.append(reason)
+        self.has_notes = True
 
     def count_exempt(self, reason: str) -> None:
         """Note an opportunity at which it is not expected to fire, for example because its parameter is frozen."""
         self._exempt.append(reason)
+        self.has_notes = True
 
     def count_unscheduled(self) -> None:
         """Note an opportunity while the hook is not scheduled."""
@@ -111,6 +113,7 @@ class HookCoverage(FiringCounts):
             reason: The reason if there was no opportunity; the default reason of the kind if None.
         """
         # Other threads may count at the same time: what they add in the meantime belongs to the next micro-step.
+        self.has_notes = False
         opportunities, fired = self.opportunities, self.firings
         self.opportunities -= opportunities
         self.firings -= fired

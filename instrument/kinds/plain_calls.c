@@ -8,7 +8,10 @@
    pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
    of the dictionary of a tensor's hooks; and firing(call, backward, recompute, origin), which returns a `Firing`.
 
-   FiringCounts: the attributes `opportunities` and `firings` of `HookCoverage`.
+   FiringCounts: the attributes `opportunities`, `firings`, `expected`, `fired` and `has_notes` of `HookCoverage`.
+
+   update_counts(counts) -> list: for each of the counts in a list that has no notes and at least as many firings as opportunities, of
+   which there are any, adds both to the counts of all micro-steps, and starts at 0 again. Returns the others.
 
    CallIndices: the index of the next call of a module, and the open call: one that `PlainCalls.enter` began and that has not ended.
 
@@ -48,6 +51,7 @@ static PyObject *functions[FUNCTIONS];
 NAMES(DECLARE)
 
 static PyObject *no_path, *minus_one;
+static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type;
 
 static PyObject *connect_torch(PyObject *self, PyObject *args) {
     PyObject *given[FUNCTIONS];
@@ -101,17 +105,21 @@ static void release(PyObject *self, inquiry clear) {
 /* ---------------------------------------------------------------------------------------------------------------- counts */
 
 typedef struct {
-    PyObject_HEAD long long opportunities, firings;
+    PyObject_HEAD long long opportunities, firings, expected, fired;
+    char has_notes;
 } FiringCounts;
 
 static PyMemberDef counts_members[] = {
     {"opportunities", T_LONGLONG, offsetof(FiringCounts, opportunities), 0, NULL},
     {"firings", T_LONGLONG, offsetof(FiringCounts, firings), 0, NULL},
+    {"expected", T_LONGLONG, offsetof(FiringCounts, expected), 0, NULL},
+    {"fired", T_LONGLONG, offsetof(FiringCounts, fired), 0, NULL},
+    {"has_notes", T_BOOL, offsetof(FiringCounts, has_notes), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot counts_slots[] = {
-    {Py_tp_doc, "The opportunities and firings of a site in the current micro-step."},
+    {Py_tp_doc, "The opportunities and firings of a site, in the current micro-step and in all earlier ones."},
     {Py_tp_new, PyType_GenericNew},
     {Py_tp_members, counts_members},
     {0, NULL},
@@ -119,6 +127,26 @@ static PyType_Slot counts_slots[] = {
 
 static PyType_Spec counts_spec = {
     "instrument.stats.native.FiringCounts", sizeof(FiringCounts), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, counts_slots};
+
+static PyObject *update_counts(PyObject *self, PyObject *list) {
+    (void)self;
+    PyObject *others = PyList_Check(list) ? PyList_New(0) : PyErr_Format(PyExc_TypeError, "update_counts takes a list");
+    for (Py_ssize_t i = 0; others && i < PyList_Size(list); i++) {
+        FiringCounts *counts = (FiringCounts *)PyList_GetItem(list, i);
+        if (!PyObject_TypeCheck((PyObject *)counts, counts_type)) {
+            PyErr_SetString(PyExc_TypeError, "update_counts takes a list of FiringCounts");
+            Py_CLEAR(others);
+        } else if (counts->has_notes || counts->opportunities < 1 || counts->firings < counts->opportunities) {
+            if (PyList_Append(others, (PyObject *)counts))
+                Py_CLEAR(others);
+        } else {
+            counts->expected += counts->opportunities;
+            counts->fired += counts->firings;
+            counts->opportunities = counts->firings = 0;
+        }
+    }
+    return others;
+}
 
 /* ---------------------------------------------------------------------------------------------------------------- indices of calls */
 
@@ -206,8 +234,6 @@ typedef struct {
 } Recording;
 
 HOLDER(recording, 7)
-
-static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type;
 
 static PyObject *allocate(PyTypeObject *class) { return ((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0); }
 
@@ -561,9 +587,11 @@ static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook"
 
 /* ---------------------------------------------------------------------------------------------------------------- module */
 
-static PyMethodDef connect_method = {"connect_torch", connect_torch, METH_VARARGS,
-                                     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing) "
-                                     "-> None"};
+static PyMethodDef functions_of_module[] = {
+    {"connect_torch", connect_torch, METH_VARARGS,
+     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing) -> None"},
+    {"update_counts", update_counts, METH_O, "update_counts(counts) -> list"},
+};
 
 static PyTypeObject *add_type(PyObject *module, const char *name, PyType_Spec *spec) {
     PyObject *type = PyType_FromSpec(spec);
@@ -575,10 +603,12 @@ int add_plain_calls(PyObject *module) {
     NAMES(INTERN)
     no_path = PyUnicode_InternFromString("");
     minus_one = PyLong_FromLong(-1);
-    PyObject *connect = PyCFunction_New(&connect_method, NULL);
-    if (!connect || PyModule_AddObjectRef(module, connect_method.ml_name, connect))
-        return -1;
-    Py_DECREF(connect);
+    for (size_t i = 0; i < sizeof functions_of_module / sizeof *functions_of_module; i++) {
+        PyObject *function = PyCFunction_New(&functions_of_module[i], NULL);
+        if (!function || PyModule_AddObjectRef(module, functions_of_module[i].ml_name, function))
+            return -1;
+        Py_DECREF(function);
+    }
     counts_type = add_type(module, "FiringCounts", &counts_spec);
     indices_type = add_type(module, "CallIndices", &indices_spec);
     recording_type = add_type(module, "Recording", &recording_spec);

@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from functools import lru_cache
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = [
     "current_transform",
     "firing_of",
     "saved_tensors_hooks",
+    "update_counts",
 ]
 
 current_transform = torch._C._functorch.peek_interpreter_stack
@@ -32,16 +34,20 @@ firing_of = lru_cache(4096)(Firing)
 """Returns a cached `Firing`. It runs no Python code for one that is in the cache."""
 
 try:
-    from ..stats.native import CallIndices, FiringCounts, PlainCalls, Recording, connect_torch
+    from ..stats.native import CallIndices, FiringCounts, PlainCalls, Recording, connect_torch, update_counts
 
     connect_torch(current_transform, graph_task, torch.is_grad_enabled, saved_tensors_hooks, OrderedDict, firing_of)
 # Installed without a C compiler.
 except ImportError:
 
     class FiringCounts:  # type: ignore[no-redef]
-        """The opportunities and firings of a site in the current micro-step."""
+        """The opportunities and firings of a site, in the current micro-step and in all earlier ones."""
 
-        __slots__ = ("firings", "opportunities")
+        __slots__ = ("expected", "fired", "firings", "has_notes", "opportunities")
+
+    def update_counts(counts: list[Any], /) -> list[Any]:
+        """Return the counts that have to be updated by other code: all."""
+        return counts
 
     class CallIndices:  # type: ignore[no-redef]
         """The index of the next call of a module; see `plain_calls.c`."""

@@ -35,6 +35,11 @@ def connect_torch(
 class FiringCounts:
     opportunities: int
     firings: int
+    expected: int
+    fired: int
+    has_notes: bool
+
+def update_counts(counts: list[Any], /) -> list[Any]: ...
 
 class CallIndices:
     latest: int

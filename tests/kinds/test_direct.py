@@ -34,6 +34,7 @@ from instrument.kinds.attached_hook import AttachedHook
 from instrument.kinds.clock import FIRST_CALL
 from instrument.kinds.direct import Direct, direct_of
 from instrument.kinds.module_calls import Call, Calls
+from instrument.kinds.plain_calls import FiringCounts, update_counts
 from instrument.spec.parse import parse_hooks
 from instrument.stats import kernel
 from instrument.stats.sums import COLUMNS
@@ -589,6 +590,24 @@ def test_recorded_model_is_freed() -> None:
     assert freed() is None
 
 
+def test_counts_of_usual_micro_steps_are_updated_without_python_code() -> None:
+    """Others are those without an opportunity, with fewer firings, and with a note."""
+    found = [FiringCounts() for _ in range(5)]
+    for counts, (opportunities, firings) in zip(found, [(2, 2), (1, 3), (0, 0), (2, 1), (1, 1)], strict=True):
+        counts.opportunities, counts.firings, counts.expected, counts.fired = opportunities, firings, 10, 10
+        counts.has_notes = counts is found[-1]
+    others = update_counts(found)
+    if kernel.is_connected:
+        assert others == found[2:]
+        assert [(each.expected, each.fired) for each in found[:2]] == [(12, 12), (11, 13)]
+        assert [(each.opportunities, each.firings) for each in found[:2]] == [(0, 0)] * 2
+    assert [(each.expected, each.opportunities, each.firings) for each in found[2:]] == [
+        (10, 0, 0),
+        (10, 2, 1),
+        (10, 1, 1),
+    ]
+
+
 @pytest.mark.skipif(not kernel.is_connected, reason="without the compiled kernel, the types do not exist")
 def test_compiled_types_reject_other_objects() -> None:
     native = kernel.native
@@ -600,6 +619,9 @@ def test_compiled_types_reject_other_objects() -> None:
         native.Recording(slab, counter, None, {}, None, False, False, False)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         native.PlainCalls(None, counter, (1,), (), print)  # type: ignore[arg-type]
+    for given in ((counts,), [counts, counter]):
+        with pytest.raises(TypeError, match="update_counts takes a list"):
+            native.update_counts(given)  # type: ignore[arg-type]
     for cls in (native.Recording, native.PlainCalls, native.OutputGradientHook):  # no object without its fields
         with pytest.raises(TypeError):
             cls.__new__(cls)
