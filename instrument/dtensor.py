@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Size, Tensor, nn
@@ -35,12 +35,30 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard_dims(tensor: DTensor) -> tuple[int, ...]:
-    """Return the dimensions along which several processes have parts of a tensor."""
-    from torch.distributed.tensor import Shard
+class Shards(NamedTuple):
+    """How the shards of several processes form a tensor.
 
-    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return tuple(sorted({each.dim for each, size in sizes if isinstance(each, Shard) and size > 1}))
+    Attributes:
+        dims: The dimensions along which it is sharded; empty if it is not.
+        largest: The shape of the largest shard.
+    """
+
+    dims: tuple[int, ...] = ()
+    largest: tuple[int, ...] = ()
+
+
+NOT_SHARDED = Shards()
+
+
+def shards_of(tensor: DTensor) -> Shards:
+    """Return how a tensor is sharded."""
+    largest, dims = [*tensor.shape], set()
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        dim = getattr(placement, "dim", None)  # replicated tensors and partial sums have none
+        if dim is not None and size > 1:
+            dims.add(dim)
+            largest[dim] = -(-largest[dim] // size)
+    return Shards(tuple(sorted(dims)), tuple(largest))
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Registry(Mapping[str, T]):
         raise ConfigError(Problem(where, f"unknown {self.what}", given=name, allowed=list(self), similar=similar))
 
     def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
+        if self._folder is not None:
             self._import_folder()
         if name not in self._entries and name in self.builtin:
             self._entries[name] = resolve_name(self.builtin[name])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ..dtensor import module_type
+from ..dtensor import NOT_SHARDED, Shards, module_type
 from ..errors import ConfigError, Problem
 from ..stats.kernel import Slab
 from ..stats.measure import Measured, on_host
@@ -89,7 +89,7 @@ class Context:
         parameters: For a penalty on the loss: its parameters.
         seed: The seed of the run.
         scope: The part of the distributed tensor: `global` with one process, otherwise `local`, `averaged` or `shard`.
-        shard_dims: The dimensions along which the shards of several processes form the tensor.
+        shards: How the shards of several processes form the tensor, if it is a shard.
         rank: The rank of the process, from 0.
         selection: The part of the complete tensor that the hook selects: its `shape` is that of the complete tensor, and
             its method `of` returns the same part of another tensor. None for a complete tensor, and for several tensors.
@@ -119,7 +119,7 @@ class Context:
     parameters: tuple[Parameter, ...] = ()
     seed: int = 0
     scope: str = "global"
-    shard_dims: tuple[int, ...] = ()
+    shards: Shards = NOT_SHARDED
     rank: int = 0
     selection: TensorSelection | None = None
     complete: Tensor | None = None

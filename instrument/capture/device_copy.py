@@ -42,10 +42,14 @@ class HostCopy:
         # A copy that also converts the dtype would wait, and a copy without waiting ignores conjugation.
         tensor = tensor.resolve_conj().resolve_neg().to(memory.dtype)
         stream = torch.cuda.current_stream(tensor.device)
-        if in_background and (staged := _staged(tensor, given)) is not None:
-            tensor, current, stream = staged, stream, _background_stream(tensor.device)
-            stream.wait_stream(current)
-            tensor.record_stream(stream)  # the memory is not reused before the copy is complete
+        if in_background:
+            current, background = stream, _background_stream(tensor.device)
+            if (staged := _staged(tensor, given)) is not None:
+                tensor, stream = staged, background
+                stream.wait_stream(current)
+                tensor.record_stream(stream)  # the memory is not reused before the copy is complete
+            else:
+                current.wait_stream(background)  # which may still write to this memory
         with torch.cuda.stream(stream):
             memory.copy_(tensor, non_blocking=True)
         self._copied = stream.record_event()
@@ -87,7 +91,11 @@ class Transfer:
 
     def __init__(self, tensors: Sequence[Tensor], devices: Iterable[torch.device] = ()) -> None:
         self.devices = tuple(devices)
-        self._events = [_background_stream(device).record_event() for device in self.devices]
+        self._events = [
+            stream.record_event()
+            for device in self.devices
+            for stream in (torch.cuda.current_stream(device), _background_stream(device))
+        ]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
         self._copies: dict[tuple[torch.device, torch.dtype], _Copy | _HostNumber] = {}
         if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss

@@ -55,9 +55,25 @@ class PhaseWatch(InertWhenCopied):
         if model._compiled_call_impl is None:
             self._handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
         else:
-            self._compiled_call, model._compiled_call_impl = model._compiled_call_impl, self._call_compiled
+            self._wrap_compiled_call()
         for part in parts:
             self._handles.append(part.register_forward_pre_hook(self.before_call_of_part, prepend=True))
+
+    def _wrap_compiled_call(self) -> None:
+        """Observe the calls of a compiled model; again after it was compiled once more."""
+        call = self.model._compiled_call_impl
+        if call is not None and call != self._call_compiled:
+            self._compiled_call, self.model._compiled_call_impl = call, self._call_compiled
+
+    def _unwrap_compiled_call(self) -> None:
+        """Restore the compiled call. Watches of other probes may have wrapped this one."""
+        call, outer = self.model._compiled_call_impl, None
+        while call != self._call_compiled and isinstance(watch := getattr(call, "__self__", None), PhaseWatch):
+            call, outer = watch._compiled_call, watch
+        if call == self._call_compiled and outer is None:
+            self.model._compiled_call_impl = self._compiled_call
+        elif call == self._call_compiled and outer is not None:
+            outer._compiled_call = self._compiled_call
 
     def begin_step(self, *, training_mode: bool = True) -> None:
         """Begin a training step of the trainer.
@@ -65,6 +81,8 @@ class PhaseWatch(InertWhenCopied):
         Args:
             training_mode: Whether the trainer trains the model in training mode (default).
         """
+        if self._compiled_call is not None:
+            self._wrap_compiled_call()
         self._in_step, self._trains_in_eval_mode = True, not training_mode
         self._change("train")
 
@@ -101,7 +119,7 @@ class PhaseWatch(InertWhenCopied):
         try:
             return self._compiled_call(*args, **kwargs)
         finally:
-            if interrupts:
+            if interrupts and not self.clock.closed:
                 self._end_interruption()
 
     def before_call_of_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -140,8 +158,8 @@ class PhaseWatch(InertWhenCopied):
         """Remove the hooks, and restore the compiled call."""
         if self._interruption_hook is not None:
             self._interruption_hook.remove()
-        if self._compiled_call is not None and self.model._compiled_call_impl == self._call_compiled:
-            self.model._compiled_call_impl = self._compiled_call
+        if self._compiled_call is not None:
+            self._unwrap_compiled_call()
         while self._handles:
             self._handles.pop().remove()
 

@@ -187,7 +187,7 @@ def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, d
 
 def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:
     """Return this process's part of a row that a measure computes."""
-    return Piece(table, identity_without_rank(context), measure, (), measure.part(tensor, context.shard_dims))
+    return Piece(table, identity_without_rank(context), measure, (), measure.part(tensor, context.shards))
 
 
 def effect_piece(context: Context, effect: Effect) -> Piece:

@@ -319,7 +319,7 @@ class StepSlab:
             finally:
                 try:
                     measure_batch(self.slab.end_batch())
-                except BaseException:  # the rows of the batch have no numbers
+                except BaseException:  # rows have no numbers: all rows of the step are dropped
                     self.slab.take()
                     self._others = {}
                     raise

@@ -16,7 +16,7 @@ from ..actions.base import Action, Context, KeptTensors
 from ..actions.condition import SiteCondition
 from ..actions.selection import Selector
 from ..actions.together import Together, path_of_call
-from ..dtensor import full_tensor, is_sharded, local_shard, shard_dims, sharded_like
+from ..dtensor import full_tensor, is_sharded, local_shard, sharded_like, shards_of
 from ..errors import InstrumentError
 from ..nested import iter_tensors
 from ..plan.dimension_checks import check_shape
@@ -197,7 +197,7 @@ class AttachedHook(HookCoverage):
         context = self.context(path, firing, value)
         if is_sharded(tensor):
             context.scope = "shard" if self.is_record_hook else "averaged"
-            context.shard_dims = shard_dims(tensor)
+            context.shards = shards_of(tensor)
         if self.is_scaled and self.clock.amp_scale is not None:
             amp_scale = self.clock.amp_scale()
         part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)

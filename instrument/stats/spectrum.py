@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..dtensor import Shards
 from .merge import Array
 from .portable import widest
 
@@ -47,27 +48,32 @@ class Spectrum:
         is_known = norm is not None or not largest
         return largest if is_known else None, norm, rank if norm else None, None if shape is None else list(shape)
 
-    def part(self, tensor: Tensor, shard_dims: tuple[int, ...]) -> Callable[[], Tensor]:
-        """Return a function that computes the triangular factor of a shard, and its number of rows.
+    def part(self, tensor: Tensor, shards: Shards) -> Callable[[], Tensor]:
+        """Return a function that computes the triangular factor of a shard, and its number of rows and columns.
 
         The factors of all shards along the first dimension, one above the other, have the singular values of the full tensor. Shards
         along other dimensions are columns of the matrix, whose order does not matter: it is transposed.
 
         Raises:
-            ValueError: The tensor is sharded along its first dimension and along others.
+            ValueError: The tensor is sharded along its first dimension and along others, or it is complex.
         """
-        if 0 in shard_dims and len(shard_dims) > 1:
-            dims = " and ".join(map(str, shard_dims))
-            raise ValueError(
-                f"a tensor that is sharded along the dimensions {dims} has no spectrum with reduce: global"
+        dims, largest = shards
+        if (0 in dims and len(dims) > 1) or tensor.is_complex():
+            what = (
+                "is complex"
+                if tensor.is_complex()
+                else f"is sharded along the dimensions {' and '.join(map(str, dims))}"
             )
+            raise ValueError(f"a tensor that {what} has no spectrum with reduce: global")
         matrix = _matrix(tensor)
-        return partial(_triangle, matrix if 0 in shard_dims or not shard_dims else matrix.mT)
+        if dims and 0 not in dims:
+            return partial(_triangle, matrix.mT, math.prod(largest[1:]))
+        return partial(_triangle, matrix, largest[0] if dims else len(matrix))
 
     def merged(self, parts: Array) -> tuple[Any, ...]:
         """See `Measure`."""
-        factors, rows = torch.from_numpy(parts[:, :-1]), parts[:, -1]
-        singular = _singular_values(factors.reshape(-1, math.isqrt(factors.shape[1])))
+        factors, rows, columns = torch.from_numpy(parts[:, :-2]), parts[:, -2], np.nanmax(parts[:, -1], initial=1.0)
+        singular = _singular_values(factors.reshape(-1, int(columns)))
         return self.cells(self._of(singular[: int(np.nansum(rows))]).tolist(), None)
 
 
@@ -84,14 +90,20 @@ def _singular_values(matrix: Tensor) -> Tensor:
     return torch.where(finite, torch.linalg.svdvals(torch.where(finite, matrix, 0.0)), math.nan)
 
 
-def _triangle(matrix: Tensor) -> Tensor:
-    """Return the triangular factor, with rows of zeros: [columns * columns], and the number of rows of the matrix.
+def _triangle(matrix: Tensor, most_rows: int) -> Tensor:
+    """Return the triangular factor, with rows of zeros, and the number of rows and columns of the matrix.
 
-    The factor is NaN if an element is not finite.
+    Args:
+        matrix: [rows, columns], real.
+        most_rows: The largest number of rows of any shard.
+
+    Returns:
+        float64 [min(most_rows, columns) * columns + 2]. The factor is NaN if an element is not finite.
     """
+    rows, columns = matrix.shape
     finite = matrix.isfinite().all()
     factor = torch.linalg.qr(torch.where(finite, matrix, 0.0), mode="r").R
-    square = torch.nn.functional.pad(factor, (0, 0, 0, factor.shape[1] - len(factor)))
-    return torch.cat([torch.where(finite, square, math.nan).flatten(), square.new_tensor([len(matrix)])]).to(
+    full = torch.nn.functional.pad(factor, (0, 0, 0, min(most_rows, columns) - len(factor)))
+    return torch.cat([torch.where(finite, full, math.nan).flatten(), full.new_tensor([rows, columns])]).to(
         torch.float64
     )

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..dtensor import Shards
 from .distribution import distribution
 from .merge import Array, merge_distributions, sketch
 
@@ -41,12 +42,12 @@ class Measure(Protocol):
             shape: The shape of the tensor.
         """
 
-    def part(self, tensor: Tensor, shard_dims: tuple[int, ...]) -> Tensor | Callable[[], Tensor]:
+    def part(self, tensor: Tensor, shards: Shards) -> Tensor | Callable[[], Tensor]:
         """Measure one process's part of a tensor, for `reduce: global`: float64 [numbers], equally many in all processes.
 
         Args:
             tensor: The part.
-            shard_dims: The dimensions along which the parts form the tensor; empty for the batch of a process.
+            shards: How the parts form the tensor.
 
         Returns:
             The numbers, or a function that computes them when the step ends.
@@ -90,7 +91,7 @@ class Distributions:
             counts = [int(next(numbers)) for _ in range(self.histogram)]
         return sampled, list(self.quantiles) or None, quantiles, low, high, counts
 
-    def part(self, tensor: Tensor, shard_dims: tuple[int, ...]) -> Tensor:  # noqa: ARG002
+    def part(self, tensor: Tensor, shards: Shards) -> Tensor:  # noqa: ARG002
         """See `Measure`."""
         return sketch(tensor, bool(self.quantiles), self.histogram)
 

@@ -24,7 +24,7 @@ import instrument
 from instrument.actions.record import Record, select_part
 from instrument.actions.selection import Selector
 from instrument.capture.recorder import Recorder
-from instrument.dtensor import shard_dims
+from instrument.dtensor import Shards, shards_of
 from instrument.spec.parse import parse_hooks
 from instrument.spec.statistics import ALL, COUNTS, DEFAULT, STATISTICS
 from instrument.stats.spectrum import Spectrum
@@ -413,7 +413,9 @@ def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
         (full.split(3, 1), full.split(1, 2), full.split(1, 1)),
     )
     for dim, shards in [(0, each) for each in rows] + list(zip((1, 2, 1), columns, strict=True)):
-        parts = np.stack([measure.part(shard, (dim,))().numpy() for shard in shards])
+        largest = Shards((dim,), tuple(max(sizes) for sizes in zip(*(shard.shape for shard in shards), strict=True)))
+        parts = np.stack([measure.part(shard, largest)().numpy() for shard in shards])
+        assert parts.shape[1] <= max(shard.numel() for shard in shards) + 2  # no process sends more than its shard
         values, norm, rank, shape = measure.merged(parts)
         whole = np.linalg.svd(full.reshape(7, 15).double().numpy(), compute_uv=False)
         assert values == pytest.approx(whole.tolist(), rel=1e-12)
@@ -422,19 +424,21 @@ def test_spectrum_of_shards_is_that_of_the_full_tensor() -> None:
     parts[1] = math.nan  # a process that recorded nothing
     assert measure.merged(parts) == (None, None, None, None)
     with pytest.raises(ValueError, match="sharded along the dimensions 0 and 2 has no spectrum"):
-        measure.part(full[:4, :, :1], (0, 2))
+        measure.part(full[:4, :, :1], Shards((0, 2), (4, 5, 1)))
+    with pytest.raises(ValueError, match="is complex has no spectrum"):
+        measure.part(full.to(torch.complex64), Shards((0,), (7, 5, 3)))
 
 
-def test_dimensions_of_shards_are_those_with_several_processes() -> None:
+def test_shards_are_those_of_several_processes() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         mesh = init_device_mesh("cpu", (2, 2, 1))
-        for placements, dims in (
-            ([Shard(0), Shard(1), Replicate()], (0, 1)),
-            ([Replicate(), Shard(1), Shard(0)], (1,)),
-            ([Shard(0), Shard(0), Replicate()], (0,)),
-            ([Replicate()] * 3, ()),
+        for placements, dims, largest in (
+            ([Shard(0), Shard(1), Replicate()], (0, 1), (3, 2)),
+            ([Replicate(), Shard(1), Shard(0)], (1,), (5, 2)),
+            ([Shard(0), Shard(0), Replicate()], (0,), (2, 4)),
+            ([Replicate()] * 3, (), (5, 4)),
         ):
-            assert shard_dims(distribute_tensor(torch.ones(4, 4), mesh, placements)) == dims
+            assert shards_of(distribute_tensor(torch.ones(5, 4), mesh, placements)) == (dims, largest)
     finally:
         dist.destroy_process_group()

@@ -186,7 +186,9 @@ def test_copies_are_on_the_cpu_whatever_the_default_device_is() -> None:
 
 
 def test_step_with_tensors_of_a_gpu_ends_with_the_next_one(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_copy, "_background_stream", lambda device: SimpleNamespace(record_event=lambda: gpu))
+    stream = SimpleNamespace(record_event=lambda: gpu)
+    monkeypatch.setattr(device_copy, "_background_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=Gpu))
     context = Context("h", "forward", "output", "a", torch.nn.ReLU(), "", StepContext(0, 0, 0, "train"))
     sink = MemorySink()
     monkeypatch.setattr(sink, "keep", lambda key, shape, tensor, dtype: 12)
@@ -265,7 +267,7 @@ def test_recorded_tensor_is_copied_from_a_copy_on_a_stream_of_its_own(
         assert log == [("background", "waits for", "current"), ("background", "copies"), ("background", "event")]
         assert OnGpu.streams == [other]
     else:
-        assert log == [("current", "copies"), ("current", "event")]
+        assert log == [("current", "waits for", "background"), ("current", "copies"), ("current", "event")]
 
 
 class Overwrites(torch.nn.Module):

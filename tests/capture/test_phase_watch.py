@@ -124,6 +124,34 @@ def test_phase_follows_calls_of_a_model_compiled_in_place() -> None:
     torch.compiler.reset()
 
 
+def test_watches_of_a_compiled_model_are_removed_in_any_order() -> None:
+    model = Parts()
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        probes = [instrument.attach(model, HOOKS, rules=None) for _ in range(3)]
+        for probe in [each.__enter__() for each in probes]:
+            probe.follow_model()
+        for index in order:
+            probes[index].__exit__(None, None, None)
+        assert model._compiled_call_impl is compiled
+
+
+def test_model_that_is_compiled_again_is_followed_from_the_next_step_on() -> None:
+    model = Parts()
+    model.compile(backend="eager")
+    with instrument.attach(model, HOOKS, rules=None) as probe:
+        watch = probe.follow_model()
+        model.compile(backend="eager", fullgraph=True)
+        watch.begin_step()
+        model(torch.zeros(1, 3))
+        watch.end_step()
+        probe.end_step()
+        model.eval()(torch.zeros(1, 3))
+        assert probe.phase == "eval"
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
 def test_compiled_model_is_not_split_at_its_parts() -> None:
     def graphs_of(*, watched: bool) -> int:
