@@ -181,7 +181,7 @@ class Calls:
         return Call(index, origin, self.clock.micro_step_index, is_recomputed, segment)
 
     def _end_plain_call(self) -> Call | None:
-        """End the open call of this thread, which `PlainCalls.enter` began. Return None if there is none."""
+        """End the open call of this thread, which `PlainCalls.enter` began. Return None if no call is open."""
         micro_step_index, index = self.indices.open_micro_step, self.indices.end_open_call()
         return None if index is None else Call(index, index, micro_step_index)
 

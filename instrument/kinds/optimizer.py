@@ -45,9 +45,8 @@ class StepHooks:
         self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
         self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
         self.parameters_before: dict[AttachedHook, Tensor] = {}
-        self.sites_with_update: frozenset[AttachedHook] = (
-            frozenset()
-        )  # sites whose buffer there contains the update already
+        # Sites whose buffer there contains the update already.
+        self.sites_with_update: frozenset[AttachedHook] = frozenset()
         self.steps_by_loop = steps_by_loop
         self.handles: list[RemovableHandle] = []
 
