@@ -39,8 +39,8 @@ def network() -> nn.Module:
 def replace_driver() -> None:
     """Let slabs launch a function that clears no floating-point flags and returns 0, for float32 tensors on the CPU."""
     nothing = ctypes.cast(ctypes.CDLL("libm.so.6").feclearexcept, ctypes.c_void_p).value or 0
-    kernel.connect_driver((nothing, nothing, nothing), 4096, 1024)
-    memory = torch.empty(8), torch.empty(1)
+    kernel.connect_driver((nothing, nothing, nothing), 4096)
+    memory = torch.empty(1024, 8), torch.empty(1)
     kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 0, (128, 32), memory)
 
 

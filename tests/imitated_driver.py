@@ -74,8 +74,8 @@ def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
         return 0
 
     functions = _LAUNCH(launch), _STATUS(capture_status), _DEVICE(current_device)
-    kernel.connect_driver(tuple(ctypes.cast(each, _POINTER).value for each in functions), 4096, 1024)  # type: ignore[arg-type]
-    memory = torch.empty(8), torch.empty(1)
+    kernel.connect_driver(tuple(ctypes.cast(each, _POINTER).value for each in functions), 4096)  # type: ignore[arg-type]
+    memory = torch.empty(1024, 8), torch.empty(1)
     for tensors in (MEASURE, COMPARE):
         kernel.add_launcher(torch.device("cpu"), dtype, 0, tensors, tensors, (128, 32), memory)
     try:

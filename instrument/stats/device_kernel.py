@@ -32,14 +32,15 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""
 
 _BLOCK = 1024  # elements that a program reads at once
-# At most 64 registers per thread let more programs run at once: a quarter less time on an H200. AMD's compiler has no such option.
-_OPTIONS = {"num_warps": 8} if torch.version.hip else {"num_warps": 8, "maxnreg": 64}
+_OPTIONS = {"num_warps": 4}
 _BLOCKS = 4  # least number of blocks of a program, if there are several programs
-_PROGRAMS = 1024  # the maximum number of programs: 8 for each multiprocessor of a large GPU
+# As many programs run at once on a multiprocessor of an H100 (150 registers per thread). More take up to twice the time there.
+_PROGRAMS_PER_MULTIPROCESSOR = 3
 # Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
 _NUMBERS = tl.constexpr(8)
 _OTHERS = 4  # parameters of a kernel after its tensors: partials, arrived, results, numel
-_LANES = tl.constexpr(128)  # results of programs that are merged at once
+_STAGES = tl.constexpr(4)  # blocks that a program has requested at once
+_LANES = tl.constexpr(512)  # results of programs that are merged at once: those of all programs on most GPUs
 
 
 @triton.jit(do_not_specialize=["results", "numel"])
@@ -111,11 +112,8 @@ def _measure_part(  # noqa: PLR0915, PLR0917
     magnitudes = tl.zeros([block_size], tl.float64)
     # As if all elements were finite. Blocks without a mask are read in words of 16 bytes.
     lanes = tl.arange(0, block_size)
-    start = tl.minimum(program.to(tl.int64), tl.maximum(full_blocks - 1, 0)) * block_size
-    next_elements = tl.load(elements + start + lanes, mask=lanes < numel, other=0)
-    for block in range(program, full_blocks, programs):
-        x = _as_float(next_elements, is_bfloat16)
-        next_elements = tl.load(elements + tl.minimum(block + programs, full_blocks - 1) * block_size + lanes)
+    for block in tl.range(program, full_blocks, programs, num_stages=_STAGES):
+        x = _as_float(tl.load(elements + block * block_size + lanes), is_bfloat16)
         low, high = tl.minimum(low, x), tl.maximum(high, x)
         zeros += (x == 0.0).to(tl.int32)
         value = x.to(tl.float64)
@@ -376,9 +374,10 @@ def measure_batch_by_kernel(
         tensors: int64 [tensors, 3]: the address of the elements, divisible by 16, the number of elements, and the address of the
             results; see `measure_by_kernel`.
     """
-    # About 2 * _PROGRAMS programs in proportion to the sizes, but at least one and at most _PROGRAMS for each tensor.
+    # Programs in proportion to the sizes, but at least one and at most `most` for each tensor.
+    most = _max_programs(device)
     blocks = -(-tensors[:, 1] // (_BLOCK * _BLOCKS))
-    ends = np.cumsum(np.minimum(-(-blocks // -(-int(blocks.sum()) // (2 * _PROGRAMS))), _PROGRAMS))
+    ends = np.cumsum(np.minimum(-(-blocks // -(-int(blocks.sum()) // (4 * most))), most))
     table = np.zeros((len(tensors) + 1, 4), np.int64)
     table[:-1, :3] = tensors[:, [0, 2, 1]]
     table[1:, 3] = ends
@@ -451,7 +450,7 @@ def _current_stream(gpu: int | None) -> int:
 def _prepared(flat: Tensor) -> tuple[Tensor, bool, tuple[int], int]:
     """Return the elements as the kernels read them, whether they are bits of bfloat16, the grid and the stream of a launch."""
     is_bfloat16 = flat.dtype == torch.bfloat16  # read as bits, because not every conversion keeps subnormal numbers
-    programs = min(-(-flat.numel() // (_BLOCK * _BLOCKS)), _PROGRAMS)
+    programs = min(-(-flat.numel() // (_BLOCK * _BLOCKS)), _max_programs(flat.device))
     return flat.view(torch.int16) if is_bfloat16 else flat, is_bfloat16, (programs,), _current_stream(_gpu_index(flat))
 
 
@@ -497,7 +496,14 @@ def _connect_driver() -> None:
     library = ctypes.CDLL("libcuda.so.1")
     functions = (library.cuLaunchKernel, library.cuStreamIsCapturing, library.cuCtxGetDevice)
     launch, capture_status, current_device = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in functions)
-    connect_driver((launch, capture_status, current_device), _BLOCK * _BLOCKS, _PROGRAMS)
+    connect_driver((launch, capture_status, current_device), _BLOCK * _BLOCKS)
+
+
+@cache
+def _max_programs(device: torch.device) -> int:
+    """Return the maximum number of programs of one tensor."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 128
+    return _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
 
 
 def _power_of_2(least: int) -> int:
@@ -509,7 +515,7 @@ def _power_of_2(least: int) -> int:
 def _memory(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     """Return the memory of all launches on a stream, which run one after another: partial results, and a counter."""
     with torch.inference_mode(False):
-        partials = torch.empty((_PROGRAMS, _NUMBERS.value), dtype=torch.float64, device=device)
+        partials = torch.empty((_max_programs(device), _NUMBERS.value), dtype=torch.float64, device=device)
         return partials, torch.zeros(1, dtype=torch.int32, device=device)
 
 

@@ -154,21 +154,20 @@ class PortableSlab(Slab):
 make_slab: Callable[[int], Slab] = native.Slab if is_connected else PortableSlab
 
 
-def connect_driver(functions: tuple[int, int, int], elements: int, programs: int) -> None:
+def connect_driver(functions: tuple[int, int, int], elements: int) -> None:
     """Give slabs access to the driver of devices. Removes all launchers.
 
     Args:
         functions: The addresses of `cuLaunchKernel`, `cuStreamIsCapturing` and `cuCtxGetDevice`.
-        elements: The number of elements per program.
-        programs: The maximum number of programs of a launch.
+        elements: The least number of elements per program, if there are several programs.
     """
     if is_connected:
-        native.connect_driver(*functions, elements, programs)
+        native.connect_driver(*functions, elements)
 
 
 def disconnect_driver() -> None:
     """Remove the launchers of all devices and dtypes, until the process ends."""
-    connect_driver((0, 0, 0), 1, 1)
+    connect_driver((0, 0, 0), 1)
     launch_devices.clear()
 
 
@@ -194,13 +193,14 @@ def add_launcher(  # noqa: PLR0917
         tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
         function: The handle of the kernel, compiled for addresses divisible by 16.
         size: Threads per program, and bytes of shared memory per program.
-        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 8], and a counter,
-            int32 [1].
+        memory: Memory of the stream, which must outlive the launcher: partial results, float64 [programs, 8] for the
+            maximum number of programs of a launch, and a counter, int32 [1].
     """
     if is_connected:
         number = memory[0].__dlpack_device__()
         addresses = [tensor.data_ptr() for tensor in memory]
-        if native.add_launcher(*number, stream, _KINDS[dtype], tensors, function, *size, *addresses):
+        given = (*number, stream, _KINDS[dtype], tensors, function, len(memory[0]), *size, *addresses)
+        if native.add_launcher(*given):
             launch_devices[device] = True
 
 

@@ -68,12 +68,12 @@
    which DLPack defines (https://dmlc.github.io/dlpack/latest/c_api.html). False if it cannot describe a tensor without
    a new reference.
 
-   connect_driver(launch, capture status, current device, elements, programs) -> None
+   connect_driver(launch, capture status, current device, elements) -> None
 
    Sets the addresses of three functions of a device's driver with the signatures of `cuLaunchKernel`, `cuStreamIsCapturing` and
    `cuCtxGetDevice`, and the size of a launch: the elements of a program, and the most programs.
 
-   add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> bool
+   add_launcher(device type, device id, stream, kind, tensors, function, programs, threads, shared memory, partials, arrived) -> bool
 
    Adds a kernel for tensors of one dtype on a stream: of `device_kernel.py`, `_measure` for one tensor or `_compare` for two,
    compiled for addresses divisible by 16. `kind` is as above, or 3 for float16. False if no
@@ -414,14 +414,13 @@ static struct {
     int (*capture_status)(void *stream, int *status);
     int (*current_device)(int *id);
     long long elements;
-    unsigned max_programs;
 } driver;
 
 typedef struct {
     int type, id, kind, tensors;
     void *stream, *function;
     uint64_t partials, arrived; /* addresses */
-    unsigned threads, shared;
+    unsigned max_programs, threads, shared;
 } Launcher;
 
 #define MAX_LAUNCHERS 256
@@ -430,16 +429,15 @@ static int launcher_count;
 
 static PyObject *connect_driver(PyObject *self, PyObject *args) {
     unsigned long long launch, capture_status, current_device;
-    long long elements, max_programs;
+    long long elements;
     (void)self;
-    if (!PyArg_ParseTuple(args, "KKKLL", &launch, &capture_status, &current_device, &elements, &max_programs))
+    if (!PyArg_ParseTuple(args, "KKKL", &launch, &capture_status, &current_device, &elements))
         return NULL;
-    if (elements < 1 || max_programs < 1 || max_programs > INT32_MAX) {
-        PyErr_SetString(PyExc_ValueError, "elements and programs have to be positive");
+    if (elements < 1) {
+        PyErr_SetString(PyExc_ValueError, "elements has to be positive");
         return NULL;
     }
     driver.elements = elements;
-    driver.max_programs = (unsigned)max_programs;
     memcpy(&driver.launch, &(uintptr_t){(uintptr_t)launch}, sizeof driver.launch);
     memcpy(&driver.capture_status, &(uintptr_t){(uintptr_t)capture_status}, sizeof driver.capture_status);
     memcpy(&driver.current_device, &(uintptr_t){(uintptr_t)current_device}, sizeof driver.current_device);
@@ -451,11 +449,12 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
     unsigned long long stream, function, partials, arrived;
     Launcher new;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iiKiiKIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
-                          &new.threads, &new.shared, &partials, &arrived))
+    if (!PyArg_ParseTuple(args, "iiKiiKIIIKK", &new.type, &new.id, &stream, &new.kind, &new.tensors, &function,
+                          &new.max_programs, &new.threads, &new.shared, &partials, &arrived))
         return NULL;
-    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.tensors < 1 || new.tensors > 2 || !new.threads) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, tensors 1 or 2, and threads positive");
+    if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.tensors < 1 || new.tensors > 2 || !new.max_programs ||
+        !new.threads) {
+        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, tensors 1 or 2, programs and threads positive");
         return NULL;
     }
     if (!driver.launch || launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
@@ -490,7 +489,7 @@ static const Launcher *launcher_of(const DLTensor *t, int kind, const void *befo
 static int launch(Launcher launcher, const void *before, const void *after, size_t numel, void *results) {
     int64_t count = (int64_t)numel;
     const int64_t programs = (count + driver.elements - 1) / driver.elements;
-    const unsigned grid = programs < driver.max_programs ? (unsigned)programs : driver.max_programs;
+    const unsigned grid = programs < launcher.max_programs ? (unsigned)programs : launcher.max_programs;
     /* Triton adds up to two parameters for scratch memory, which these kernels do not need. */
     void *no_scratch = NULL, *parameters[8] = {&before, &after};
     void **next = parameters + launcher.tensors;
@@ -1081,9 +1080,9 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"connect", connect, METH_VARARGS, "connect(tensor class, parameter class, exchange API) -> bool"},
     {"connect_driver", connect_driver, METH_VARARGS,
-     "connect_driver(launch, capture status, current device, elements, programs) -> None"},
+     "connect_driver(launch, capture status, current device, elements) -> None"},
     {"add_launcher", add_launcher, METH_VARARGS,
-     "add_launcher(device type, device id, stream, kind, tensors, function, threads, shared memory, partials, arrived) -> bool"},
+     "add_launcher(device type, device id, stream, kind, tensors, function, programs, threads, shared memory, partials, arrived) -> bool"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},

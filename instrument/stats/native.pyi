@@ -6,7 +6,7 @@ from torch import Tensor
 from .kernel import Slab as Slab
 
 def connect(tensor: type, parameter: type, exchange_api: object) -> bool: ...
-def connect_driver(launch: int, capture_status: int, current_device: int, elements: int, programs: int) -> None: ...
+def connect_driver(launch: int, capture_status: int, current_device: int, elements: int) -> None: ...
 def add_launcher(
     device_type: int,
     device_id: int,
@@ -14,6 +14,7 @@ def add_launcher(
     kind: int,
     tensors: int,
     function: int,
+    programs: int,
     threads: int,
     shared_memory: int,
     partials: int,

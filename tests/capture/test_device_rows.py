@@ -134,19 +134,18 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
-@pytest.mark.parametrize("given", [(1, 1, 1, 0, 1), (1, 1, 1, 1, 0), (1, 1, 1, 1, 2**40)], ids=str)
-def test_driver_with_a_wrong_size_of_launches_is_refused(driver: Driver, given: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="have to be positive"):
-        kernel.native.connect_driver(*given)
+def test_driver_with_a_wrong_size_of_launches_is_refused(driver: Driver) -> None:
+    with pytest.raises(ValueError, match="has to be positive"):
+        kernel.native.connect_driver(1, 1, 1, 0)
     slab, _ = slab_with_buffer(12)
     slab.add(torch.randn(64, 8), 0, None, True)
     assert buffer_rows(slab) == [[0, 0]]  # the driver is the one before
 
 
 def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
-    for kind, tensors, threads in ((4, 1, 128), (-1, 1, 128), (0, 3, 128), (0, 1, 0)):
+    for kind, tensors, programs, threads in ((4, 1, 1, 128), (-1, 1, 1, 128), (0, 3, 1, 128), (0, 1, 0, 128), (0, 1, 1, 0)):
         with pytest.raises(ValueError, match="kind has to be 0 to 3"):
-            kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, threads, 32, 0, 0)
+            kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, programs, threads, 32, 0, 0)
     slab = kernel.make_slab(12)
     with pytest.raises(ValueError, match="negative number of rows"):
         slab.set_buffer(1, 0, 0, -1)
@@ -155,7 +154,7 @@ def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
     with pytest.raises(ValueError, match="more than 64 buffers"):
         slab.set_buffer(2, 64, 0, 1)
     kernel.disconnect_driver()
-    kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 1, (128, 32), (torch.empty(8), torch.empty(1)))
+    kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 1, (128, 32), (torch.empty(1, 8), torch.empty(1)))
     assert not kernel.launch_devices  # slabs get no buffers without a driver
 
 

@@ -334,10 +334,9 @@ for target in (GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("
     for elements, numel in (("*fp32", "i32"), ("*fp32", "i64"), ("*fp16", "i32"), ("*i16", "i32")):
         types = {"elements": elements, "partials": "*fp64", "arrived": "*i32", "results": "*fp64", "numel": "i64"}
         constants = {"block_size": 1024, "is_bfloat16": elements == "*i16"}
-        options = _OPTIONS if target.backend == "cuda" else {"num_warps": 8}
-        code = triton.compile(ASTSource(_measure, types, constants), target=target, options=options)
+        code = triton.compile(ASTSource(_measure, types, constants), target=target, options=_OPTIONS)
         types = {"before": elements, "after": elements, **{name: types[name] for name in types if name != "elements"}}
-        effect = triton.compile(ASTSource(_compare, types, constants), target=target, options=options)
+        effect = triton.compile(ASTSource(_compare, types, constants), target=target, options=_OPTIONS)
         types = {"elements": elements, "results": "*fp64", "counts": "*i64", "numel": numel, "blocks": "i32", "bins": "i32"}
         histogram = triton.compile(ASTSource(_count, types, {**constants, "upper": 64}), target=target)
         binary = "cubin" if target.backend == "cuda" else "hsaco"
