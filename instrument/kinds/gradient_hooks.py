@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .clock import Clock, graph_task
+
+if TYPE_CHECKING:
+    from ..stats.native import OutputGradientHook
 
 Hook = Callable[[Tensor], Tensor | None]
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
@@ -75,6 +78,12 @@ class ViewRegion(NamedTuple):
     base_layout: Layout
     view_layout: Layout
 
+    @classmethod
+    def of(cls, view: Tensor, base: Tensor) -> ViewRegion:
+        """Return the region. Both may be detached."""
+        offset = int(view.storage_offset()) - int(base.storage_offset())
+        return cls((tuple(base.shape), base.stride(), 0), (tuple(view.shape), view.stride(), offset))
+
     def extract(self, gradient: Tensor) -> Tensor:
         """Return the view's part of the base tensor's gradient."""
         return (
@@ -112,9 +121,7 @@ class ViewBase(NamedTuple):
         base = view._base
         if base is None or base.grad_fn is None or base.dtype != view.dtype:
             return None
-        offset = int(view.storage_offset()) - int(base.storage_offset())
-        layout = (tuple(view.shape), view.stride(), offset)
-        return cls(base.grad_fn, base.output_nr, ViewRegion((tuple(base.shape), base.stride(), 0), layout))
+        return cls(base.grad_fn, base.output_nr, ViewRegion.of(view, base))
 
     def register(self, hook: Hook, when: Callable[[], bool]) -> None:
         """Register a hook on the view's part of the gradient at the base.
@@ -130,6 +137,29 @@ class ViewBase(NamedTuple):
             return (*gradients[:output], region.insert(gradient, new), *gradients[output + 1 :])
 
         self.node.register_prehook(before_node)
+
+
+class _BaseHook:
+    """The hook on the base of a view that only records, of which most are never needed: it computes the region when it runs."""
+
+    __slots__ = ("base", "hook", "output", "version", "view")
+
+    def __init__(self, view: Tensor, base: Tensor, hook: OutputGradientHook) -> None:
+        self.view, self.base, self.hook = view.detach(), base.detach(), hook
+        self.output, self.version = base.output_nr, view._version
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        """Run the hook on the gradient of the view before it was modified in place. `gradients` are those of the node."""
+        gradient = gradients[self.output]
+        if self.view._version != self.version and not self.hook.backward and gradient is not None:
+            self.hook(ViewRegion.of(self.view, self.base).extract(gradient))
+
+
+def watch_base(view: Tensor, hook: OutputGradientHook) -> None:
+    """Let the gradient hook of a view, which changes nothing, also run if the view is modified in place."""
+    base = view._base
+    if base is not None and base.grad_fn is not None and base.dtype == view.dtype:
+        base.grad_fn.register_prehook(_BaseHook(view, base, hook))
 
 
 class Graph:

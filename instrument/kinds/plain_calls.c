@@ -2,11 +2,12 @@
    that output. `instrument.kinds.module_tensors.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
    Python. Plain tensors are those of `Slab.add`.
 
-   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing)
+   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, watch base)
 
    Sets what this code calls: transform() returns the active transform of torch.func or None, graph task() the number of the backward
    pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
-   of the dictionary of a tensor's hooks; and firing(call, backward, recompute, origin), which returns a `Firing`.
+   of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `Firing`; and watch base(view, hook),
+   which lets the hook also run if the view is modified in place.
 
    FiringCounts: the attributes `opportunities`, `firings`, `expected`, `fired` and `has_notes` of `HookCoverage`.
 
@@ -41,7 +42,7 @@
 #include "../stats/native.h"
 #include <structmember.h>
 
-enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, FUNCTIONS };
+enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, WATCH_BASE, FUNCTIONS };
 static PyObject *functions[FUNCTIONS];
 
 #define NAMES(NAME)                                                                                                   \
@@ -56,7 +57,8 @@ static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type
 static PyObject *connect_torch(PyObject *self, PyObject *args) {
     PyObject *given[FUNCTIONS];
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5]))
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
+                          &given[6]))
         return NULL;
     for (int i = 0; i < FUNCTIONS; i++) {
         PyObject *old = functions[i];
@@ -462,14 +464,11 @@ static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
     return result;
 }
 
-/* Registers the hook of the gradient. 0 if Python code has to do it: the tensor is a leaf, a view or not plain. -1 with an exception
-   set. */
+/* Registers the hook of the gradient. 0 if Python code has to do it: the tensor is a leaf or not plain. -1 with an exception set. */
 static int register_gradient(PlainCalls *self, PyObject *output, long long index) {
     int is_plain = has_kernel_layout(output) ? attribute_is(output, name_requires_grad, Py_True) : 0;
     if (is_plain == 1)
         is_plain = is_object(PyObject_CallNoArgs(functions[GRAD_ENABLED]), Py_True);
-    if (is_plain == 1)
-        is_plain = attribute_is(output, name__base, Py_None);
     if (is_plain != 1)
         return is_plain;
     PyObject *node = PyObject_GetAttr(output, name_grad_fn);
@@ -483,7 +482,10 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
         hook->calls = Py_NewRef((PyObject *)self);
         hook->index = index;
     }
-    const int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
+    int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
+    const int is_view = result < 0 ? 0 : !attribute_is(output, name__base, Py_None);
+    if (is_view)
+        result = is_object(PyObject_CallFunctionObjArgs(functions[WATCH_BASE], output, hook, NULL), Py_None);
     Py_DECREF(node);
     Py_XDECREF((PyObject *)hook);
     return result < 0 ? -1 : 1;
@@ -572,9 +574,15 @@ static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObjec
     return PyObject_CallFunction(calls->finish, "nLLO", done, self->index, backward, gradient);
 }
 
+static PyMemberDef gradient_members[] = {
+    {"backward", T_LONGLONG, offsetof(OutputGradientHook, backward), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot gradient_slots[] = {
     {Py_tp_doc, "The hook of the gradient of one output."},
     {Py_tp_call, gradient_call},
+    {Py_tp_members, gradient_members},
     {Py_tp_traverse, gradient_traverse},
     {Py_tp_clear, gradient_clear},
     {Py_tp_dealloc, gradient_dealloc},
@@ -589,7 +597,7 @@ static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook"
 
 static PyMethodDef functions_of_module[] = {
     {"connect_torch", connect_torch, METH_VARARGS,
-     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing) -> None"},
+     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, watch base) -> None"},
     {"update_counts", update_counts, METH_O, "update_counts(counts) -> list"},
 };
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .clock import Firing, graph_task
+from .gradient_hooks import watch_base
 
 __all__ = [
     "CallIndices",
@@ -36,7 +37,9 @@ firing_of = lru_cache(4096)(Firing)
 try:
     from ..stats.native import CallIndices, FiringCounts, PlainCalls, Recording, connect_torch, update_counts
 
-    connect_torch(current_transform, graph_task, torch.is_grad_enabled, saved_tensors_hooks, OrderedDict, firing_of)
+    connect_torch(
+        current_transform, graph_task, torch.is_grad_enabled, saved_tensors_hooks, OrderedDict, firing_of, watch_base
+    )
 # Installed without a C compiler.
 except ImportError:
 

@@ -31,6 +31,7 @@ def connect_torch(
     packing_hooks: Callable[[bool], object],
     ordered_dict: type,
     firing: Callable[[int, int, bool, int], object],
+    watch_base: Callable[[Tensor, OutputGradientHook], None],
 ) -> None: ...
 
 class FiringCounts:
@@ -81,4 +82,6 @@ class PlainCalls:
     def leave(self, output: object, /) -> int: ...
 
 class OutputGradientHook:
+    @property
+    def backward(self) -> int: ...
     def __call__(self, gradient: Tensor | None, /) -> Tensor | None: ...

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import instrument
+from instrument.kinds.tensor_gradients import OutputGradients
+from instrument.stats.kernel import is_connected
 
 Gradients = dict[tuple[str, str], Tensor]
 
@@ -369,6 +371,13 @@ class Last(nn.Module):
         return x[:, 2:]
 
 
+class LastRows(nn.Module):
+    """A part of its input whose elements are a contiguous block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[1:]
+
+
 def test_view_hook_fires_once_after_a_write_to_its_base() -> None:
     view, x = First(), torch.ones(2, 4, requires_grad=True)
     spec = {"layers": ".", "kind": "tensor", "action": "scale", "factor": 3.0}
@@ -390,6 +399,61 @@ def test_grad_output_of_a_view_excludes_the_rest_of_the_tensor() -> None:
         probe.end_step()
     (row,) = probe.sink.records("tensors")
     assert torch.equal(row["values"], torch.arange(6.0).view(3, 2) * (output > 0))
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "tensor"])
+@pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
+@pytest.mark.parametrize("between", [Last, LastRows, nn.Flatten], ids=["columns", "rows", "all"])
+def test_statistics_of_the_gradient_of_a_view(between: Any, written: bool, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=written))
+    weights = torch.arange(1.0, 13).view(3, 4)
+    batch = torch.randn(3, 4)
+    role = {} if kind == "tensor" else {"role": "grad_output"}
+    spec = {"layers": "1", "kind": kind, **role, "action": "record", "stats": ["l1", "numel"]}
+    with instrument.attach(model, {"h": spec}) as probe:
+        output = model(batch)
+        used = weights[: len(output), : output.shape[1]]
+        (output * used).sum().backward()
+        probe.end_step()
+    expected = (used * (output > 0)).sum().item()
+    assert [(row["l1"], row["numel"]) for row in probe.sink.records("stats")] == [(expected, output.numel())]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, 1)]
+
+
+@pytest.mark.parametrize("view", [Last(), LastRows()], ids=["columns", "rows"])
+@pytest.mark.parametrize(
+    ("is_used", "count"), [(True, 1), (False, 0)], ids=["read before a write to its base", "not used"]
+)
+def test_gradient_of_a_view_is_recorded_once_or_not_at_all(view: nn.Module, is_used: bool, count: int) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    with instrument.attach(view, {"h": {"layers": ".", "kind": "tensor", "action": "record", "stats": ["l1"]}}) as probe:
+        full = x * 1.0
+        used = view(full) * 1.0
+        if is_used:
+            full += 1.0
+            (used.sum() + full[:1, :2].sum()).backward()
+        else:
+            full[:1, :2].sum().backward()
+        probe.end_step()
+    assert [row["l1"] for row in probe.sink.records("stats")] == [4.0] * count
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, count)]
+
+
+@pytest.mark.skipif(not is_connected, reason="without the compiled kernel, all calls need Python code")
+def test_calls_that_return_views_need_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)  # a linear layer returns a view of a matrix
+    assert model[0](batch)._base is not None
+    monkeypatch.setattr(OutputGradients, "register", None)
+    specs = {
+        kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l1"]} for kind in ("forward", "tensor")
+    }
+    with instrument.attach(model, specs) as probe:
+        output = model(batch)
+        output.sum().backward()
+        probe.end_step()
+    found = {(row["layer"], row["kind"]): row["l1"] for row in probe.sink.records("stats")}
+    assert found["1", "tensor"] == output.numel()
+    assert found["0", "tensor"] == pytest.approx((1 - output**2).sum().item(), rel=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------ leaves
