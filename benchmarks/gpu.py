@@ -1,6 +1,7 @@
 """Steps on a GPU with hooks: their time relative to the same step without hooks, launches, synchronizations and memory.
 
-python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [--precision fp32 bf16] [--rows TEXT ...] [--compiled]
+python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [--precision fp32 bf16]
+    [--modes eager compiled] [--rows TEXT ...]
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,11 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 NAIVE = "every leaf's output and gradient, with naive asynchronous hooks"
 MSPROBE = "every module's inputs, outputs and gradients, with msprobe"
+MODES = ("eager", "compiled")
+# What is compiled, in bf16: each row takes up to a minute.
+COMPILED = ("gpt2_small",)
+COMPILED_ROWS = ("hooks attached, none scheduled", "every leaf's output and gradient, every step")
+Step = Callable[[], object]
 PROFILED = 10  # steps, so that a hook with `every: 10` fires once
 
 
@@ -47,7 +55,7 @@ class Counts(NamedTuple):
     waits: float
 
 
-def counted(step: Callable[[], object]) -> Counts:
+def counted(step: Step) -> Counts:
     """Profile some steps."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED):
@@ -63,7 +71,7 @@ def counted(step: Callable[[], object]) -> Counts:
 
 
 @contextmanager
-def hooked_step(training: Training, specs: dict[str, dict[str, Any]]) -> Iterator[Callable[[], object]]:
+def hooked_step(training: Training, specs: dict[str, dict[str, Any]]) -> Iterator[Step]:
     """Yield a function that makes a training step with hooks that write to Parquet."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
@@ -72,7 +80,7 @@ def hooked_step(training: Training, specs: dict[str, dict[str, Any]]) -> Iterato
 
 
 @contextmanager
-def naive_step(training: Training) -> Iterator[Callable[[], object]]:
+def naive_step(training: Training) -> Iterator[Step]:
     """Yield a function that makes a training step with naive hooks: eight operations for each leaf's output and gradient.
 
     The statistics are copied to pinned memory asynchronously, and read a step later.
@@ -111,7 +119,7 @@ def naive_step(training: Training) -> Iterator[Callable[[], object]]:
 
 
 @contextmanager
-def msprobe_step(training: Training) -> Iterator[Callable[[], object]]:
+def msprobe_step(training: Training) -> Iterator[Step]:
     """Yield a function that makes a training step while msprobe records statistics of all modules, copied asynchronously."""
     from msprobe.pytorch import PrecisionDebugger
 
@@ -145,28 +153,40 @@ class Row(NamedTuple):
     memory: float
 
 
+class Baseline:
+    """A training without hooks.
+
+    Attributes:
+        step: Makes a training step.
+        held: The memory of the device that it holds between steps, in bytes.
+        peak: The memory that a step takes in addition, in bytes.
+    """
+
+    def __init__(self, create: Callable[[], Training]) -> None:
+        before = torch.cuda.memory_allocated()
+        self.step = create().step
+        self.step()  # the first step of an optimizer has other kernels
+        self.held = torch.cuda.memory_allocated() - before
+        self.peak = peak(self.step)
+
+
 def measure(
-    create: Callable[[], Training],
-    hooked: Callable[[Training], AbstractContextManager[Callable[[], object]]],
-    rounds: int,
+    baseline: Baseline, training: Training, hooked: Callable[[Training], AbstractContextManager[Step]], rounds: int
 ) -> Row:
     """Measure a step with hooks and a step without.
 
     Args:
-        create: Creates a training.
+        baseline: The training without hooks.
+        training: Another one.
         hooked: Returns a block that yields the step of a training with hooks.
         rounds: The number of rounds of ten steps.
     """
-    before = torch.cuda.memory_allocated()
-    baseline = create()
-    baseline.step()
-    held = torch.cuda.memory_allocated() - before
-    with hooked(create()) as step:
+    with hooked(training) as step:
         time = paired(baseline.step, step, rounds=rounds, steps=10, device=DEVICE)
-        return Row(time, counted(step), (held + peak(step)) / (held + peak(baseline.step)))
+        return Row(time, counted(step), (baseline.held + peak(step)) / (baseline.held + baseline.peak))
 
 
-def peak(step: Callable[[], object]) -> int:
+def peak(step: Step) -> int:
     """Return the memory that a step takes in addition to that before it, in bytes."""
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -178,10 +198,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument(
-        "--rows", nargs="*", help="measure only rows whose label contains one of these texts; default: all"
+        "--rows",
+        nargs="*",
+        default=[""],
+        help="measure only rows whose label contains one of these texts; default: all",
     )
-    parser.add_argument("--compiled", action="store_true", help="compile the models with torch.compile(fullgraph=True)")
     parser.add_argument("--only", nargs="*", choices=GPU_WORKLOADS, default=list(GPU_WORKLOADS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -190,33 +213,44 @@ def main() -> None:
     print(
         "\n| model | precision | recorded | time | kernels | copies | waits | memory |\n|---|---|---|---|---|---|---|---|"
     )
-    for name in options.only:
-        workload = GPU_WORKLOADS[name]
-        for precision in options.precision:
+    started_at = time.perf_counter()
+    for mode, name, precision in product(options.modes, options.only, options.precision):
+        if mode == "eager" or (name in COMPILED and precision == "bf16"):
+            measure_model(GPU_WORKLOADS[name], precision, options, compiled=mode == "compiled")
+    print("\nstatistics:", measured_by(), f"in {time.perf_counter() - started_at:.0f} s")
 
-            def create(workload: Workload = workload, dtype: torch.dtype | None = PRECISIONS[precision]) -> Training:
-                training = workload.training(DEVICE, dtype)
-                if options.compiled:
-                    training.model.compile(fullgraph=True)
-                return training
 
-            training = create()
-            training.step()  # the first step of an optimizer has other kernels
-            alone = counted(training.step)
-            seconds = paired(training.step, training.step, rounds=3, device=DEVICE).baseline
-            show(workload.name, precision, "nothing", f"{1e3 * seconds:.1f} ms", alone, 1.0)
-            del training
-            ways = {label: partial(hooked_step, specs=specs) for label, specs in jobs(workload.training()).items()}
-            if not options.compiled:
-                ways[NAIVE] = naive_step
-                if find_spec("msprobe") is not None:
-                    ways[MSPROBE] = msprobe_step
-            for label, hooked in ways.items():
-                if options.rows is not None and not any(part in label for part in options.rows):
-                    continue
-                row = measure(create, hooked, options.rounds)
-                show(workload.name, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)
-    print("\nstatistics:", measured_by())
+def measure_model(workload: Workload, precision: str, options: argparse.Namespace, *, compiled: bool) -> None:
+    """Print the rows of a model.
+
+    Args:
+        workload: The model and its batch.
+        precision: A key of `PRECISIONS`.
+        options: The options of the command.
+        compiled: Whether the model is compiled with `torch.compile(fullgraph=True)`.
+    """
+
+    def create() -> Training:
+        training = workload.training(DEVICE, PRECISIONS[precision])
+        if compiled:
+            training.model.compile(fullgraph=True)
+        return training
+
+    ways = {label: partial(hooked_step, specs=specs) for label, specs in jobs(workload.training()).items()}
+    if compiled:
+        ways = {label: ways[label] for label in COMPILED_ROWS}
+    else:
+        ways[NAIVE] = naive_step
+        if find_spec("msprobe") is not None:
+            ways[MSPROBE] = msprobe_step
+    baseline = Baseline(create)
+    seconds = paired(baseline.step, baseline.step, rounds=3, device=DEVICE).baseline
+    model = f"{workload.name}, compiled" if compiled else workload.name
+    show(model, precision, "nothing", f"{1e3 * seconds:.1f} ms", counted(baseline.step), 1.0)
+    for label, hooked in ways.items():
+        if any(part in label for part in options.rows):
+            row = measure(baseline, create(), hooked, options.rounds)
+            show(model, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)
 
 
 def show(model: str, precision: str, recorded: str, time: str, counts: Counts, memory: float) -> None:

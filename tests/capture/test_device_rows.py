@@ -143,7 +143,13 @@ def test_driver_with_a_wrong_size_of_launches_is_refused(driver: Driver) -> None
 
 
 def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
-    for kind, tensors, programs, threads in ((4, 1, 1, 128), (-1, 1, 1, 128), (0, 3, 1, 128), (0, 1, 0, 128), (0, 1, 1, 0)):
+    for kind, tensors, programs, threads in (
+        (4, 1, 1, 128),
+        (-1, 1, 1, 128),
+        (0, 3, 1, 128),
+        (0, 1, 0, 128),
+        (0, 1, 1, 0),
+    ):
         with pytest.raises(ValueError, match="kind has to be 0 to 3"):
             kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, programs, threads, 32, 0, 0)
     slab = kernel.make_slab(12)

@@ -426,7 +426,9 @@ def test_statistics_of_the_gradient_of_a_view(between: Any, written: bool, kind:
 )
 def test_gradient_of_a_view_is_recorded_once_or_not_at_all(view: nn.Module, is_used: bool, count: int) -> None:
     x = torch.ones(2, 4, requires_grad=True)
-    with instrument.attach(view, {"h": {"layers": ".", "kind": "tensor", "action": "record", "stats": ["l1"]}}) as probe:
+    with instrument.attach(
+        view, {"h": {"layers": ".", "kind": "tensor", "action": "record", "stats": ["l1"]}}
+    ) as probe:
         full = x * 1.0
         used = view(full) * 1.0
         if is_used:
@@ -441,12 +443,13 @@ def test_gradient_of_a_view_is_recorded_once_or_not_at_all(view: nn.Module, is_u
 
 @pytest.mark.skipif(not is_connected, reason="without the compiled kernel, all calls need Python code")
 def test_calls_that_return_views_need_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)  # a linear layer returns a view of a matrix
+    model, batch = (
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        torch.randn(2, 3, 4),
+    )  # a linear layer returns a view of a matrix
     assert model[0](batch)._base is not None
     monkeypatch.setattr(OutputGradients, "register", None)
-    specs = {
-        kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l1"]} for kind in ("forward", "tensor")
-    }
+    specs = {kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l1"]} for kind in ("forward", "tensor")}
     with instrument.attach(model, specs) as probe:
         output = model(batch)
         output.sum().backward()
