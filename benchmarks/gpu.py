@@ -34,11 +34,11 @@ SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEvent
 NAIVE = "every leaf's output and gradient, with naive asynchronous hooks"
 MSPROBE = "every module's inputs, outputs and gradients, with msprobe"
 MODES = ("eager", "compiled")
-# What is compiled, in bf16: each row takes up to a minute.
+# What is compiled, in bf16. Compiling takes most of the time of these rows.
 COMPILED = ("gpt2_small",)
 COMPILED_ROWS = ("hooks attached, none scheduled", "every leaf's output and gradient, every step")
 Step = Callable[[], object]
-PROFILED = 10  # steps, so that a hook with `every: 10` fires once
+STEPS = 3  # of a round; the profiler takes seconds for each
 
 
 class Counts(NamedTuple):
@@ -55,10 +55,10 @@ class Counts(NamedTuple):
     waits: float
 
 
-def counted(step: Step) -> Counts:
+def counted(step: Step, steps: int) -> Counts:
     """Profile some steps."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED):
+        for _ in range(steps):
             step()
     kernels = copies = waits = 0
     for event in profiler.events():
@@ -67,7 +67,7 @@ def counted(step: Step) -> Counts:
             kernels += not event.is_user_annotation and not event.name.startswith(("Memcpy", "Memset"))
         else:
             waits += event.name.replace("hip", "cuda") in SYNCHRONIZATIONS
-    return Counts(kernels / PROFILED, copies / PROFILED, waits / PROFILED)
+    return Counts(kernels / steps, copies / steps, waits / steps)
 
 
 @contextmanager
@@ -171,7 +171,11 @@ class Baseline:
 
 
 def measure(
-    baseline: Baseline, training: Training, hooked: Callable[[Training], AbstractContextManager[Step]], rounds: int
+    baseline: Baseline,
+    training: Training,
+    hooked: Callable[[Training], AbstractContextManager[Step]],
+    rounds: int,
+    steps: int,
 ) -> Row:
     """Measure a step with hooks and a step without.
 
@@ -179,11 +183,12 @@ def measure(
         baseline: The training without hooks.
         training: Another one.
         hooked: Returns a block that yields the step of a training with hooks.
-        rounds: The number of rounds of ten steps.
+        rounds: The number of rounds.
+        steps: The number of steps of a round.
     """
     with hooked(training) as step:
-        time = paired(baseline.step, step, rounds=rounds, steps=10, device=DEVICE)
-        return Row(time, counted(step), (baseline.held + peak(step)) / (baseline.held + baseline.peak))
+        time = paired(baseline.step, step, rounds=rounds, steps=steps, device=DEVICE)
+        return Row(time, counted(step, steps), (baseline.held + peak(step)) / (baseline.held + baseline.peak))
 
 
 def peak(step: Step) -> int:
@@ -196,7 +201,7 @@ def peak(step: Step) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument(
@@ -246,10 +251,11 @@ def measure_model(workload: Workload, precision: str, options: argparse.Namespac
     baseline = Baseline(create)
     seconds = paired(baseline.step, baseline.step, rounds=3, device=DEVICE).baseline
     model = f"{workload.name}, compiled" if compiled else workload.name
-    show(model, precision, "nothing", f"{1e3 * seconds:.1f} ms", counted(baseline.step), 1.0)
+    show(model, precision, "nothing", f"{1e3 * seconds:.1f} ms", counted(baseline.step, STEPS), 1.0)
     for label, hooked in ways.items():
         if any(part in label for part in options.rows):
-            row = measure(baseline, create(), hooked, options.rounds)
+            steps = 10 if "every 10 steps" in label else STEPS
+            row = measure(baseline, create(), hooked, options.rounds, steps)
             show(model, precision, label, f"{row.time.ratio:.2f}", row.counts, row.memory)
 
 
