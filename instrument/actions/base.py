@@ -270,18 +270,19 @@ class Rows(Effects, Protocol):
             custom: The custom statistics: numbers, or scalars on a device.
         """
 
-    def slot(self, table: str, site: tuple[Any, ...], names: tuple[str, ...]) -> int:
-        """Return the slot of a row, for `slab` and `record_plain_effect`.
+    def slab_of(self, context: Context) -> Slab | None:
+        """Return what receives the statistics of plain tensors in calls of a site. None if another process writes the same rows, or
+        without the compiled kernel.
+        """
+
+    def slot(self, table: str, context: Context, names: tuple[str, ...]) -> int:
+        """Return the slot of the rows of a call, for `slab_of` and `record_plain_effect`.
 
         Args:
             table: `stats` or `effects`.
-            site: The identity columns of the row without the moment.
+            context: The call at any time.
             names: The names of the statistics, without custom ones.
         """
-
-    @property
-    def slab(self) -> Slab | None:
-        """Receives the statistics of plain tensors. None if processes merge their rows, or without the compiled kernel."""
 
     def batched_launch(self) -> AbstractContextManager[None]:
         """Return a block in which plain tensors on a device are measured with one launch per device and dtype, when it ends.

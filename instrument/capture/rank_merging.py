@@ -22,6 +22,7 @@ from ..stats.table_rows import Measure
 from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
 from .row_cells import identity_columns
 from .sink_interface import Row
+from .slab_rows import Slots, Taken
 
 _RANK_AT = 4  # the index of the rank among the identity columns
 _NOTHING = torch.empty(0, dtype=torch.float64)
@@ -114,6 +115,15 @@ class LocalRowMerger:
         """Add this process's part of a row. Only called if `merges` is true."""
         raise AssertionError("rows of a single process have no parts")
 
+    def add_rows(self, taken: Taken, slots: Slots) -> None:  # noqa: ARG002
+        """Add this process's parts of the rows of a slab."""
+        assert not len(taken), "rows of a single process have no parts"
+
+    @property
+    def parts_on_device(self) -> int:
+        """The number of parts of statistics that were added by `add` and are on a device."""
+        return 0
+
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
         """Merge the pieces of the step; None if there are none, or if another process writes the rows."""
         return None
@@ -151,6 +161,22 @@ class GlobalRowMerger(LocalRowMerger):
     def add(self, piece: Piece) -> None:
         """Add this process's part of a row."""
         self._pieces.append(piece)
+
+    @property
+    def parts_on_device(self) -> int:
+        """The number of parts of statistics that were added by `add` and are on a device."""
+        return sum(piece.table == "stats" and piece.is_on_device for piece in self._pieces)
+
+    def add_rows(self, taken: Taken, slots: Slots) -> None:
+        """Add this process's parts of the rows of a slab."""
+        layout, parts = slots.layout(taken.keys[:, 0]), [*taken.numbers]
+        for each in taken.device_rows:
+            for row, part in zip(each.rows.tolist(), each.on_device(taken.numbers), strict=True):
+                parts[row] = part
+        self._pieces += [
+            Piece("stats", (*moment, *site[1:]), (names, 0, 0), part, _NOTHING)
+            for moment, site, names, part in zip(taken.moments_of_rows, layout.sites, layout.names, parts, strict=True)
+        ]
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
         """Merge the pieces of the step over all processes.
@@ -271,11 +297,13 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
         .view(-1, numbers)
         .to(device)
     )
-    for at, piece in enumerate(pieces):
-        if isinstance(piece.part, Measured) and piece.part.on_device is not None:
-            found[at] = sums_on_device([piece.part])[0]
-        elif isinstance(piece.part, Tensor):
-            found[at] = piece.part
+    on_device = {
+        at: piece.part if isinstance(piece.part, Tensor) else sums_on_device([piece.part])[0]
+        for at, piece in enumerate(pieces)
+        if isinstance(piece.part, Tensor) or (isinstance(piece.part, Measured) and piece.part.on_device is not None)
+    }
+    if on_device:
+        found[[*on_device]] = torch.stack([*on_device.values()]).to(found)
     return found
 
 

@@ -24,7 +24,7 @@ from ..kinds.clock import take
 from ..nested import shape_of
 from ..stats.device_sums import DeviceMemory
 from ..stats.exact_integers import remainders
-from ..stats.kernel import is_connected
+from ..stats.kernel import Slab, is_connected
 from ..stats.measure import Measured, as_cell, on_host
 from ..stats.sums import BASE, COLUMNS, statistics_of
 from ..stats.table_rows import Measure, Values
@@ -72,7 +72,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        slab, batched_launch: See `Rows`.
+        batched_launch: See `Rows`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Recorder:
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
-        self.slab = self._stats.slab if is_connected and not reduces else None
+        self._parts = StepSlab(len(COLUMNS), _DEVICE_SUMS)  # of rows that all processes merge
         self.batched_launch = self._stats.batched_launch
         self._reduces = reduces
         self._memory = DeviceMemory()
@@ -152,9 +152,18 @@ class Recorder:
         other = _Factor(factor) if factor is not None and math.isnan(factor) else None
         return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
 
-    def slot(self, table: str, site: Row, names: tuple[str, ...]) -> int:
-        """Return the slot of an identity, for `slab` and `record_plain_effect`."""
-        return (self._stats if table == "stats" else self._effects).slots.slot(site, names)
+    def slab_of(self, context: Context) -> Slab | None:
+        """Return what receives the statistics of plain tensors; see `Rows`."""
+        return None if not is_connected or self._merger.is_duplicate(context) else self._slab_of("stats", context).slab
+
+    def slot(self, table: str, context: Context, names: tuple[str, ...]) -> int:
+        """Return the slot of the rows of a call; see `Rows`."""
+        return self._slab_of(table, context).slots.slot(self._merger.identity(context)[len(context.moment) :], names)
+
+    def _slab_of(self, table: str, context: Context) -> StepSlab:
+        if table == "effects":
+            return self._effects
+        return self._parts if self._merger.merges(context) else self._stats
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
         """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
@@ -265,6 +274,7 @@ class Recorder:
         self.flush()
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
+        self._merger.add_rows(self._parts.take(incomplete=self._merger.parts_on_device), self._parts.slots)
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
         for row in () if merged is None else merged.rows:
             (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)

@@ -180,6 +180,7 @@ class DeviceRows:
     def __init__(self, buffer: Tensor, keys: Keys, index: int) -> None:
         self.device = buffer.device
         self.rows = np.flatnonzero(keys[:, _BUFFER] == index)
+        self._buffer = buffer
         self._buffer_rows = keys[self.rows, _BUFFER_ROW]
         self._copy = HostCopy(buffer[: self._buffer_rows.max() + 1]) if len(self.rows) else None
 
@@ -188,6 +189,17 @@ class DeviceRows:
         assert self._copy is not None, "no row has its numbers in this buffer"
         numbers: Matrix = self._copy.wait().numpy()[self._buffer_rows]
         return numbers
+
+    def on_device(self, numbers: Matrix) -> Tensor:
+        """Return all numbers of the rows on the device, float64 [rows, columns of the slab].
+
+        Args:
+            numbers: See `Taken`.
+        """
+        found = torch.from_numpy(numbers[self.rows]).to(self.device)
+        measured = self._buffer[torch.from_numpy(self._buffer_rows).to(self.device)]
+        found[:, 1 : 1 + measured.shape[1]] = measured
+        return found
 
 
 @dataclass
@@ -212,6 +224,11 @@ class Taken:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @property
+    def moments_of_rows(self) -> list[StepContext]:
+        """The moment of each row."""
+        return [self.moments[number] for number in self.keys[:, 1].tolist()]
 
     @property
     def shapes(self) -> ListColumn:
@@ -324,16 +341,20 @@ class StepSlab:
                     self._others = {}
                     raise
 
-    def take(self) -> Taken:
-        """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step."""
-        if not len(self.slab):
+    def take(self, *, incomplete: int = 0) -> Taken:
+        """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step.
+
+        Args:
+            incomplete: How many further rows of the step, which are not in this slab, have numbers on a device.
+        """
+        if not (len(self.slab) or incomplete):
             return self._no_rows
         with self._lock:
             numbers, keys, dims, moments = self.slab.take()
             others, self._others = self._others, {}
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
             device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
-            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others))
+            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + incomplete)
         return Taken(
             np.frombuffer(numbers).reshape(-1, self._width).copy(),
             table,
@@ -389,7 +410,7 @@ class SlabRows(ColumnRows):
     @property
     def moments(self) -> list[StepContext]:
         """The moment of each row."""
-        return [self.taken.moments[number] for number in self.taken.keys[:, 1].tolist()]
+        return self.taken.moments_of_rows
 
     def __len__(self) -> int:
         return len(self.taken)

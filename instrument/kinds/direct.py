@@ -60,23 +60,24 @@ def direct_of(attached: AttachedHook) -> Direct | None:
 class _Slots(dict[tuple[str, Firing, type], int]):
     """The slots of the rows of a site: by the path, the firing and the class of the module, which a parametrization changes."""
 
-    def __init__(self, attached: AttachedHook, slot_of: Callable[[tuple[object, ...]], int]) -> None:
+    def __init__(self, attached: AttachedHook, slot_of: Callable[[Context], int]) -> None:
         super().__init__()
         self._attached, self._slot_of = attached, slot_of
 
     def __missing__(self, key: tuple[str, Firing, type]) -> int:
         path, firing, _ = key
-        self[key] = slot = self._slot_of(self._attached.context(path, firing).site)
+        self[key] = slot = self._slot_of(self._attached.context(path, firing))
         return slot
 
 
 def _recording(attached: AttachedHook, action: Record) -> Direct | None:
     rows, measurement = action.rows, action.measurement
-    if rows.slab is None:
+    slab = rows.slab_of(attached.context("", FIRST_CALL))
+    if slab is None:
         return None
-    slots = _Slots(attached, lambda site: rows.slot("stats", site, measurement.names))
+    slots = _Slots(attached, lambda context: rows.slot("stats", context, measurement.names))
     return Recording(
-        rows.slab,
+        slab,
         attached,
         attached.clock,
         slots,
@@ -106,7 +107,7 @@ def batched_launch(attached_hooks: Sequence[AttachedHook]) -> AbstractContextMan
 def _changing(attached: AttachedHook, action: Intervention) -> Direct:
     change, clock, rows = action.change, attached.clock, cast(Rows, action.rows)
     held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
-    slots, module = _Slots(attached, lambda site: rows.slot("effects", site, ())), attached.site.layer.module
+    slots, module = _Slots(attached, lambda context: rows.slot("effects", context, ())), attached.site.layer.module
     context = attached.context("", FIRST_CALL).without_tensors()
     is_repeated = KINDS[attached.site.spec.kind].repeats
 

@@ -19,9 +19,12 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.actions.base import StepContext
+from instrument.capture.collectives import Ranks
 from instrument.capture.recorder import Recorder
 from instrument.capture.slab_rows import StepSlab
+from instrument.plan.hook_plan import make_plan
 from instrument.sinks.memory import MemorySink
+from instrument.spec.spec_file import read_specs
 from instrument.stats import device_choice, device_kernel, kernel
 
 RECORD = {"layers": "*", "action": "record", "stats": ["mean", "std", "min", "max", "l1", "zero_fraction", "nan_count"]}
@@ -46,13 +49,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield state
 
 
-def train(specs: dict[str, Any], steps: int = 4, first_value: float = math.inf) -> instrument.Probe:
+def train(
+    specs: dict[str, Any], steps: int = 4, first_value: float = math.inf, ranks: Ranks | None = None
+) -> instrument.Probe:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     batch = torch.randn(32, 8)
     batch[0, 0] = first_value
-    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+    plan = make_plan(read_specs(specs), model)
+    with instrument.Probe(plan, MemorySink(), optimizer=optimizer, ranks=ranks) as probe:
         for _ in range(steps):
             optimizer.zero_grad()
             loss = model(batch).nan_to_num(0.0, 0.0, 0.0).square().mean()
@@ -210,6 +216,44 @@ BOUNDARY: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """A group of one process whose rows are merged."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield Ranks("ddp", reduces=True)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("on_device", [True, False], ids=["device", "CPU"])
+def test_merged_rows_of_plain_tensors_come_from_the_slab(
+    driver: Driver, batches: list[int], ranks: Ranks, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_device:
+        kernel.disconnect_driver()
+    specs = {**{name: SPECS[name] for name in ("outputs", "grads")}, "params": BOUNDARY["params"]}
+    parts: list[str] = []
+    add_part = Recorder.add_part
+    monkeypatch.setattr(Recorder, "add_part", lambda *given: (parts.append(given[1].layer), add_part(*given)))
+    expected = rows_of(train(specs, first_value=1.0))
+    driver.launches.clear()
+    batches.clear()
+    found = rows_of(train(specs, first_value=1.0, ranks=ranks))
+    assert parts == []
+    assert (len(driver.launches), batches) == ((3 * (3 + 3), [4] * 3) if on_device else (0, []))  # not in the first step
+    places = ("step", "hook", "layer", "path")
+    merged = {tuple(row[name] for name in places): row for row in found}
+    assert len(found) == len(merged) == len(expected) == 4 * (3 + 3 + 4)
+    for wanted in expected:
+        row = merged[tuple(wanted[name] for name in places)]
+        assert (row["rank"], row["scope"], row["phase"]) == (0, "global", "train")
+        assert (row["shape"] is None) == (wanted["hook"] != "params")  # each process has the same parameters
+        assert row["numel"] == wanted["numel"] == math.prod(wanted["shape"])
+        for name in RECORD["stats"]:
+            assert row[name] == pytest.approx(wanted[name], rel=1e-12, abs=1e-15)
+
+
+@pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Interpret the kernel that measures several tensors. The list receives their number at each launch."""
     launched: list[int] = []
@@ -256,7 +300,7 @@ def test_effect_keeps_its_factor(driver: Driver, factor: Any) -> None:
     for step in range(3):
         moment = StepContext(step, 0, 0, "train")
         assert recorder.record_plain_effect(
-            before, before / 2, recorder.slot("effects", CONTEXT.site, ()), moment, factor, None
+            before, before / 2, recorder.slot("effects", CONTEXT, ()), moment, factor, None
         )
         recorder.end_step()
     recorder.flush()
