@@ -275,14 +275,18 @@ class Rows(Effects, Protocol):
         without the compiled kernel.
         """
 
-    def slot(self, table: str, context: Context, names: tuple[str, ...]) -> int:
+    def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
         """Return the slot of the rows of a call, for `slab_of` and `record_plain_effect`.
 
         Args:
             table: `stats` or `effects`.
             context: The call at any time.
             names: The names of the statistics, without custom ones.
+            is_scaled: Whether the statistics are those of the tensor divided by the scale of the step; see `note_scale`.
         """
+
+    def note_scale(self, scale: Tensor) -> bool:
+        """Set the scale of this step, before each row with `is_scaled`. Return false if the step has another one already."""
 
     def batched_launch(self) -> AbstractContextManager[None]:
         """Return a block in which plain tensors on a device are measured with one launch per device and dtype, when it ends.

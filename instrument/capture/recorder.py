@@ -156,9 +156,14 @@ class Recorder:
         """Return what receives the statistics of plain tensors; see `Rows`."""
         return None if not is_connected or self._merger.is_duplicate(context) else self._slab_of("stats", context).slab
 
-    def slot(self, table: str, context: Context, names: tuple[str, ...]) -> int:
+    def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
         """Return the slot of the rows of a call; see `Rows`."""
-        return self._slab_of(table, context).slots.slot(self._merger.identity(context)[len(context.moment) :], names)
+        site = self._merger.identity(context)[len(context.moment) :]
+        return self._slab_of(table, context).slots.slot(site, names, is_scaled=is_scaled)
+
+    def note_scale(self, scale: Tensor) -> bool:
+        """Set the scale of this step; see `Rows`."""
+        return self._stats.note_scale(scale)
 
     def _slab_of(self, table: str, context: Context) -> StepSlab:
         if table == "effects":

@@ -29,7 +29,7 @@ from ..spec.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 from ..spec.tables import CUSTOM, IDENTITY, TABLES
 from ..stats.device_choice import measure_batch
 from ..stats.kernel import launch_devices, make_slab
-from ..stats.sums import statistics_of
+from ..stats.sums import INDEX, statistics_of
 from .device_copy import HostCopy
 from .message_template import Column, ColumnRows, ListColumn, NumberColumn, as_record_batch
 from .sink_interface import Row
@@ -40,6 +40,8 @@ Keys = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS, _BUFFER, _BUFFER_ROW = 5, 3, 4  # see `instrument.stats.kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
+_IN_UNITS = [INDEX[name] for name in ("low", "high", "unit")]
+_Identity = tuple[Row, tuple[str, ...], bool]
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
 MOST_LAYOUTS = 64
 
@@ -74,10 +76,12 @@ class Layout:
     Attributes:
         sites: For each row, the identity columns without the moment.
         names: For each row, the requested statistics.
+        scaled: The indices of rows whose numbers are those of a tensor with the scale of the step.
     """
 
     sites: list[Row]
     names: list[tuple[str, ...]]
+    scaled: list[int]
 
     @cached_property
     def arrays(self) -> list[pa.Array]:
@@ -132,24 +136,26 @@ class Slots:
     """The identities of rows. Each gets a number when it is first seen. Several threads may add some."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[Row, tuple[str, ...]], int] = {}
-        self._identities: list[tuple[Row, tuple[str, ...]]] = []
+        self._numbers: dict[_Identity, int] = {}
+        self._identities: list[_Identity] = []
         self._layouts: dict[bytes, Layout] = {}
         self._lock = threading.Lock()
 
-    def slot(self, site: Row, names: tuple[str, ...] = ()) -> int:
+    def slot(self, site: Row, names: tuple[str, ...] = (), *, is_scaled: bool = False) -> int:
         """Return the number of an identity.
 
         Args:
             site: The identity columns without the moment.
             names: The requested statistics.
+            is_scaled: See `instrument.actions.base.Rows.slot`.
         """
-        number = self._numbers.get((site, names))
+        identity = site, names, is_scaled
+        number = self._numbers.get(identity)
         if number is None:
             with self._lock:
-                number = self._numbers.setdefault((site, names), len(self._identities))
+                number = self._numbers.setdefault(identity, len(self._identities))
                 if number == len(self._identities):
-                    self._identities.append((site, names))
+                    self._identities.append(identity)
         return number
 
     def layout(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Layout:
@@ -160,7 +166,9 @@ class Slots:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
             identities = [self._identities[slot] for slot in slots.tolist()]
-            layout = self._layouts[key] = Layout([site for site, _ in identities], [names for _, names in identities])
+            scaled = [row for row, (*_, is_scaled) in enumerate(identities) if is_scaled]
+            sites, names = [site for site, *_ in identities], [names for _, names, _ in identities]
+            layout = self._layouts[key] = Layout(sites, names, scaled)
         return layout
 
 
@@ -213,6 +221,7 @@ class Taken:
         moments: The times of rows. Neighbours may be equal.
         others: What rows have besides their numbers, by the index of the row.
         device_rows: The rows whose numbers are on a device until `fetch`.
+        scale: The scale of the step; see `instrument.actions.base.Rows.note_scale`. None without one.
     """
 
     numbers: Matrix
@@ -221,6 +230,7 @@ class Taken:
     moments: list[StepContext]
     others: dict[int, Any] = field(default_factory=dict)
     device_rows: list[DeviceRows] = field(default_factory=list)
+    scale: HostCopy | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -248,7 +258,7 @@ class Taken:
         kept = np.flatnonzero(is_kept).tolist()
         dims = self.dims[np.repeat(is_kept, np.maximum(self.keys[:, 2], 0))]
         others = {at: self.others[row] for at, row in enumerate(kept) if row in self.others}
-        return Taken(self.numbers[is_kept], self.keys[is_kept], dims, self.moments, others)
+        return Taken(self.numbers[is_kept], self.keys[is_kept], dims, self.moments, others, scale=self.scale)
 
 
 class StepSlab:
@@ -273,6 +283,7 @@ class StepSlab:
         self._buffers: list[Tensor] = []  # on each device, for the numbers of this step
         self._previous_buffers: list[Tensor] = []  # those of the step before, which may still be copied to the host
         self._max_rows: Counter[torch.device] = Counter()  # the largest number of rows of a step
+        self._scale: tuple[Tensor, int, Tensor] | None = None  # of this step, with its version and a copy
 
     def __len__(self) -> int:
         return len(self.slab)
@@ -326,6 +337,13 @@ class StepSlab:
                 self._others[at] = other
         return at is not None
 
+    def note_scale(self, scale: Tensor) -> bool:
+        """See `instrument.actions.base.Rows.note_scale`."""
+        if self._scale is None:
+            with self._lock:
+                self._scale = self._scale or (scale, scale._version, scale.clone())
+        return self._scale[0] is scale and self._scale[1] == scale._version
+
     @contextmanager
     def batched_launch(self) -> Iterator[None]:
         """See `instrument.actions.base.Rows.batched_launch`."""
@@ -352,6 +370,7 @@ class StepSlab:
         with self._lock:
             numbers, keys, dims, moments = self.slab.take()
             others, self._others = self._others, {}
+            scale, self._scale = self._scale, None
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
             device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
             self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + incomplete)
@@ -362,6 +381,7 @@ class StepSlab:
             moments,
             others,
             [each for each in device_rows if len(each.rows)],
+            None if scale is None else HostCopy(scale[2]),
         )
 
     def _set_buffers(self, launched: Mapping[torch.device, int], incomplete: int) -> None:
@@ -463,6 +483,8 @@ class StatisticsRows(SlabRows):
 
     def values(self) -> tuple[Matrix, Mask]:
         requested, built_in = self.layout.requested, len(self.layout.built_in)
+        if self.layout.scaled:
+            self._divide_by_scale()
         columns = np.array(statistics_of(self.taken.numbers, requested)).reshape(len(requested), len(self))
         if self.layout.absent is not None:
             columns[self.layout.absent] = np.nan
@@ -470,6 +492,11 @@ class StatisticsRows(SlabRows):
             for row in (row for row, names in enumerate(self.layout.names) if name in names):
                 self.taken.others.setdefault(row, {})[name] = None if math.isnan(column[row]) else column[row]
         return columns[:built_in], np.isnan(columns[:built_in])
+
+    def _divide_by_scale(self) -> None:
+        """Divide the extremes and the unit of scaled rows by the scale. The other sums do not depend on it."""
+        assert self.taken.scale is not None, "the scale was noted before the rows were added"
+        self.taken.numbers[np.ix_(self.layout.scaled, _IN_UNITS)] /= self.taken.scale.wait().item()
 
     @cached_property
     def numbers(self) -> Matrix:

@@ -1,8 +1,8 @@
 """What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
 
-Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, the factor of a gradient scaler. Without
-them, recording is one call of the compiled kernel, and clip and scale are their operation and one more call. `AttachedHook.fire`
-handles all other tensors and hooks.
+Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, a change of gradients with the factor of a
+gradient scaler. Without them, recording is one call of the compiled kernel, and clip and scale are their operation and one more
+call. `AttachedHook.fire` handles all other tensors and hooks.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def direct_of(attached: AttachedHook) -> Direct | None:
         or attached.condition is not None
         or spec.keep_as is not None
         or not (spec.functions or attached.matches_path(""))
-        or (attached.is_scaled and clock.amp_scale is not None)
     )
     if has_stages:
         return None
+    is_scaled = attached.is_scaled and clock.amp_scale is not None
     if isinstance(action, Record):
         is_plain = action.measurement.is_plain and not (action.tables or action.keeps_tensors)
-        return _recording(attached, action) if is_plain and action.measurement.unit_dim is None else None
-    is_change = isinstance(action, Intervention) and isinstance(action.change, Clip | Scale)
+        return _recording(attached, action, is_scaled) if is_plain and action.measurement.unit_dim is None else None
+    is_change = isinstance(action, Intervention) and isinstance(action.change, Clip | Scale) and not is_scaled
     return (
         _changing(attached, cast(Intervention, action)) if is_change and KINDS[spec.kind].family == "module" else None
     )
@@ -70,22 +70,26 @@ class _Slots(dict[tuple[str, Firing, type], int]):
         return slot
 
 
-def _recording(attached: AttachedHook, action: Record) -> Direct | None:
-    rows, measurement = action.rows, action.measurement
-    slab = rows.slab_of(attached.context("", FIRST_CALL))
-    if slab is None:
+def _recording(attached: AttachedHook, action: Record, is_scaled: bool) -> Direct | None:
+    rows, measurement, clock = action.rows, action.measurement, attached.clock
+    context = attached.context("", FIRST_CALL)
+    slab = rows.slab_of(context)
+    if slab is None or (is_scaled and rows.merges(context)):
         return None
-    slots = _Slots(attached, lambda context: rows.slot("stats", context, measurement.names))
-    return Recording(
+    slots = _Slots(attached, lambda context: rows.slot("stats", context, measurement.names, is_scaled=is_scaled))
+    record = Recording(
         slab,
         attached,
-        attached.clock,
+        clock,
         slots,
         attached.site.layer.module,
         measurement.with_magnitudes,
         attached.frequency == "step",
         attached.site.spec.definition.gradient,  # the original pass has recorded the other values
     )
+    if not is_scaled:
+        return record
+    return lambda tensor, path, firing: record(tensor, path, firing) if rows.note_scale(clock.amp_scale()) else None
 
 
 def are_recordings(attached_hooks: Sequence[AttachedHook]) -> bool:

@@ -240,7 +240,9 @@ def test_merged_rows_of_plain_tensors_come_from_the_slab(
     batches.clear()
     found = rows_of(train(specs, first_value=1.0, ranks=ranks))
     assert parts == []
-    assert (len(driver.launches), batches) == ((3 * (3 + 3), [4] * 3) if on_device else (0, []))  # not in the first step
+    assert (len(driver.launches), batches) == (
+        (3 * (3 + 3), [4] * 3) if on_device else (0, [])
+    )  # not in the first step
     places = ("step", "hook", "layer", "path")
     merged = {tuple(row[name] for name in places): row for row in found}
     assert len(found) == len(merged) == len(expected) == 4 * (3 + 3 + 4)

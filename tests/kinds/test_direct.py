@@ -440,11 +440,59 @@ def test_budget_counts_each_firing_once() -> None:
     assert len(probe.sink.rows["stats"]) == 3
 
 
-def test_scaled_gradients_take_the_general_path() -> None:
-    gradients = {"layers": "*", "kind": "full_backward", "role": "grad_output", "action": "record"}
+@pytest.mark.parametrize("kind", ["full_backward", "tensor", "parameter_grad_micro"])
+def test_scaled_gradients_are_measured_directly(kind: str) -> None:
+    role = {"role": "grad_output"} if kind == "full_backward" else {}
+    gradients = {"layers": "*", "kind": kind, **role, "action": "record"}
     scaler = torch.amp.GradScaler("cpu")
-    assert measured_directly({"a": gradients}, scaler=scaler) == 0
+    assert measured_directly({"a": gradients}, scaler=scaler) == measured_directly({"a": gradients}) > 0
     assert measured_directly({"a": OUTPUTS}, scaler=scaler) == 6
+    assert measured_directly({"a": {**gradients, "tensors": True}}, scaler=scaler) == 0
+    assert measured_directly({"a": {"layers": "*", "kind": kind, "action": "clip", "value": 0.1}}, scaler=scaler) == 0
+
+
+@pytest.mark.parametrize("init_scale", [2.0**16, 1000.0, 2.0**-40])
+def test_statistics_of_scaled_gradients_are_those_of_unscaled_ones(init_scale: float) -> None:
+    """In the second step, the scale changes between two backward passes."""
+    names = ["min", "max", "mean", "std", "l1", "l2", "abs_max", "numel", "zero_fraction", "nan_count", "inf_count"]
+    record = {"action": "record", "stats": names}
+    specs = {
+        "flow": {"layers": "*", "kind": "tensor", **record},
+        "weights": {"layers": "*", "kind": "post_accumulate_grad", **record},
+        "outputs": {"layers": "*", "kind": "forward", **record},
+    }
+
+    def rows(enabled: bool) -> list[dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled, init_scale=init_scale, growth_interval=1)
+        batch = torch.randn(4, 6)
+        batch[0] = 0.0
+        with instrument.attach(model, specs, optimizer=optimizer, scaler=scaler) as probe:
+            for step in range(3):
+                for _ in range(2 if step == 1 else 1):
+                    optimizer.zero_grad()
+                    scaler.scale(model(batch).square().mean()).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+                probe.end_step()
+        return probe.sink.records("stats")  # type: ignore[attr-defined]
+
+    with counting() as handled:
+        found = rows(enabled=True)
+    # The first backward passes of the three steps: 3 gradients of outputs and 4 of parameters; and 3 outputs of four passes.
+    assert (handled.count("flow"), handled.count("weights"), handled.count("outputs")) == (9, 12, 12)
+    expected = rows(enabled=False)
+    assert len(found) == len(expected) == 4 * 10
+    for row, wanted in zip(sorted(found, key=_place), sorted(expected, key=_place), strict=True):
+        assert _place(row) == _place(wanted)
+        for name in names:
+            assert row[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-12), (row["hook"], name)
+
+
+def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("step", "hook", "layer", "path", "call", "backward"))
 
 
 def test_hook_is_composed_while_it_is_scheduled() -> None:
