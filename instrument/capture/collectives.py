@@ -39,7 +39,7 @@ class Piece(NamedTuple):
         shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
         part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None
             for those of a tensor that this process has not seen.
-        gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `align`.
+        gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `agree`.
     """
 
     table: str
@@ -187,20 +187,27 @@ class Ranks:
 
     # ------------------------------------------------------------------------------------------------ agreement
 
+    def agree(self, pieces: Sequence[Piece], other: object, *, on_device: bool) -> bool:
+        """Return whether all processes have the same pieces in the same order. Set the device on which numbers are merged.
+
+        Args:
+            pieces: The pieces of a step.
+            other: What else has to be the same, by its `repr`.
+            on_device: Whether any numbers besides those of the pieces are on a device.
+        """
+        moment = pieces[0].key[:4] if pieces else ()
+        fingerprint = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces], other))
+        digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
+        summary = torch.tensor([digest, -digest, on_device or any(piece.is_on_device for piece in pieces)])
+        dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
+        return bool(summary[0] == -summary[1])
+
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Sort the pieces of a step in the same order in all processes.
 
         Add empty pieces for tensors that this one has not seen.
         """
-        moment = pieces[0].key[:4] if pieces else ()
-        fingerprint = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces]))
-        digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
-        on_device = any(piece.is_on_device for piece in pieces)
-        summary = torch.tensor([digest, -digest, on_device])
-        dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
-        if summary[0] == -summary[1]:
-            return list(pieces)
         blank = [
             piece._replace(part=None, gathered=torch.full_like(piece.gathered, nan, device="cpu")) for piece in pieces
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -20,12 +21,14 @@ from ..stats.merge import Array, merge_units, pack_units
 from ..stats.sums import COLUMNS, INDEX, extremes, merged, totals
 from ..stats.table_rows import Measure
 from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
+from .device_copy import HostCopy
 from .row_cells import identity_columns
 from .sink_interface import Row
-from .slab_rows import Slots, Taken
+from .slab_rows import MOMENT_INDEX, Keys, Layout, Slots, Taken
 
 _RANK_AT = 4  # the index of the rank among the identity columns
 _NOTHING = torch.empty(0, dtype=torch.float64)
+_NO_KEYS: Keys = np.empty(0, np.int64)
 _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which is 0 or 1
 
 
@@ -61,22 +64,36 @@ class MergedRows:
     """The merged rows of a step. Their numbers may still be on a device.
 
     Attributes:
-        pieces: This process's part of each row.
-        rows: The rows of the tables `stats` and `effects`.
-        numbers: The sums [rows, COLUMNS], the effects [rows, EFFECT], and what is gathered [ranks, numbers].
-        identities: The identity columns of the piece of each row.
+        pieces: This process's part of each row that is not in the block.
+        identities: The identity columns of the row of each piece.
+        rows: The rows of the pieces in the tables `stats` and `effects`.
+        copies: The sums [rows, COLUMNS], those of the block first, the effects [rows, EFFECT], and what is gathered [ranks, numbers].
+        ranks: The number of processes.
+        block: The rows of the block, without their numbers; None without a block.
     """
 
     pieces: Sequence[Piece]
     identities: Sequence[Row]
     rows: list[MergedRow]
-    numbers: tuple[Tensor, Tensor, Tensor]
+    copies: tuple[HostCopy, HostCopy, HostCopy]
     ranks: int
+    block: Taken | None
 
-    def fetch(self, fetched: Iterator[list[float]]) -> Iterator[tuple[str, Row]]:
-        """Set the numbers of the rows, given `numbers` on the host, and return the rows of other tables."""
-        stats, effects, gathered = (np.array(next(fetched)) for _ in self.numbers)
+    @property
+    def is_complete(self) -> bool:
+        """Whether all numbers can be read without waiting."""
+        return all(copy.is_complete for copy in self.copies)
+
+    def fetch(self, stats_rows: Array) -> Iterator[tuple[str, Row]]:
+        """Set the numbers of the rows, and return the rows of other tables. Waits for the copies.
+
+        Args:
+            stats_rows: The numbers of the rows of the table `stats`, float64 [rows, COLUMNS]. The rows of the block are the last ones.
+        """
+        stats, effects, gathered = (copy.wait().numpy() for copy in self.copies)
         sums, changes = iter(stats.reshape(-1, len(COLUMNS))), iter(effects.reshape(-1, len(EFFECT)))
+        if self.block is not None:
+            stats_rows[len(stats_rows) - len(self.block) :] = [next(sums) for _ in range(len(self.block))]
         columns, rows = gathered.reshape(self.ranks, -1), iter(self.rows)
         others: list[tuple[str, Row]] = []
         for piece, identity in zip(self.pieces, self.identities, strict=True):
@@ -94,6 +111,70 @@ class MergedRows:
             else:
                 others.append((piece.table, (*identity, *piece.shape.merged(own))))
         return iter(others)
+
+
+@dataclass
+class Block:
+    """This process's parts of the rows of a slab.
+
+    Attributes:
+        taken: The rows.
+        layout: Their layout.
+    """
+
+    taken: Taken
+    layout: Layout
+
+    @property
+    def key(self) -> object:
+        """What is equal in all processes whose rows are the same, by its `repr`."""
+        return self.layout.digest, self.taken.moments, self.taken.keys[:, MOMENT_INDEX].tobytes()
+
+    @cached_property
+    def sums(self) -> list[tuple[Keys, Tensor]]:
+        """The numbers by device: the indices of rows, and float64 [rows, COLUMNS]."""
+        device_rows = [(each.rows, each.on_device(self.taken.numbers)) for each in self.taken.device_rows]
+        on_host = np.setdiff1d(
+            np.arange(len(self.taken)), np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
+        )
+        return [(on_host, torch.from_numpy(self.taken.numbers[on_host])), *device_rows]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of any numbers; None if all are on the host."""
+        return next((each.device for each in self.taken.device_rows if each.device.type != "cpu"), None)
+
+    def matrix(self, device: torch.device | None) -> Tensor:
+        """Return all numbers on a device, float64 [rows, COLUMNS]."""
+        found = torch.empty((len(self.taken), len(COLUMNS)), dtype=torch.float64, device=device)
+        for rows, numbers in self.sums:
+            found[torch.from_numpy(rows).to(found.device)] = numbers.to(found.device)
+        return found
+
+    def pieces(self) -> list[Piece]:
+        """Return each row as a piece."""
+        parts: dict[int, Tensor] = {}
+        for rows, numbers in self.sums:
+            parts.update(zip(rows.tolist(), numbers, strict=True))
+        rows_of_layout = zip(self.taken.moments_of_rows, self.layout.sites, self.layout.names, strict=True)
+        return [
+            Piece("stats", (*moment, *site[1:]), (names, 0, 0), parts[row], _NOTHING)
+            for row, (moment, site, names) in enumerate(rows_of_layout)
+        ]
+
+    def merged(self, slots: Slots, *, is_local: bool) -> Taken:
+        """Return the merged rows, without their numbers.
+
+        Args:
+            slots: The identities of the merged rows.
+            is_local: Whether they are merged from the parts of this process only.
+        """
+        if self.layout.merged_slots is None or is_local:
+            sites = self.layout.sites if is_local else [(0, *site[1:-1], "global") for site in self.layout.sites]
+            self.layout.merged_slots = np.array([*map(slots.slot, sites, self.layout.names)], np.int64)
+        keys = np.full_like(self.taken.keys, -1)
+        keys[:, 0], keys[:, MOMENT_INDEX] = self.layout.merged_slots, self.taken.keys[:, MOMENT_INDEX]
+        return Taken(np.full_like(self.taken.numbers, math.nan), keys, _NO_KEYS, self.taken.moments)
 
 
 class LocalRowMerger:
@@ -115,9 +196,9 @@ class LocalRowMerger:
         """Add this process's part of a row. Only called if `merges` is true."""
         raise AssertionError("rows of a single process have no parts")
 
-    def add_rows(self, taken: Taken, slots: Slots) -> None:  # noqa: ARG002
-        """Add this process's parts of the rows of a slab."""
-        assert not len(taken), "rows of a single process have no parts"
+    def add_rows(self, taken: Taken, layout: Layout) -> None:  # noqa: ARG002
+        """Add this process's parts of the rows of a slab. Only called if `merges` is true."""
+        raise AssertionError("rows of a single process have no parts")
 
     @property
     def parts_on_device(self) -> int:
@@ -134,11 +215,14 @@ class GlobalRowMerger(LocalRowMerger):
 
     Args:
         ranks: The processes.
+        slots: The identities of the rows of the table `stats`.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, slots: Slots) -> None:
         self.ranks = ranks
+        self._slots = slots
         self._pieces: list[Piece] = []
+        self._block: Block | None = None
 
     def identity(self, context: Context) -> Row:
         """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
@@ -167,16 +251,9 @@ class GlobalRowMerger(LocalRowMerger):
         """The number of parts of statistics that were added by `add` and are on a device."""
         return sum(piece.table == "stats" and piece.is_on_device for piece in self._pieces)
 
-    def add_rows(self, taken: Taken, slots: Slots) -> None:
+    def add_rows(self, taken: Taken, layout: Layout) -> None:
         """Add this process's parts of the rows of a slab."""
-        layout, parts = slots.layout(taken.keys[:, 0]), [*taken.numbers]
-        for each in taken.device_rows:
-            for row, part in zip(each.rows.tolist(), each.on_device(taken.numbers), strict=True):
-                parts[row] = part
-        self._pieces += [
-            Piece("stats", (*moment, *site[1:]), (names, 0, 0), part, _NOTHING)
-            for moment, site, names, part in zip(taken.moments_of_rows, layout.sites, layout.names, parts, strict=True)
-        ]
+        self._block = Block(taken, layout)
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
         """Merge the pieces of the step over all processes.
@@ -185,14 +262,17 @@ class GlobalRowMerger(LocalRowMerger):
             any_scheduled: Whether any hook was scheduled; equal in all processes.
             local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
         """
-        if not any_scheduled and not self._pieces:
+        block = self._block
+        if not any_scheduled and not self._pieces and block is None:
             return None
-        own = [
+        pieces = [
             piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
         ]
-        pieces = own if local_only else self.ranks.align(own)
-        merged_rows = merge(pieces, LocalReducer() if local_only else self.ranks)
-        self._pieces = []  # not cleared earlier, since other processes may fail
+        key, on_device = (None, False) if block is None else (block.key, block.device is not None)
+        if not local_only and not self.ranks.agree(pieces, key, on_device=on_device):
+            pieces, block = self.ranks.align([*pieces, *(() if block is None else block.pieces())]), None
+        merged_rows = merge(pieces, LocalReducer() if local_only else self.ranks, block, self._slots)
+        self._pieces, self._block = [], None  # not cleared earlier, since other processes may fail
         return merged_rows
 
 
@@ -231,17 +311,20 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
     return Piece("effects", identity_without_rank(context), (), numbers, _NOTHING)
 
 
-def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
-    """Merge the pieces of a step over all processes. None if another process writes the rows.
+def merge(pieces: Sequence[Piece], reducer: Reducer, block: Block | None, slots: Slots) -> MergedRows | None:
+    """Merge the parts of a step over all processes. None if another process writes the rows.
 
     Args:
         pieces: The pieces, in the same order in all processes.
-        reducer: The processes. `LocalReducer` uses only the pieces of this one.
+        reducer: The processes. `LocalReducer` uses only the parts of this one.
+        block: Further rows, the same in all processes.
+        slots: See `GlobalRowMerger`.
     """
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
-    sums, changed = _numbers(stats, effects, reducer) if stats or effects else (_NOTHING, _NOTHING)
+    has_numbers = stats or effects or block is not None
+    sums, changed = _numbers(stats, effects, block, reducer) if has_numbers else (_NOTHING, _NOTHING)
     gathered = _gathered(pieces, reducer)
-    if not reducer.is_rank_zero or not pieces:
+    if not reducer.is_rank_zero or not (pieces or has_numbers):
         return None
     is_local = isinstance(reducer, LocalReducer)
     identities = [
@@ -253,16 +336,24 @@ def merge(pieces: Sequence[Piece], reducer: Reducer) -> MergedRows | None:
         for piece, identity in zip(pieces, identities, strict=True)
         if piece.table in ("stats", "effects")
     ]
-    return MergedRows(pieces, identities, rows, (sums, changed, gathered), reducer.world_size)
+    copies = HostCopy(sums), HostCopy(changed), HostCopy(gathered)
+    merged_block = None if block is None else block.merged(slots, is_local=is_local)
+    return MergedRows(pieces, identities, rows, copies, reducer.world_size, merged_block)
 
 
-def _numbers(stats: Sequence[Piece], effects: Sequence[Piece], reducer: Reducer) -> tuple[Tensor, Tensor]:
-    """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all pieces.
+def _numbers(
+    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: Reducer
+) -> tuple[Tensor, Tensor]:
+    """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all parts.
 
-    The factor is NaN if it differs between processes. A condition held if it held in any process.
+    The sums of the block come first. The factor is NaN if it differs between processes. A condition held if it held in any process.
     """
     device = reducer.device or next((_device(piece) for piece in (*stats, *effects) if piece.is_on_device), None)
+    if device is None and block is not None:
+        device = block.device
     stat_parts, effect_parts = _stacked(stats, len(COLUMNS), device), _stacked(effects, len(EFFECT), device)
+    if block is not None:
+        stat_parts = torch.cat([block.matrix(device), stat_parts])
     factors = effect_parts[:, 4:5].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
     held = effect_parts[:, 5:].nan_to_num(nan=_UNCONDITIONAL)
     factor_ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors), held], dim=1)

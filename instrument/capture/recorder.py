@@ -89,13 +89,15 @@ class Recorder:
         self.on_rows = on_rows
         self.print_line = print_line
         reduces = ranks is not None and ranks.reduces
-        self._merger = GlobalRowMerger(ranks) if ranks is not None and ranks.reduces else LocalRowMerger()
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
+        self._merger = (
+            GlobalRowMerger(ranks, self._stats.slots) if ranks is not None and ranks.reduces else LocalRowMerger()
+        )
         self._parts = StepSlab(len(COLUMNS), _DEVICE_SUMS)  # of rows that all processes merge
         self.batched_launch = self._stats.batched_launch
         self._reduces = reduces
@@ -279,15 +281,17 @@ class Recorder:
         self.flush()
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
-        self._merger.add_rows(self._parts.take(incomplete=self._merger.parts_on_device), self._parts.slots)
+        if len(parts := self._parts.take(incomplete=self._merger.parts_on_device)):
+            self._merger.add_rows(parts, self._parts.slots.layout(parts.keys[:, 0]))
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
         for row in () if merged is None else merged.rows:
             (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)
         stats, effects = self._stats.take(), self._effects.take()
+        if merged is not None and merged.block is not None:
+            stats = stats.followed_by(merged.block)
         lines, tensors = take(self._lines), take(self._tensors)
         waiting = [*stats.others.values(), *effects.others.values(), *(values for _, values in lines)]
-        on_device = [] if merged is None else [*merged.numbers]
-        on_device += [number for each in waiting for number in each.numbers]
+        on_device = [number for each in waiting for number in each.numbers]
         measured = [
             (table, row, values() if callable(values) else values, cells, decisions)
             for table, row, values, cells, decisions in take(self._measured)
@@ -306,7 +310,8 @@ class Recorder:
         self._pending = _Step(
             stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, sums, transfer
         )
-        if transfer.is_complete and not (sums or deferred or stats.device_rows or effects.device_rows):
+        is_complete = transfer.is_complete and (merged is None or merged.is_complete)
+        if is_complete and not (sums or deferred or stats.device_rows or effects.device_rows):
             self.flush()
 
     @property
@@ -332,7 +337,7 @@ class Recorder:
         if step is None:
             return
         fetched = step.transfer.read()
-        merged = () if step.merged is None else step.merged.fetch(fetched)
+        merged = () if step.merged is None else step.merged.fetch(step.stats.numbers)
         step.stats.fetch()
         step.effects.fetch()
         _read_sums([*step.stats.others.values(), *(values for _, values in step.lines)], step.sums)

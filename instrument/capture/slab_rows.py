@@ -6,13 +6,14 @@ table that is filled at first sight. When the step ends, all rows become columns
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,7 +38,7 @@ from .sink_interface import Row
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Keys = np.ndarray[Any, np.dtype[np.int64]]
-_KEYS, _BUFFER, _BUFFER_ROW = 5, 3, 4  # see `instrument.stats.kernel.Slab.take`
+_KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _IN_UNITS = [INDEX[name] for name in ("low", "high", "unit")]
@@ -77,17 +78,25 @@ class Layout:
         sites: For each row, the identity columns without the moment.
         names: For each row, the requested statistics.
         scaled: The indices of rows whose numbers are those of a tensor with the scale of the step.
+        merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
     """
 
     sites: list[Row]
     names: list[tuple[str, ...]]
     scaled: list[int]
+    merged_slots: Keys | None = None
 
     @cached_property
     def arrays(self) -> list[pa.Array]:
         """The identity columns without the moment, with labels as strings."""
         columns = zip(*self.sites, strict=True)
         return [pa.array(cells, dtype) for cells, dtype in zip(columns, _IDENTITY_TYPES[_MOMENT:], strict=True)]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the rows, without the rank."""
+        rows = [(site[1:], names) for site, names in zip(self.sites, self.names, strict=True)]
+        return hashlib.blake2b(repr(rows).encode()).hexdigest()
 
     @cached_property
     def requested(self) -> tuple[str, ...]:
@@ -238,7 +247,7 @@ class Taken:
     @property
     def moments_of_rows(self) -> list[StepContext]:
         """The moment of each row."""
-        return [self.moments[number] for number in self.keys[:, 1].tolist()]
+        return [self.moments[number] for number in self.keys[:, MOMENT_INDEX].tolist()]
 
     @property
     def shapes(self) -> ListColumn:
@@ -250,6 +259,17 @@ class Taken:
         for each in self.device_rows:
             numbers = each.numbers()
             self.numbers[each.rows, 1 : 1 + numbers.shape[1]] = numbers
+
+    def followed_by(self, merged: Taken) -> Taken:
+        """Return these rows and then merged ones, which are not on a device and have nothing besides their numbers."""
+        keys = np.concatenate([self.keys, merged.keys])
+        keys[len(self) :, MOMENT_INDEX] += len(self.moments)
+        return replace(
+            self,
+            numbers=np.concatenate([self.numbers, merged.numbers]),
+            keys=keys,
+            moments=[*self.moments, *merged.moments],
+        )
 
     def without(self, left_out: Sequence[int]) -> Taken:
         """Return the rows without some of them."""
