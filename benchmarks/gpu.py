@@ -34,11 +34,11 @@ SYNCHRONIZATIONS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEvent
 NAIVE = "every leaf's output and gradient, with naive asynchronous hooks"
 MSPROBE = "every module's inputs, outputs and gradients, with msprobe"
 MODES = ("eager", "compiled")
-# What is compiled, in bf16. Compiling takes most of the time of these rows.
+# The models and rows that are compiled, in bf16. Compiling takes most of their time.
 COMPILED = ("gpt2_small",)
 COMPILED_ROWS = ("hooks attached, none scheduled", "every leaf's output and gradient, every step")
 Step = Callable[[], object]
-STEPS = 3  # of a round; the profiler takes seconds for each
+STEPS = 3  # of a round; few, because the profiler takes seconds for each step
 
 
 class Counts(NamedTuple):
@@ -158,7 +158,7 @@ class Baseline:
 
     Attributes:
         step: Makes a training step.
-        held: The memory of the device that it holds between steps, in bytes.
+        memory: The memory of the device that it occupies between steps, in bytes.
         peak: The memory that a step takes in addition, in bytes.
     """
 
@@ -166,7 +166,7 @@ class Baseline:
         before = torch.cuda.memory_allocated()
         self.step = create().step
         self.step()  # the first step of an optimizer has other kernels
-        self.held = torch.cuda.memory_allocated() - before
+        self.memory = torch.cuda.memory_allocated() - before
         self.peak = peak(self.step)
 
 
@@ -181,14 +181,14 @@ def measure(
 
     Args:
         baseline: The training without hooks.
-        training: Another one.
+        training: The training that gets hooks.
         hooked: Returns a block that yields the step of a training with hooks.
         rounds: The number of rounds.
         steps: The number of steps of a round.
     """
     with hooked(training) as step:
         time = paired(baseline.step, step, rounds=rounds, steps=steps, device=DEVICE)
-        return Row(time, counted(step, steps), (baseline.held + peak(step)) / (baseline.held + baseline.peak))
+        return Row(time, counted(step, steps), (baseline.memory + peak(step)) / (baseline.memory + baseline.peak))
 
 
 def peak(step: Step) -> int:
@@ -222,7 +222,8 @@ def main() -> None:
     for mode, name, precision in product(options.modes, options.only, options.precision):
         if mode == "eager" or (name in COMPILED and precision == "bf16"):
             measure_model(GPU_WORKLOADS[name], precision, options, compiled=mode == "compiled")
-    print("\nstatistics:", measured_by(), f"in {time.perf_counter() - started_at:.0f} s")
+    print("\nstatistics:", measured_by())
+    print(f"duration: {time.perf_counter() - started_at:.0f} s")
 
 
 def measure_model(workload: Workload, precision: str, options: argparse.Namespace, *, compiled: bool) -> None:

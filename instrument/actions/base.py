@@ -271,8 +271,13 @@ class Rows(Effects, Protocol):
         """
 
     def slab_of(self, context: Context) -> Slab | None:
-        """Return what receives the statistics of plain tensors in calls of a site. None if another process writes the same rows, or
-        without the compiled kernel.
+        """Return the slab for the statistics of plain tensors of a site.
+
+        Args:
+            context: Any call of the site. Its moment is ignored.
+
+        Returns:
+            The slab. None if another process writes the same rows, or without the compiled kernel.
         """
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
@@ -280,13 +285,20 @@ class Rows(Effects, Protocol):
 
         Args:
             table: `stats` or `effects`.
-            context: The call at any time.
+            context: The call. Its moment is ignored.
             names: The names of the statistics, without custom ones.
-            is_scaled: Whether the statistics are those of the tensor divided by the scale of the step; see `note_scale`.
+            is_scaled: Whether the tensor was multiplied by the scale of the gradient scaler; see `set_scale`.
         """
 
-    def note_scale(self, scale: Tensor) -> bool:
-        """Set the scale of this step, before each row with `is_scaled`. Return false if the step has another one already."""
+    def set_scale(self, scale: Tensor) -> bool:
+        """Set the scale by which scaled rows of this step are divided. Call it before each of them.
+
+        Args:
+            scale: The scale of the gradient scaler: always the same tensor, which the scaler changes in place.
+
+        Returns:
+            Whether the rows of this step so far have the same scale. If not, the row has to be measured without the scale.
+        """
 
     def batched_launch(self) -> AbstractContextManager[None]:
         """Return a block in which plain tensors on a device are measured with one launch per device and dtype, when it ends.

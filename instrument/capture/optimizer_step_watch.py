@@ -42,7 +42,9 @@ class ScalerWatch(_OptimizerWatch):
     def __init__(self, scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(optimizers)
         self.scaler = scaler
-        self._unused = torch.ones(())  # the scale before the scaler is used
+        self._initial_scale = torch.ones(
+            ()
+        )  # one tensor for all calls of `scale`; see `instrument.actions.base.Rows.set_scale`
         self.found_inf: list[Tensor | None] = []  # one entry per optimizer step in the current training step
         # After the previous training step, and after the current one.
         self.scales = (torch.tensor(scaler.get_scale()),) * 2
@@ -50,7 +52,7 @@ class ScalerWatch(_OptimizerWatch):
     def scale(self) -> Tensor:
         """Return the scale on the device of the scaler."""
         current = self.scaler._get_scale_async()  # the public get_scale waits for the device
-        return self._unused if current is None else current
+        return self._initial_scale if current is None else current
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """The hook before an optimizer step.

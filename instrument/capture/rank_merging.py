@@ -133,7 +133,7 @@ class Block:
     @cached_property
     def sums(self) -> list[tuple[Keys, Tensor]]:
         """The numbers by device: the indices of rows, and float64 [rows, COLUMNS]."""
-        device_rows = [(each.rows, each.on_device(self.taken.numbers)) for each in self.taken.device_rows]
+        device_rows = [(each.rows, each.device_numbers(self.taken.numbers)) for each in self.taken.device_rows]
         on_host = np.setdiff1d(
             np.arange(len(self.taken)), np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
         )
@@ -201,8 +201,8 @@ class LocalRowMerger:
         raise AssertionError("rows of a single process have no parts")
 
     @property
-    def parts_on_device(self) -> int:
-        """The number of parts of statistics that were added by `add` and are on a device."""
+    def statistics_on_device(self) -> int:
+        """The number of pieces of the table `stats` whose sums are on a device."""
         return 0
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
@@ -247,8 +247,8 @@ class GlobalRowMerger(LocalRowMerger):
         self._pieces.append(piece)
 
     @property
-    def parts_on_device(self) -> int:
-        """The number of parts of statistics that were added by `add` and are on a device."""
+    def statistics_on_device(self) -> int:
+        """The number of pieces of the table `stats` whose sums are on a device."""
         return sum(piece.table == "stats" and piece.is_on_device for piece in self._pieces)
 
     def add_rows(self, taken: Taken, layout: Layout) -> None:

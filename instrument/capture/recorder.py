@@ -98,7 +98,9 @@ class Recorder:
         self._merger = (
             GlobalRowMerger(ranks, self._stats.slots) if ranks is not None and ranks.reduces else LocalRowMerger()
         )
-        self._parts = StepSlab(len(COLUMNS), _DEVICE_SUMS)  # of rows that all processes merge
+        self._merged_stats = StepSlab(
+            len(COLUMNS), _DEVICE_SUMS
+        )  # this process's sums of rows that are merged from all processes
         self.batched_launch = self._stats.batched_launch
         self._reduces = reduces
         self._memory = DeviceMemory()
@@ -155,7 +157,7 @@ class Recorder:
         return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
 
     def slab_of(self, context: Context) -> Slab | None:
-        """Return what receives the statistics of plain tensors; see `Rows`."""
+        """Return the slab for the statistics of plain tensors; see `Rows`."""
         return None if not is_connected or self._merger.is_duplicate(context) else self._slab_of("stats", context).slab
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
@@ -163,14 +165,14 @@ class Recorder:
         site = self._merger.identity(context)[len(context.moment) :]
         return self._slab_of(table, context).slots.slot(site, names, is_scaled=is_scaled)
 
-    def note_scale(self, scale: Tensor) -> bool:
+    def set_scale(self, scale: Tensor) -> bool:
         """Set the scale of this step; see `Rows`."""
-        return self._stats.note_scale(scale)
+        return self._stats.set_scale(scale)
 
     def _slab_of(self, table: str, context: Context) -> StepSlab:
         if table == "effects":
             return self._effects
-        return self._parts if self._merger.merges(context) else self._stats
+        return self._merged_stats if self._merger.merges(context) else self._stats
 
     def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
         """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
@@ -281,8 +283,8 @@ class Recorder:
         self.flush()
         if self.flight_recorder.steps:
             self.samples.limit_kept(self.flight_recorder.periods())
-        if len(parts := self._parts.take(incomplete=self._merger.parts_on_device)):
-            self._merger.add_rows(parts, self._parts.slots.layout(parts.keys[:, 0]))
+        if len(parts := self._merged_stats.take(rows_elsewhere=self._merger.statistics_on_device)):
+            self._merger.add_rows(parts, self._merged_stats.slots.layout(parts.keys[:, 0]))
         merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
         for row in () if merged is None else merged.rows:
             (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)

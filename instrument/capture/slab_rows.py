@@ -41,7 +41,7 @@ Keys = np.ndarray[Any, np.dtype[np.int64]]
 _KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
-_IN_UNITS = [INDEX[name] for name in ("low", "high", "unit")]
+_SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
 _Identity = tuple[Row, tuple[str, ...], bool]
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
 MOST_LAYOUTS = 64
@@ -77,7 +77,7 @@ class Layout:
     Attributes:
         sites: For each row, the identity columns without the moment.
         names: For each row, the requested statistics.
-        scaled: The indices of rows whose numbers are those of a tensor with the scale of the step.
+        scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
     """
 
@@ -207,15 +207,15 @@ class DeviceRows:
         numbers: Matrix = self._copy.wait().numpy()[self._buffer_rows]
         return numbers
 
-    def on_device(self, numbers: Matrix) -> Tensor:
-        """Return all numbers of the rows on the device, float64 [rows, columns of the slab].
+    def device_numbers(self, numbers: Matrix) -> Tensor:
+        """Return the numbers of the rows, with those that the device has written, on the device: float64 [rows, columns of the slab].
 
         Args:
             numbers: See `Taken`.
         """
         found = torch.from_numpy(numbers[self.rows]).to(self.device)
         measured = self._buffer[torch.from_numpy(self._buffer_rows).to(self.device)]
-        found[:, 1 : 1 + measured.shape[1]] = measured
+        found[:, 1 : 1 + measured.shape[1]] = measured  # the host has set the first column, the number of elements
         return found
 
 
@@ -230,7 +230,7 @@ class Taken:
         moments: The times of rows. Neighbours may be equal.
         others: What rows have besides their numbers, by the index of the row.
         device_rows: The rows whose numbers are on a device until `fetch`.
-        scale: The scale of the step; see `instrument.actions.base.Rows.note_scale`. None without one.
+        scale: The scale of the gradient scaler in this step; None if no row depends on it.
     """
 
     numbers: Matrix
@@ -357,8 +357,8 @@ class StepSlab:
                 self._others[at] = other
         return at is not None
 
-    def note_scale(self, scale: Tensor) -> bool:
-        """See `instrument.actions.base.Rows.note_scale`."""
+    def set_scale(self, scale: Tensor) -> bool:
+        """See `instrument.actions.base.Rows.set_scale`."""
         if self._scale is None:
             with self._lock:
                 self._scale = self._scale or (scale, scale._version, scale.clone())
@@ -379,13 +379,14 @@ class StepSlab:
                     self._others = {}
                     raise
 
-    def take(self, *, incomplete: int = 0) -> Taken:
+    def take(self, *, rows_elsewhere: int = 0) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step.
 
         Args:
-            incomplete: How many further rows of the step, which are not in this slab, have numbers on a device.
+            rows_elsewhere: The number of rows of the step with numbers on a device that are not in this slab. The buffers of the next
+                step have space for them too.
         """
-        if not (len(self.slab) or incomplete):
+        if not (len(self.slab) or rows_elsewhere):
             return self._no_rows
         with self._lock:
             numbers, keys, dims, moments = self.slab.take()
@@ -393,7 +394,7 @@ class StepSlab:
             scale, self._scale = self._scale, None
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
             device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
-            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + incomplete)
+            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + rows_elsewhere)
         return Taken(
             np.frombuffer(numbers).reshape(-1, self._width).copy(),
             table,
@@ -515,8 +516,8 @@ class StatisticsRows(SlabRows):
 
     def _divide_by_scale(self) -> None:
         """Divide the extremes and the unit of scaled rows by the scale. The other sums do not depend on it."""
-        assert self.taken.scale is not None, "the scale was noted before the rows were added"
-        self.taken.numbers[np.ix_(self.layout.scaled, _IN_UNITS)] /= self.taken.scale.wait().item()
+        assert self.taken.scale is not None, "the scale was set before the rows were added"
+        self.taken.numbers[np.ix_(self.layout.scaled, _SCALE_DEPENDENT)] /= self.taken.scale.wait().item()
 
     @cached_property
     def numbers(self) -> Matrix:

@@ -1,8 +1,8 @@
 """What a hook does with a plain tensor, if its spec has no stage that needs the context of the call.
 
-Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, a change of gradients with the factor of a
-gradient scaler. Without them, recording is one call of the compiled kernel, and clip and scale are their operation and one more
-call. `AttachedHook.fire` handles all other tensors and hooks.
+Stages are: a path in the values, a selected part, a condition, a kept tensor, a shard, and a gradient scaler if the hook changes
+gradients or all processes merge its rows. Without stages, recording is one call of the compiled kernel, and clip and scale are their
+operation and one more call. `AttachedHook.fire` handles all other tensors and hooks.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ AttachedHook = Any
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 Direct = Callable[[Tensor, str, Firing], Tensor | None]
-"""Gets a tensor, its path and the firing. Returns the tensor that replaces it, or None if the tensor is not plain: nothing has
-happened then."""
+"""Gets a tensor, its path and the firing. Returns the tensor that replaces it. Returns None, and does nothing, if the tensor is not plain,
+or if the scale of its gradient scaler has changed in this step."""
 
 
 def direct_of(attached: AttachedHook) -> Direct | None:
@@ -89,11 +89,11 @@ def _recording(attached: AttachedHook, action: Record, is_scaled: bool) -> Direc
     )
     if not is_scaled:
         return record
-    return lambda tensor, path, firing: record(tensor, path, firing) if rows.note_scale(clock.amp_scale()) else None
+    return lambda tensor, path, firing: record(tensor, path, firing) if rows.set_scale(clock.amp_scale()) else None
 
 
 def are_recordings(attached_hooks: Sequence[AttachedHook]) -> bool:
-    """Return whether all sites only record statistics, without any stage. True for no sites."""
+    """Return whether all sites only record statistics by one call of the C extension. True for no sites."""
     return all(isinstance(attached.direct, Recording) for attached in attached_hooks)
 
 

@@ -80,7 +80,7 @@ class ViewRegion(NamedTuple):
 
     @classmethod
     def of(cls, view: Tensor, base: Tensor) -> ViewRegion:
-        """Return the region. Both may be detached."""
+        """Return the region of a base that a view covers. Both tensors may be detached."""
         offset = int(view.storage_offset()) - int(base.storage_offset())
         return cls((tuple(base.shape), base.stride(), 0), (tuple(view.shape), view.stride(), offset))
 
@@ -139,8 +139,11 @@ class ViewBase(NamedTuple):
         self.node.register_prehook(before_node)
 
 
-class _BaseHook:
-    """The hook on the base of a view that only records, of which most are never needed: it computes the region when it runs."""
+class _ViewBaseHook:
+    """A hook on the base of a view, for a hook that only records.
+
+    It is needed only if the view is modified in place, which is rare, so it computes the region when it runs.
+    """
 
     __slots__ = ("base", "hook", "output", "version", "view")
 
@@ -149,17 +152,21 @@ class _BaseHook:
         self.output, self.version = base.output_nr, view._version
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Run the hook on the gradient of the view before it was modified in place. `gradients` are those of the node."""
+        """Run the hook on the view's part of the gradient, if the view was modified in place and the hook has not run.
+
+        Args:
+            gradients: The gradients of all outputs of the node of the base.
+        """
         gradient = gradients[self.output]
-        if self.view._version != self.version and not self.hook.backward and gradient is not None:
+        if self.view._version != self.version and self.hook.backward == 0 and gradient is not None:
             self.hook(ViewRegion.of(self.view, self.base).extract(gradient))
 
 
-def watch_base(view: Tensor, hook: OutputGradientHook) -> None:
-    """Let the gradient hook of a view, which changes nothing, also run if the view is modified in place."""
+def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
+    """Register the gradient hook of a view also at its base, where it runs if the view is modified in place. It only records."""
     base = view._base
     if base is not None and base.grad_fn is not None and base.dtype == view.dtype:
-        base.grad_fn.register_prehook(_BaseHook(view, base, hook))
+        base.grad_fn.register_prehook(_ViewBaseHook(view, base, hook))
 
 
 class Graph:

@@ -2,12 +2,12 @@
    that output. `instrument.kinds.module_tensors.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
    Python. Plain tensors are those of `Slab.add`.
 
-   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, watch base)
+   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)
 
    Sets what this code calls: transform() returns the active transform of torch.func or None, graph task() the number of the backward
    pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
-   of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `Firing`; and watch base(view, hook),
-   which lets the hook also run if the view is modified in place.
+   of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `Firing`; and
+   register at base(view, hook), which registers the hook for the case that the view is modified in place.
 
    FiringCounts: the attributes `opportunities`, `firings`, `expected`, `fired` and `has_notes` of `HookCoverage`.
 
@@ -42,7 +42,7 @@
 #include "../stats/native.h"
 #include <structmember.h>
 
-enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, WATCH_BASE, FUNCTIONS };
+enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, REGISTER_AT_BASE, FUNCTIONS };
 static PyObject *functions[FUNCTIONS];
 
 #define NAMES(NAME)                                                                                                   \
@@ -464,7 +464,8 @@ static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
     return result;
 }
 
-/* Registers the hook of the gradient. 0 if Python code has to do it: the tensor is a leaf or not plain. -1 with an exception set. */
+/* Registers the hook of the gradient, and returns 1. Returns 0 if Python code has to do it: the tensor is a leaf, is not plain, or needs no
+   gradient. Returns -1 with an exception set. */
 static int register_gradient(PlainCalls *self, PyObject *output, long long index) {
     int is_plain = has_kernel_layout(output) ? attribute_is(output, name_requires_grad, Py_True) : 0;
     if (is_plain == 1)
@@ -483,9 +484,11 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
         hook->index = index;
     }
     int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
-    const int is_view = result < 0 ? 0 : !attribute_is(output, name__base, Py_None);
-    if (is_view)
-        result = is_object(PyObject_CallFunctionObjArgs(functions[WATCH_BASE], output, hook, NULL), Py_None);
+    const int has_no_base = result < 0 ? -1 : attribute_is(output, name__base, Py_None);
+    if (!has_no_base)
+        result = is_object(PyObject_CallFunctionObjArgs(functions[REGISTER_AT_BASE], output, hook, NULL), Py_None);
+    else if (has_no_base < 0)
+        result = -1;
     Py_DECREF(node);
     Py_XDECREF((PyObject *)hook);
     return result < 0 ? -1 : 1;
@@ -575,7 +578,7 @@ static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObjec
 }
 
 static PyMemberDef gradient_members[] = {
-    {"backward", T_LONGLONG, offsetof(OutputGradientHook, backward), READONLY, NULL},
+    {"backward", T_LONGLONG, offsetof(OutputGradientHook, backward), READONLY, "The number of gradients so far."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -597,7 +600,7 @@ static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook"
 
 static PyMethodDef functions_of_module[] = {
     {"connect_torch", connect_torch, METH_VARARGS,
-     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, watch base) -> None"},
+     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base) -> None"},
     {"update_counts", update_counts, METH_O, "update_counts(counts) -> list"},
 };
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .clock import Firing, graph_task
-from .gradient_hooks import watch_base
+from .gradient_hooks import register_at_base
 
 __all__ = [
     "CallIndices",
@@ -38,7 +38,13 @@ try:
     from ..stats.native import CallIndices, FiringCounts, PlainCalls, Recording, connect_torch, update_counts
 
     connect_torch(
-        current_transform, graph_task, torch.is_grad_enabled, saved_tensors_hooks, OrderedDict, firing_of, watch_base
+        current_transform,
+        graph_task,
+        torch.is_grad_enabled,
+        saved_tensors_hooks,
+        OrderedDict,
+        firing_of,
+        register_at_base,
     )
 # Installed without a C compiler.
 except ImportError:

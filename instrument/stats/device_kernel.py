@@ -33,14 +33,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _BLOCK = 1024  # elements that a program reads at once
 _OPTIONS = {"num_warps": 4}
-_BLOCKS = 4  # least number of blocks of a program, if there are several programs
-# As many programs run at once on a multiprocessor of an H100 (150 registers per thread). More take up to twice the time there.
+_BLOCKS = 4  # blocks per program, up to the maximum number of programs
+# A multiprocessor of an H100 runs 3 programs at the same time (150 registers per thread). With more, a launch took up to twice the time.
 _PROGRAMS_PER_MULTIPROCESSOR = 3
 # Results of a program: n, NaN, zeros, minimum, maximum, mean, sum of squared deviations, sum of magnitudes.
 _NUMBERS = tl.constexpr(8)
 _OTHERS = 4  # parameters of a kernel after its tensors: partials, arrived, results, numel
-_STAGES = tl.constexpr(4)  # blocks that a program has requested at once
-_LANES = tl.constexpr(512)  # results of programs that are merged at once: those of all programs on most GPUs
+_STAGES = tl.constexpr(4)  # stages of the pipeline that loads blocks in advance
+_LANES = tl.constexpr(
+    512
+)  # results of programs that one iteration merges: all results on GPUs with up to 170 multiprocessors
 
 
 @triton.jit(do_not_specialize=["results", "numel"])
@@ -374,10 +376,10 @@ def measure_batch_by_kernel(
         tensors: int64 [tensors, 3]: the address of the elements, divisible by 16, the number of elements, and the address of the
             results; see `measure_by_kernel`.
     """
-    # Programs in proportion to the sizes, but at least one and at most `most` for each tensor.
-    most = _max_programs(device)
+    # About 4 * max_programs programs in proportion to the sizes, with 1 to max_programs for each tensor.
+    max_programs = _max_programs(device)
     blocks = -(-tensors[:, 1] // (_BLOCK * _BLOCKS))
-    ends = np.cumsum(np.minimum(-(-blocks // -(-int(blocks.sum()) // (4 * most))), most))
+    ends = np.cumsum(np.minimum(-(-blocks // -(-int(blocks.sum()) // (4 * max_programs))), max_programs))
     table = np.zeros((len(tensors) + 1, 4), np.int64)
     table[:-1, :3] = tensors[:, [0, 2, 1]]
     table[1:, 3] = ends
@@ -501,7 +503,7 @@ def _connect_driver() -> None:
 
 @cache
 def _max_programs(device: torch.device) -> int:
-    """Return the maximum number of programs of one tensor."""
+    """Return the maximum number of programs of one tensor. For Triton's interpreter, it is that of a large GPU."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 128
     return _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors
 

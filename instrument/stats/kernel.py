@@ -159,7 +159,7 @@ def connect_driver(functions: tuple[int, int, int], elements: int) -> None:
 
     Args:
         functions: The addresses of `cuLaunchKernel`, `cuStreamIsCapturing` and `cuCtxGetDevice`.
-        elements: The least number of elements per program, if there are several programs.
+        elements: The number of elements per program, up to the maximum number of programs of a launcher.
     """
     if is_connected:
         native.connect_driver(*functions, elements)

@@ -71,12 +71,13 @@
    connect_driver(launch, capture status, current device, elements) -> None
 
    Sets the addresses of three functions of a device's driver with the signatures of `cuLaunchKernel`, `cuStreamIsCapturing` and
-   `cuCtxGetDevice`, and the size of a launch: the elements of a program, and the most programs.
+   `cuCtxGetDevice`, and the number of elements per program.
 
-   add_launcher(device type, device id, stream, kind, tensors, function, programs, threads, shared memory, partials, arrived) -> bool
+   add_launcher(device type, device id, stream, kind, tensors, function, max programs, threads, shared memory, partials, arrived) -> bool
 
    Adds a kernel for tensors of one dtype on a stream: of `device_kernel.py`, `_measure` for one tensor or `_compare` for two,
-   compiled for addresses divisible by 16. `kind` is as above, or 3 for float16. False if no
+   compiled for addresses divisible by 16. `kind` is as above, or 3 for float16. A launch has at most `max programs` programs, and
+   `partials` has space for the results of each. False if no
    driver is connected, or if there are 256 launchers already. ValueError for other numbers.
 
    histogram(address, count, kind, low, high, bins, counts) -> None
@@ -433,10 +434,8 @@ static PyObject *connect_driver(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "KKKL", &launch, &capture_status, &current_device, &elements))
         return NULL;
-    if (elements < 1) {
-        PyErr_SetString(PyExc_ValueError, "elements has to be positive");
-        return NULL;
-    }
+    if (elements < 1)
+        return PyErr_Format(PyExc_ValueError, "elements must be at least 1, got %lld", elements);
     driver.elements = elements;
     memcpy(&driver.launch, &(uintptr_t){(uintptr_t)launch}, sizeof driver.launch);
     memcpy(&driver.capture_status, &(uintptr_t){(uintptr_t)capture_status}, sizeof driver.capture_status);
@@ -454,7 +453,7 @@ static PyObject *add_launcher(PyObject *self, PyObject *args) {
         return NULL;
     if (new.kind < FLOAT32 || new.kind > FLOAT16 || new.tensors < 1 || new.tensors > 2 || !new.max_programs ||
         !new.threads) {
-        PyErr_SetString(PyExc_ValueError, "kind has to be 0 to 3, tensors 1 or 2, programs and threads positive");
+        PyErr_SetString(PyExc_ValueError, "kind must be 0 to 3, tensors 1 or 2, and max programs and threads at least 1");
         return NULL;
     }
     if (!driver.launch || launcher_count == MAX_LAUNCHERS) /* `add` returns False for the streams without a launcher */
@@ -1082,7 +1081,7 @@ static PyMethodDef methods[] = {
     {"connect_driver", connect_driver, METH_VARARGS,
      "connect_driver(launch, capture status, current device, elements) -> None"},
     {"add_launcher", add_launcher, METH_VARARGS,
-     "add_launcher(device type, device id, stream, kind, tensors, function, programs, threads, shared memory, partials, arrived) -> bool"},
+     "add_launcher(device type, device id, stream, kind, tensors, function, max programs, threads, shared memory, partials, arrived) -> bool"},
     {"effect", (PyCFunction)(void (*)(void))effect, METH_FASTCALL, "effect(before, after) -> list or None"},
     {"effect_of_clip", (PyCFunction)(void (*)(void))effect_of_clip, METH_FASTCALL,
      "effect_of_clip(tensor, low, high) -> (is_inside, list) or None"},

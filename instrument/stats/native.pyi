@@ -14,7 +14,7 @@ def add_launcher(
     kind: int,
     tensors: int,
     function: int,
-    programs: int,
+    max_programs: int,
     threads: int,
     shared_memory: int,
     partials: int,
@@ -31,7 +31,7 @@ def connect_torch(
     packing_hooks: Callable[[bool], object],
     ordered_dict: type,
     firing: Callable[[int, int, bool, int], object],
-    watch_base: Callable[[Tensor, OutputGradientHook], None],
+    register_at_base: Callable[[Tensor, OutputGradientHook], None],
 ) -> None: ...
 
 class FiringCounts:

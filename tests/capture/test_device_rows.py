@@ -140,8 +140,8 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
-def test_driver_with_a_wrong_size_of_launches_is_refused(driver: Driver) -> None:
-    with pytest.raises(ValueError, match="has to be positive"):
+def test_connect_driver_rejects_no_elements(driver: Driver) -> None:
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
         kernel.native.connect_driver(1, 1, 1, 0)
     slab, _ = slab_with_buffer(12)
     slab.add(torch.randn(64, 8), 0, None, True)
@@ -156,7 +156,7 @@ def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
         (0, 1, 0, 128),
         (0, 1, 1, 0),
     ):
-        with pytest.raises(ValueError, match="kind has to be 0 to 3"):
+        with pytest.raises(ValueError, match="kind must be 0 to 3"):
             kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, programs, threads, 32, 0, 0)
     slab = kernel.make_slab(12)
     with pytest.raises(ValueError, match="negative number of rows"):
@@ -217,7 +217,7 @@ BOUNDARY: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    """A group of one process whose rows are merged."""
+    """The ranks of a process group with one process, with `reduce: global`."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield Ranks("ddp", reduces=True)
@@ -242,12 +242,12 @@ def test_merged_rows_of_plain_tensors_come_from_the_slab(
     assert parts == []
     assert (len(driver.launches), batches) == (
         (3 * (3 + 3), [4] * 3) if on_device else (0, [])
-    )  # not in the first step
-    places = ("step", "hook", "layer", "path")
-    merged = {tuple(row[name] for name in places): row for row in found}
+    )  # there is no buffer in the first step
+    columns = ("step", "hook", "layer", "path")
+    merged = {tuple(row[name] for name in columns): row for row in found}
     assert len(found) == len(merged) == len(expected) == 4 * (3 + 3 + 4)
     for wanted in expected:
-        row = merged[tuple(wanted[name] for name in places)]
+        row = merged[tuple(wanted[name] for name in columns)]
         assert (row["rank"], row["scope"], row["phase"]) == (0, "global", "train")
         assert (row["shape"] is None) == (wanted["hook"] != "params")  # each process has the same parameters
         assert row["numel"] == wanted["numel"] == math.prod(wanted["shape"])

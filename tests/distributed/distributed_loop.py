@@ -76,7 +76,9 @@ def data(step: int) -> Tensor:
 
 
 def train(model: nn.Module, folder: Path, reduce: str, fail_at: int = -1, die_at: int = -1) -> dict[str, float]:
-    hooks = {name: spec for name, spec in HOOKS.items() if name == "seen" or not isinstance(model, LayerOnRank0)}
+    hooks = HOOKS
+    if isinstance(model, LayerOnRank0):
+        hooks = {"seen": HOOKS["seen"], "plain": {"layers": "**", "kind": "forward", "action": "record"}}
     optimizer = OPTIMIZER(model.parameters())
     rank, size = dist.get_rank(), dist.get_world_size()
     with instrument.attach(model, hooks, optimizer=optimizer, out=folder, reduce=reduce) as probe:  # type: ignore[arg-type]

@@ -336,18 +336,29 @@ def test_custom_distributed_loops(tmp_path: Path) -> None:
         assert [int(row[name]) for name in ("min", "max", "abs_max")] == extremes
         assert row["dead_fraction"] == 0.0
 
-    uneven = instrument.load(tmp_path / "uneven")
-    assert len(uneven.stats.query("layer == 'sometimes' and hook == 'seen'")) == 3
-    (event,) = uneven.events.query(
-        "rule == 'ranks' and layer.isna() and rank == 0 and message.str.contains(\"'seen'\")"
-    )["message"]
-    assert event == "hook 'seen' recorded nothing at 'sometimes' on rank 1 in step 0, but other ranks did"
+    check_uneven_run(instrument.load(tmp_path / "uneven"))
 
     failed = instrument.load(tmp_path / "failed")
     assert failed.info["status"] == "failed"
     broken = failed.stats[failed.stats["hook"] == "seen"]
     assert broken.groupby("step")["scope"].unique().map(list).to_dict() == {0: ["global"], 1: ["local"]}
     assert sorted(broken[broken["step"] == 1]["rank"].unique()) == [0, 1]
+
+
+def check_uneven_run(uneven: instrument.Run) -> None:
+    """Check the rows of a model with a layer that only rank 0 calls."""
+    assert len(uneven.stats.query("layer == 'sometimes' and hook == 'seen'")) == 3
+    (event,) = uneven.events.query(
+        "rule == 'ranks' and layer.isna() and rank == 0 and message.str.contains(\"'seen'\")"
+    )["message"]
+    assert event == "hook 'seen' recorded nothing at 'sometimes' on rank 1 in step 0, but other ranks did"
+
+    plain = uneven.stats[uneven.stats["hook"] == "plain"].set_index(["step", "layer"])
+    assert plain.index.is_unique
+    assert plain["numel"].unstack().to_dict("list") == {"": [48] * 3, "always": [48] * 3, "sometimes": [24] * 3}
+    exact = uneven.stats[uneven.stats["hook"] == "seen"].set_index(["step", "layer"]).reindex(plain.index)
+    for name in ("mean", "std", "min", "max"):
+        assert plain[name].to_list() == pytest.approx(exact[name].to_list(), rel=1e-12)
 
 
 def test_dead_rank_in_a_custom_loop_is_reported(tmp_path: Path) -> None:

@@ -452,7 +452,7 @@ def test_scaled_gradients_are_measured_directly(kind: str) -> None:
 
 
 @pytest.mark.parametrize("init_scale", [2.0**16, 1000.0, 2.0**-40])
-def test_statistics_of_scaled_gradients_are_those_of_unscaled_ones(init_scale: float) -> None:
+def test_scaled_gradients_have_unscaled_statistics(init_scale: float) -> None:
     """In the second step, the scale changes between two backward passes."""
     names = ["min", "max", "mean", "std", "l1", "l2", "abs_max", "numel", "zero_fraction", "nan_count", "inf_count"]
     record = {"action": "record", "stats": names}
@@ -481,17 +481,18 @@ def test_statistics_of_scaled_gradients_are_those_of_unscaled_ones(init_scale: f
 
     with counting() as handled:
         found = rows(enabled=True)
-    # The first backward passes of the three steps: 3 gradients of outputs and 4 of parameters; and 3 outputs of four passes.
+    # Directly: the first backward pass of each of 3 steps, with 3 gradients of outputs and 4 of parameters; and 3 outputs in each of 4
+    # forward passes.
     assert (handled.count("flow"), handled.count("weights"), handled.count("outputs")) == (9, 12, 12)
     expected = rows(enabled=False)
     assert len(found) == len(expected) == 4 * 10
-    for row, wanted in zip(sorted(found, key=_place), sorted(expected, key=_place), strict=True):
-        assert _place(row) == _place(wanted)
+    for row, wanted in zip(sorted(found, key=_row_key), sorted(expected, key=_row_key), strict=True):
+        assert _row_key(row) == _row_key(wanted)
         for name in names:
             assert row[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-12), (row["hook"], name)
 
 
-def _place(row: dict[str, Any]) -> tuple[Any, ...]:
+def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("step", "hook", "layer", "path", "call", "backward"))
 
 

@@ -372,7 +372,7 @@ class Last(nn.Module):
 
 
 class LastRows(nn.Module):
-    """A part of its input whose elements are a contiguous block."""
+    """Returns all rows of its input but the first one: a contiguous view."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x[1:]
@@ -404,7 +404,7 @@ def test_grad_output_of_a_view_excludes_the_rest_of_the_tensor() -> None:
 @pytest.mark.parametrize("kind", ["full_backward", "tensor"])
 @pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
 @pytest.mark.parametrize("between", [Last, LastRows, nn.Flatten], ids=["columns", "rows", "all"])
-def test_statistics_of_the_gradient_of_a_view(between: Any, written: bool, kind: str) -> None:
+def test_gradient_statistics_of_a_view_cover_only_the_view(between: Any, written: bool, kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=written))
     weights = torch.arange(1.0, 13).view(3, 4)
     batch = torch.randn(3, 4)
