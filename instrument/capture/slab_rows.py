@@ -30,7 +30,7 @@ from ..spec.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 from ..spec.tables import CUSTOM, IDENTITY, TABLES
 from ..stats.device_choice import measure_batch
 from ..stats.kernel import launch_devices, make_slab
-from ..stats.sums import INDEX, statistics_of
+from ..stats.sums import BASE, INDEX, statistics_of
 from .device_copy import HostCopy
 from .message_template import Column, ColumnRows, ListColumn, NumberColumn, as_record_batch
 from .sink_interface import Row
@@ -42,7 +42,10 @@ _KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
+_COUNTS, _EXTREMES = [INDEX[name] for name in ("numel", "n", "nan", "zeros")], [INDEX["low"], INDEX["high"]]
 _Identity = tuple[Row, tuple[str, ...], bool]
+_Scale = tuple[Tensor, int, Tensor]
+"""The scale of a gradient scaler, its version, and a copy."""
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
 MOST_LAYOUTS = 64
 
@@ -303,7 +306,9 @@ class StepSlab:
         self._buffers: list[Tensor] = []  # on each device, for the numbers of this step
         self._previous_buffers: list[Tensor] = []  # those of the step before, which may still be copied to the host
         self._max_rows: Counter[torch.device] = Counter()  # the largest number of rows of a step
-        self._scale: tuple[Tensor, int, Tensor] | None = None  # of this step, with its version and a copy
+        self._scale: _Scale | None = None  # of this step
+        # Of this step or an earlier one: another thread may end the step while a row is measured.
+        self._latest_scale: _Scale | None = None
 
     def __len__(self) -> int:
         return len(self.slab)
@@ -359,10 +364,11 @@ class StepSlab:
 
     def set_scale(self, scale: Tensor) -> bool:
         """See `instrument.actions.base.Rows.set_scale`."""
-        if self._scale is None:
-            with self._lock:
-                self._scale = self._scale or (scale, scale._version, scale.clone())
-        return self._scale[0] is scale and self._scale[1] == scale._version
+        with self._lock:
+            if self._scale is None:
+                self._scale = self._latest_scale = scale, scale._version, scale.clone()
+            known, version, _ = self._scale
+        return known is scale and version == scale._version
 
     @contextmanager
     def batched_launch(self) -> Iterator[None]:
@@ -387,11 +393,12 @@ class StepSlab:
                 step have space for them too.
         """
         if not (len(self.slab) or rows_elsewhere):
+            self._scale = None
             return self._no_rows
         with self._lock:
             numbers, keys, dims, moments = self.slab.take()
             others, self._others = self._others, {}
-            scale, self._scale = self._scale, None
+            scale, self._scale = self._latest_scale, None
             table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
             device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
             self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + rows_elsewhere)
@@ -515,9 +522,23 @@ class StatisticsRows(SlabRows):
         return columns[:built_in], np.isnan(columns[:built_in])
 
     def _divide_by_scale(self) -> None:
-        """Divide the extremes and the unit of scaled rows by the scale. The other sums do not depend on it."""
+        """Replace the sums of scaled rows by those of the elements divided by the scale."""
         assert self.taken.scale is not None, "the scale was set before the rows were added"
-        self.taken.numbers[np.ix_(self.layout.scaled, _SCALE_DEPENDENT)] /= self.taken.scale.wait().item()
+        scale, found = self.taken.scale.wait().item(), self.taken.numbers[self.layout.scaled]
+        numel, n, nan, zeros = found[:, _COUNTS].T.copy()
+        if scale < 0:
+            found[:, _EXTREMES], found[:, INDEX["mean"]] = -found[:, _EXTREMES[::-1]], -found[:, INDEX["mean"]]
+        if 0 < abs(scale) < math.inf:  # the other sums do not depend on it
+            found[:, _SCALE_DEPENDENT] /= abs(scale)
+        elif scale == 0:  # zeros become NaN, and the others infinite
+            found[:, _COUNTS] = np.stack([numel, 0 * n, nan + zeros, 0 * n], axis=1)
+        elif math.isnan(scale):
+            found[:, _COUNTS] = np.stack([numel, 0 * n, numel, 0 * n], axis=1)
+        else:  # infinite elements become NaN, and the others zero
+            found[:, BASE.index("low") :] = 0.0
+            found[:, INDEX["unit"]] = 1.0
+            found[:, _COUNTS] = np.stack([numel, n, numel - n, n], axis=1)
+        self.taken.numbers[self.layout.scaled] = found
 
     @cached_property
     def numbers(self) -> Matrix:
@@ -543,11 +564,6 @@ class StatisticsRows(SlabRows):
         for index, column in zip(self.layout.built_in, super().number_columns(), strict=True):
             columns[index] = column
         return columns
-
-    @property
-    def has_others(self) -> bool:
-        """Whether any row has custom statistics."""
-        return bool(self.taken.others)
 
     def other_columns(self) -> list[Column]:
         others = self.taken.others

@@ -145,20 +145,22 @@ class _ViewBaseHook:
     It is needed only if the view is modified in place, which is rare, so it computes the region when it runs.
     """
 
-    __slots__ = ("base", "hook", "output", "version", "view")
+    __slots__ = ("base", "hook", "output", "runs", "version", "view")
 
     def __init__(self, view: Tensor, base: Tensor, hook: OutputGradientHook) -> None:
         self.view, self.base, self.hook = view.detach(), base.detach(), hook
         self.output, self.version = base.output_nr, view._version
+        self.runs = 0  # how often this hook has run the hook of the view
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Run the hook on the view's part of the gradient, if the view was modified in place and the hook has not run.
+        """Run the hook on the view's part of the gradient, if the view was modified in place and never had a gradient itself.
 
         Args:
             gradients: The gradients of all outputs of the node of the base.
         """
         gradient = gradients[self.output]
-        if self.view._version != self.version and self.hook.backward == 0 and gradient is not None:
+        if self.view._version != self.version and self.hook.backward == self.runs and gradient is not None:
+            self.runs += 1
             self.hook(ViewRegion.of(self.view, self.base).extract(gradient))
 
 

@@ -492,6 +492,38 @@ def test_scaled_gradients_have_unscaled_statistics(init_scale: float) -> None:
             assert row[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-12), (row["hook"], name)
 
 
+@pytest.mark.parametrize("scale", [0.0, math.inf, -8.0, math.nan, 2.0**-149])
+@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
+def test_gradients_under_an_unusual_scale_are_those_of_a_division(scale: float) -> None:
+    """A scaler whose steps are all skipped reaches 0."""
+    names = ["min", "max", "mean", "std", "l1", "l2", "zero_fraction", "nan_count", "inf_count"]
+    model, scaler = nn.Sequential(nn.Linear(6, 8), nn.ReLU()), torch.amp.GradScaler("cpu")
+    gradients: list[Tensor] = []
+    with instrument.attach(
+        model, {"h": {"layers": "1", "kind": "tensor", "action": "record", "stats": names}}, scaler=scaler
+    ) as probe:
+        output = model(torch.randn(4, 6))
+        output.register_hook(gradients.append)
+        scaler.scale(output.sum())
+        scaler._get_scale_async().fill_(scale)
+        output.backward(
+            torch.tensor([0.0, 1.0, -3.0, math.inf, math.nan, -math.inf, 2.0, 4.0]).expand(4, 8).contiguous()
+        )
+        probe.end_step()
+    x = gradients[0].double() / scale
+    finite = x[x.isfinite()]
+    (row,) = probe.sink.records("stats")
+    assert (row["nan_count"], row["inf_count"]) == (x.isnan().sum(), x.isinf().sum())
+    exists = finite.numel() > 0
+    assert row["zero_fraction"] == (pytest.approx((finite == 0).double().mean().item()) if exists else None)
+    expected = {
+        "min": torch.min, "max": torch.max, "mean": torch.mean, "l1": lambda y: y.abs().sum(),
+        "l2": torch.linalg.vector_norm, "std": lambda y: y.std(correction=0),
+    }  # fmt: skip
+    for name, compute in expected.items():
+        assert row[name] == (pytest.approx(compute(finite).item(), rel=1e-6) if exists else None), name
+
+
 def _row_key(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("step", "hook", "layer", "path", "call", "backward"))
 

@@ -420,6 +420,21 @@ def test_gradient_statistics_of_a_view_cover_only_the_view(between: Any, written
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, 1)]
 
 
+@pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
+def test_each_backward_pass_through_a_view_is_recorded(written: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=written))
+    with instrument.attach(
+        model, {"h": {"layers": "0", "kind": "tensor", "action": "record", "stats": ["l1"]}}
+    ) as probe:
+        output = model(torch.randn(2, 3, 4))
+        for factor in range(1, 4):
+            (factor * output[0]).sum().backward(retain_graph=True)
+        probe.end_step()
+    positive = (output[0] > 0).sum().item()
+    found = {row["backward"]: row["l1"] for row in probe.sink.records("stats")}
+    assert found == {0: positive, 1: 2 * positive, 2: 3 * positive}
+
+
 @pytest.mark.parametrize("view", [Last(), LastRows()], ids=["columns", "rows"])
 @pytest.mark.parametrize(
     ("is_used", "count"), [(True, 1), (False, 0)], ids=["read before a write to its base", "not used"]
