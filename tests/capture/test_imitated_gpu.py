@@ -151,6 +151,37 @@ def test_hooks_on_a_fake_gpu_neither_wait_nor_copy(changes: tuple[str, ...], shi
 
 
 @pytest.mark.usefixtures("imitated")
+def test_sums_of_each_device_are_copied_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose modules are on several devices, one of them offloaded to the host."""
+    copied: list[tuple[str, int]] = []
+
+    class NotedCopy(EndlessHostCopy):
+        def __init__(self, memory: Tensor) -> None:
+            super().__init__(memory)
+            copied.append((str(memory.device), len(memory)))
+
+    monkeypatch.setattr(recorder, "HostCopy", NotedCopy)
+    places, fake = ("cuda:0", "cuda:1", "cuda:1", "cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model = nn.ModuleList([nn.Linear(4, 4, device=place) for place in places[:-1]])
+    model.append(nn.Linear(4, 4))
+    with instrument.attach(
+        model, {"h": {"layers": "*", "kind": "forward", "action": "record", "stats": ["numel", "max"]}}
+    ) as probe:
+        for step in range(3):
+            with fake:
+                for layer, place in zip(model, places[:-1], strict=False):
+                    layer(torch.empty(3, 4, device=place))
+            output = model[3](torch.full((3, 4), float(step)))
+            copied.clear()
+            probe.end_step()
+            assert copied == [("cuda:0", 1), ("cuda:1", 2)]
+    rows = {(row["step"], row["layer"]): row["max"] for row in probe.sink.records("stats")}
+    assert set(rows) == {(step, str(layer)) for step in range(3) for layer in range(4)}
+    assert rows[2, "3"] == pytest.approx(output.max().item())
+
+
+@pytest.mark.usefixtures("imitated")
 @pytest.mark.parametrize("kind", ["forward_pre", "full_backward"])
 def test_function_of_several_tensors_neither_waits_nor_copies(kind: str) -> None:
     def halve(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
