@@ -37,7 +37,7 @@ class TensorGradientHook:
         self.base = ViewBase.of(tensor)
         self.detached: Tensor | None = tensor.detach()  # shares the version counter, but not the graph
         self.version = tensor._version
-        self.has_fired = False
+        self.task = -1  # the latest backward pass in which it fired
         tensor.register_hook(self.on_gradient)
 
     def finish_registration(self, is_private: bool = False) -> None:
@@ -64,12 +64,12 @@ class TensorGradientHook:
         """
         if gradient is None:
             return None
-        self.has_fired = True
+        self.task = graph_task()
         return self.hook(gradient)
 
     def is_disconnected(self) -> bool:
-        """Return whether the tensor's own hook is disconnected from the graph, so that the hook on the base replaces it."""
-        return self.is_modified and not self.has_fired
+        """Return whether this backward pass does not reach the tensor's own hook, so that the hook on the base replaces it."""
+        return self.is_modified and self.task != graph_task()
 
 
 class ViewRegion(NamedTuple):
@@ -145,22 +145,20 @@ class _ViewBaseHook:
     It is needed only if the view is modified in place, which is rare, so it computes the region when it runs.
     """
 
-    __slots__ = ("base", "hook", "output", "runs", "version", "view")
+    __slots__ = ("base", "hook", "output", "version", "view")
 
     def __init__(self, view: Tensor, base: Tensor, hook: OutputGradientHook) -> None:
         self.view, self.base, self.hook = view.detach(), base.detach(), hook
         self.output, self.version = base.output_nr, view._version
-        self.runs = 0  # how often this hook has run the hook of the view
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Run the hook on the view's part of the gradient, if the view was modified in place and never had a gradient itself.
+        """Run the hook on the view's part of the gradient, if the view was modified in place and has no gradient in this pass.
 
         Args:
             gradients: The gradients of all outputs of the node of the base.
         """
         gradient = gradients[self.output]
-        if self.view._version != self.version and self.hook.backward == self.runs and gradient is not None:
-            self.runs += 1
+        if self.view._version != self.version and self.hook.task != graph_task() and gradient is not None:
             self.hook(ViewRegion.of(self.view, self.base).extract(gradient))
 
 

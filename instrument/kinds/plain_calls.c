@@ -364,6 +364,8 @@ HOLDER(calls, 5)
 typedef struct {
     PyObject_HEAD PyObject *calls;
     long long index, backward;
+    long long task; /* the latest backward pass in which it ran, if it is also registered at the base of a view */
+    char is_at_base;
 } OutputGradientHook;
 
 HOLDER(gradient, 1)
@@ -485,6 +487,10 @@ static int register_gradient(PlainCalls *self, PyObject *output, long long index
     }
     int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
     const int has_no_base = result < 0 ? -1 : attribute_is(output, name__base, Py_None);
+    if (result >= 0) {
+        hook->task = -1;
+        hook->is_at_base = !has_no_base;
+    }
     if (!has_no_base)
         result = is_object(PyObject_CallFunctionObjArgs(functions[REGISTER_AT_BASE], output, hook, NULL), Py_None);
     else if (has_no_base < 0)
@@ -560,6 +566,13 @@ static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObjec
         return NULL;
     if (is_closed)
         Py_RETURN_NONE;
+    if (self->is_at_base) {
+        PyObject *task = PyObject_CallNoArgs(functions[GRAPH_TASK]);
+        self->task = task ? PyLong_AsLongLong(task) : -1;
+        Py_XDECREF(task);
+        if (PyErr_Occurred())
+            return NULL;
+    }
     const long long backward = self->backward++;
     const Py_ssize_t count = PyTuple_Size(calls->gradients);
     Py_ssize_t done = 0;
@@ -578,7 +591,7 @@ static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObjec
 }
 
 static PyMemberDef gradient_members[] = {
-    {"backward", T_LONGLONG, offsetof(OutputGradientHook, backward), READONLY, "The number of gradients so far."},
+    {"task", T_LONGLONG, offsetof(OutputGradientHook, task), READONLY, "The latest backward pass in which it ran."},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -435,6 +435,23 @@ def test_each_backward_pass_through_a_view_is_recorded(written: bool) -> None:
     assert found == {0: positive, 1: 2 * positive, 2: 3 * positive}
 
 
+@pytest.mark.parametrize("stats", [["l1"], ["l1", "skewness"]], ids=["C", "Python"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1, 1)], ids=str)
+def test_passes_before_and_after_a_write_to_a_view_are_recorded(order: tuple[int, ...], stats: list[str]) -> None:
+    """Each pass reaches the view either as it was before the write, or after it."""
+    view, x = nn.Flatten(), torch.randn(2, 2, 3, requires_grad=True)
+    spec = {"layers": ".", "kind": "tensor", "action": "record", "stats": stats}
+    with instrument.attach(view, {"h": spec}) as probe:
+        y = view(x * 1.0)
+        before = 2 * y
+        y += 1.0
+        for at in order:
+            (before, 5 * y)[at].sum().backward(retain_graph=True)
+        probe.end_step()
+    expected = [(number, x.numel() * (2.0, 5.0)[at]) for number, at in enumerate(order)]
+    assert sorted((row["backward"], row["l1"]) for row in probe.sink.records("stats")) == expected
+
+
 @pytest.mark.parametrize("view", [Last(), LastRows()], ids=["columns", "rows"])
 @pytest.mark.parametrize(
     ("is_used", "count"), [(True, 1), (False, 0)], ids=["read before a write to its base", "not used"]
