@@ -24,7 +24,7 @@ from .comparison.result import Diff, number_text, place_cells, records, ulp_text
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 
 PIPE_WIDTH = 160
-MOST_LISTED = 40  # rows of a table
+MAX_LISTED = 40  # rows of a table
 NUMBERS = ("difference", "at step", "differs from step")
 STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table, as many as fit
 STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space after it
@@ -112,7 +112,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 
 
 def _print_tables(found: Diff) -> None:
-    """Print the layers and the recorded tensors. Of more than `MOST_LISTED`, print the most important ones; see `_listed`."""
+    """Print the layers and the recorded tensors. Of more than `MAX_LISTED`, print the most important ones; see `_listed`."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -132,7 +132,7 @@ def _print_tables(found: Diff) -> None:
     if len(found.tensors):
         table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
         layers = records(found.layers)
-        for row in records(found.tensors.head(MOST_LISTED).reset_index()):
+        for row in records(found.tensors.head(MAX_LISTED).reset_index()):
             cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
             table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
         console.print("\nrecorded tensors, element by element:", table)
@@ -142,9 +142,9 @@ def _listed(found: Diff) -> pd.DataFrame:
     """Return the rows of `layers` to print: of many, those above the tolerance, or those with the largest differences."""
     layers = found.layers
     above = layers[layers["difference"] > found.tolerance]
-    if len(layers) <= MOST_LISTED:
+    if len(layers) <= MAX_LISTED:
         return layers
-    return above.head(MOST_LISTED) if len(above) else layers.nlargest(MOST_LISTED, "difference").sort_index()
+    return above.head(MAX_LISTED) if len(above) else layers.nlargest(MAX_LISTED, "difference").sort_index()
 
 
 def _table(*names: str) -> Table:

@@ -37,7 +37,7 @@ FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # witho
 FEATURE_FORMATS = tuple(FEATURE_WRITERS)
 SELECTABLE = ("hook", "role", "phase", "step", "epoch", "call", "path")
 ALREADY_EXISTS = "already exists, and existing files are not overwritten"
-MOST_LETTERS = 200  # of a file name
+MAX_LETTERS = 200  # of a file name
 NOT_FOR_MLFLOW = "not supported for MLflow, which is configured by its environment variables"
 LOCAL_ONLY = "is required: exports are written to a local folder, not to a remote address"
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
@@ -166,7 +166,7 @@ def _csv(files: RunFiles, output: Path) -> str:
 
 def _features(files: RunFiles, selection: Selection, to: str, output: Path) -> str:
     layer = "" if selection.layer == "." else selection.layer
-    file = output / f"{segment(layer)[:MOST_LETTERS]}.{to}"
+    file = output / f"{segment(layer)[:MAX_LETTERS]}.{to}"
     if file.exists():
         raise ConfigError(Problem("--out", ALREADY_EXISTS, str(file), "a folder without this file"))
     try:

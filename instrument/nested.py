@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .containers import entries, is_modifiable, leaves, map_leaves
 from .errors import ConfigError, Problem
 
-MOST_ENTRIES, MOST_CONTAINERS = 8, 30  # of a nested value in a message
+MAX_ENTRIES, MAX_CONTAINERS = 8, 30  # of a nested value in a message
 _TENSORS = (Tensor, PackedSequence)
 
 
@@ -90,15 +90,15 @@ def structure(value: Any) -> str:
 def _structure(value: Any, visited: set[int]) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {[*shape_of(value)]}"
-    found = entries(value)[: MOST_ENTRIES + 1]
+    found = entries(value)[: MAX_ENTRIES + 1]
     if not found and not isinstance(value, Mapping | tuple | list):
         return type(value).__name__
-    if id(value) in visited or len(visited) >= MOST_CONTAINERS:
+    if id(value) in visited or len(visited) >= MAX_CONTAINERS:
         return "..."
     visited.add(id(value))
-    children = [(key, _structure(child, visited)) for key, child in found[:MOST_ENTRIES]]
+    children = [(key, _structure(child, visited)) for key, child in found[:MAX_ENTRIES]]
     texts = [text for _, text in children]
-    more = ["..."] * (len(found) > MOST_ENTRIES)
+    more = ["..."] * (len(found) > MAX_ENTRIES)
     if isinstance(value, Mapping):
         return f"{{{', '.join([f'{str(key)!r}: {text}' for key, text in children] + more)}}}"
     if isinstance(value, list):

@@ -33,7 +33,7 @@ READING_SECONDS = 0.1  # for earlier steps, in each later frame
 INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
 PAUSE = 19  # A pause takes this many times the processor time of reading, so that a watcher uses a twentieth of a core.
 NICENESS = 10  # priority of the process; a training that uses all cores comes first
-MOST_PORT = 65_535
+MAX_PORT = 65_535
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,8 +87,8 @@ def port_number(text: str) -> int:
         ArgumentTypeError: It is too large or negative.
     """
     port = int(text)
-    if not 0 <= port <= MOST_PORT:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 to {MOST_PORT}, given: {text}")
+    if not 0 <= port <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to {MAX_PORT}, given: {text}")
     return port
 
 

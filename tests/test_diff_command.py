@@ -57,7 +57,7 @@ def test_exit_code_of_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_many_layers_are_listed_if_they_differ(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diff_command, "MOST_LISTED", 4)
+    monkeypatch.setattr(diff_command, "MAX_LISTED", 4)
     assert main([run(tmp_path / "a", layers=6), run(tmp_path / "b", 1.1, layers=6), "--steps", "0:1"]) == 1
     out = capsys.readouterr().out
     assert "layers.3" in out

@@ -25,7 +25,7 @@ from .base import Context
 from .custom_functions import custom_function, observe
 from .intervention import describe
 
-MOST_BYTES = 1 << 30  # of a sparse tensor that becomes dense
+MAX_BYTES = 1 << 30  # of a sparse tensor that becomes dense
 
 Number = float | Tensor | None
 """A number, a scalar on another device, or None if it is not defined for the tensor."""
@@ -170,12 +170,12 @@ def to_dense(tensor: Tensor, reader: str) -> Tensor:
         reader: What requires the dense tensor, for messages.
 
     Raises:
-        HookError: The tensor is sparse, and would be larger than `MOST_BYTES`.
+        HookError: The tensor is sparse, and would be larger than `MAX_BYTES`.
     """
-    if is_sparse(tensor) and tensor.numel() * tensor.element_size() > MOST_BYTES:
+    if is_sparse(tensor) and tensor.numel() * tensor.element_size() > MAX_BYTES:
         raise HookError(
             f"{reader} requires a dense tensor, but this one is sparse with shape {list(tensor.shape)}: it would have "
-            f"{human_bytes(tensor.numel() * tensor.element_size())} (at most {human_bytes(MOST_BYTES)}). Record "
+            f"{human_bytes(tensor.numel() * tensor.element_size())} (at most {human_bytes(MAX_BYTES)}). Record "
             "built-in statistics, quantiles or a histogram of the complete tensor, which read only the stored values"
         )
     readable = _strided_or_sparse(tensor)

@@ -17,7 +17,7 @@ from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, a
 from .run_matching import RunMatches, match_runs
 from .run_tables import RunTables
 
-MOST_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
+MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 Interval = Literal["t", "bootstrap"]
 
 
@@ -93,8 +93,8 @@ def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:
     if not run_matches.left_out:
         return
     counts = Counter(run_matches.left_out.values())
-    reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MOST_REASONS])
-    more = "; ..." if len(counts) > MOST_REASONS else ""
+    reasons = "; ".join(f"{reason} ({count})" for reason, count in list(counts.items())[:MAX_REASONS])
+    more = "; ..." if len(counts) > MAX_REASONS else ""
     unpaired = f"{len(run_matches.left_out)} of {len(run.folders)} runs are not in any pair"
     warnings.warn(f"{unpaired}: {reasons}{more}. attrs['left_out'] lists all of them", InstrumentWarning, stacklevel=4)
 

@@ -28,7 +28,7 @@ from .tensor_decoding import array_of, is_known
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]
 Steps = int | Collection[int] | None
-MOST_SHOWN = 12  # steps or names in a message
+MAX_SHOWN = 12  # steps or names in a message
 RELEASE_BYTES = 32 * 2**20  # read values after which Arrow gives unused memory back; it then has to allocate it again
 _BATCH = ["step", "micro_step", "rank"]
 _CHOICES = ("hook", "phase", "path", "call")  # columns in which the tensors of one selection must not differ
@@ -200,7 +200,7 @@ def _firings_at(layer: str) -> ds.Expression:
 def _shown(values: Sequence[Any]) -> list[str]:
     """Return values as text for a message; the first ones if there are many."""
     texts = [repr(value) if value == "" else str(value) for value in values]
-    return texts if len(texts) <= MOST_SHOWN else [*texts[:MOST_SHOWN], f"... ({len(texts)})"]
+    return texts if len(texts) <= MAX_SHOWN else [*texts[:MAX_SHOWN], f"... ({len(texts)})"]
 
 
 # ------------------------------------------------------------------------------------------------ samples

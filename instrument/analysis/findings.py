@@ -40,7 +40,7 @@ from .summary import changed
 Severity = Literal["info", "warning", "error"]
 
 FEW = 0.0005  # fraction of elements below which the count is shown instead of the fraction
-MOST_NAMES = 4
+MAX_NAMES = 4
 
 _IDENTITY = ["step", "hook", "layer", "kind", "role", "path", "phase"]
 _Row = dict[str, Any]
@@ -231,8 +231,8 @@ def _not_fired(run: RunTables) -> Iterator[Finding]:
         names = list(
             dict.fromkeys(location_name(row["layer"], row["path"], row["kind"]) for row in group)
         )  # all ranks have the same locations
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        where = f"{', '.join(names[:MOST_NAMES])}{more} ({hook}, {kind})"
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        where = f"{', '.join(names[:MAX_NAMES])}{more} ({hook}, {kind})"
         what = "fired less often than expected" if fired else "never fired"
         times = f"{fired:,} of {expected:,} times: " if expected else ""
         yield Finding(what, where, None, f"{times}{cause}", "warning", float(fired))

@@ -18,7 +18,7 @@ from .means_over_steps import Means, averaged_columns, keys_of, means_of
 from .run_tables import RunTables
 
 LAYERS = "layers"
-MOST_NAMES = 12  # maximum number of names in an error message
+MAX_NAMES = 12  # maximum number of names in an error message
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def _select(
         message = "the runs differ in several interventions"
         raise InstrumentError(Problem("sweep", message, ", ".join(swept), fix=fix))
     if not fields:
-        overrides = ", ".join(differing_overrides(run)[:MOST_NAMES]) or "none"
+        overrides = ", ".join(differing_overrides(run)[:MAX_NAMES]) or "none"
         reasons = "; ".join(f"{count} left out: {reason}" for reason, count in Counter(left_out.values()).items())
         compared = f"{len(finished)} of {len(run.infos)} runs are compared" + (f"; {reasons}" if reasons else "")
         message = f"the runs do not differ in any field of an intervention ({compared})"
@@ -198,7 +198,7 @@ def _check_unique(treated: Sequence[Training], hook: str, keys: Sequence[str]) -
         if first != leaves:
             names = [key for key in dict.fromkeys([*first, *leaves]) if first.get(key) != leaves.get(key)]
             message = f"runs with equal {' and '.join(start + key for key in keys)} also differ in other keys"
-            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MOST_NAMES]), fix=_FEWER))
+            raise InstrumentError(Problem("sweep", message, ", ".join(names[:MAX_NAMES]), fix=_FEWER))
 
 
 def _field(training: Training, hook: str, field: str) -> Any:
@@ -271,7 +271,7 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
             for i in found or known
         ]
         message = f"{'several locations have' if found else 'no location has'} this statistic; select one with layer= and hook="
-        raise InstrumentError("\n    ".join([str(Problem("metric", message, statistic)), *shown[:MOST_NAMES]]))
+        raise InstrumentError("\n    ".join([str(Problem("metric", message, statistic)), *shown[:MAX_NAMES]]))
     return _mean(means, statistic, found)
 
 

@@ -15,7 +15,7 @@ from ..spec.tables import TABLES
 from .findings import findings
 from .run_tables import RunTables
 
-MOST_RUNS = 50  # maximum number of runs of a sweep that are shown
+MAX_RUNS = 50  # maximum number of runs of a sweep that are shown
 
 
 def to_html(run: RunTables) -> str:
@@ -45,9 +45,9 @@ def _of_sweep(run: RunTables) -> Iterator[str]:
     runs = run.runs.dropna(axis="columns", how="all")
     failed = int((runs["status"] != "done").sum())
     yield f"<b>{len(runs)} runs</b> <code>{escape(str(run.path))}</code>" + (f" · {failed} not done" if failed else "")
-    yield _table(runs.head(MOST_RUNS))
-    if len(runs) > MOST_RUNS:
-        yield f"and {len(runs) - MOST_RUNS:,} more"
+    yield _table(runs.head(MAX_RUNS))
+    if len(runs) > MAX_RUNS:
+        yield f"and {len(runs) - MAX_RUNS:,} more"
 
 
 def _steps(run: RunTables) -> int:

@@ -21,7 +21,7 @@ from .config_comparison import (
 from .config_fields import canonical_json, to_yaml
 from .run_tables import RunTables
 
-MOST_NAMES = 12  # maximum number of keys or values in an error message
+MAX_NAMES = 12  # maximum number of keys or values in an error message
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
             return replace(found, left_out=dict(sorted((left_out | found.left_out).items())))
         unmatched.append(found.left_out)
     reasons = [f"{run.names[index]}: {reason}" for index, reason in sorted((left_out | unmatched[0]).items())]
-    more = [f"... ({len(reasons)} in all)"] if len(reasons) > MOST_NAMES else []
-    raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MOST_NAMES], *more]))
+    more = [f"... ({len(reasons)} in all)"] if len(reasons) > MAX_NAMES else []
+    raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MAX_NAMES], *more]))
 
 
 def _comparisons(
@@ -275,9 +275,9 @@ def _not_done(run: RunTables, key: str) -> Iterator[str]:
         if info["status"] != DONE
     )
     counts = [f"{count} {status}{f', {key}={value}' if value else ''}" for (value, status), count in left.items()]
-    more = [f"... ({len(counts)} in all)"] if len(counts) > MOST_NAMES else []
+    more = [f"... ({len(counts)} in all)"] if len(counts) > MAX_NAMES else []
     if counts:
-        yield f"not finished: {'; '.join([*counts[:MOST_NAMES], *more])}"
+        yield f"not finished: {'; '.join([*counts[:MAX_NAMES], *more])}"
 
 
 def config_keys(training: Training) -> list[str]:

@@ -18,7 +18,7 @@ from ..actions.base import Archive, Context
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.kinds import KINDS
 from ..spec.schedule import STEP_PHASES
-from .features import MOST_SHOWN, Features
+from .features import MAX_SHOWN, Features
 from .folders import NoRunError
 from .load import Run, load
 
@@ -149,7 +149,7 @@ class RunArchive(Archive):
                 raise ConfigError(Problem(f"{where}.{field}", str(error), run, "the folder of a run")) from None
             if found.folders != [found.path]:
                 message = "this folder contains runs, but is not the folder of a run"
-                allowed = [str(folder) for folder in found.folders[:MOST_SHOWN]]
+                allowed = [str(folder) for folder in found.folders[:MAX_SHOWN]]
                 raise ConfigError(Problem(f"{where}.{field}", message, run, allowed))
             self._runs[run] = found
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())

@@ -47,7 +47,7 @@ _Identity = tuple[Row, tuple[str, ...], bool]
 _Scale = tuple[Tensor, int, Tensor]
 """The scale of a gradient scaler, its version, and a copy."""
 _STATISTIC = {name: index for index, name in enumerate(ALL)}
-MOST_LAYOUTS = 64
+MAX_LAYOUTS = 64
 
 
 def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
@@ -175,7 +175,7 @@ class Slots:
         key = slots.tobytes()
         layout = self._layouts.get(key)
         if layout is None:
-            if len(self._layouts) >= MOST_LAYOUTS:
+            if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             identities = [self._identities[slot] for slot in slots.tolist()]
             scaled = [row for row, (*_, is_scaled) in enumerate(identities) if is_scaled]

@@ -27,7 +27,7 @@ from .recorded_differences import Comparison, FirstDifference
 from .result import Diff
 
 METRICS = ("loss", "accuracy", "lr", "grad_norm")
-MOST_NAMES = 6  # maximum number of names in an error message
+MAX_NAMES = 6  # maximum number of names in an error message
 
 
 def diff(
@@ -123,7 +123,7 @@ def diff(
 def _single_run(run: Run | str | Path) -> Run:
     opened = run if isinstance(run, Run) else load(run)
     if len(opened.folders) > 1:
-        some = [str(folder) for folder in opened.folders[:MOST_NAMES]]
+        some = [str(folder) for folder in opened.folders[:MAX_NAMES]]
         message = f"the folder contains {len(opened.folders)} runs, and a comparison requires one"
         raise ConfigError(Problem(str(opened.path), message, fix=f"pass one of them: {', '.join(some)}"))
     return opened
@@ -219,7 +219,7 @@ def _nothing_in_common(
 
 
 def _some(names: Sequence[str]) -> str:
-    return shorten([name or ROOT for name in names], MOST_NAMES) or "none"
+    return shorten([name or ROOT for name in names], MAX_NAMES) or "none"
 
 
 def _cause(runs: tuple[Run, Run], first: FirstDifference) -> Literal["", "seed", "batches"]:

@@ -10,7 +10,7 @@ from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
 from ..spec.globs import ROOT
 
-MOST_COMPARED = 200  # layers of each run that are compared for a suggestion
+MAX_COMPARED = 200  # layers of each run that are compared for a suggestion
 
 
 def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Sequence[str]) -> dict[str, str]:
@@ -54,8 +54,8 @@ def suggested_renaming(layers: Mapping[str, str], others: Mapping[str, str]) -> 
         others: The class of each unmatched layer of the other run, by name.
     """
     count: Counter[tuple[str, str]] = Counter()
-    for layer, module_type in list(layers.items())[:MOST_COMPARED]:
-        for other, other_type in list(others.items())[:MOST_COMPARED]:
+    for layer, module_type in list(layers.items())[:MAX_COMPARED]:
+        for other, other_type in list(others.items())[:MAX_COMPARED]:
             if module_type == other_type:
                 count[_difference(layer, other)] += 1
     return count.most_common(1)[0][0] if count else None

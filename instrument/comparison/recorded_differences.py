@@ -25,9 +25,9 @@ from .precision import PRECISIONS, Precision, coarsest, run_precision
 from .statistic_differences import decisive, is_of_values, relative_differences
 from .tensor_errors import ULP_BINS, TensorErrors, tensor_errors
 
-MOST_ROWS = 100_000  # rows of statistics of a run that are read at once
-MOST_BYTES = 64 * 2**20  # of the recorded tensors of a run that are read at once
-MOST_COLUMNS = 200  # columns of the matrix of differences by step
+MAX_ROWS = 100_000  # rows of statistics of a run that are read at once
+MAX_BYTES = 64 * 2**20  # of the recorded tensors of a run that are read at once
+MAX_COLUMNS = 200  # columns of the matrix of differences by step
 VALUES = "values"  # instead of the name of a statistic, if full tensors are compared
 _TENSOR_COLUMNS = ("dtype", "shape", "source_shape", "values", "data")
 _DIFFERENT_SHAPE = TensorErrors(math.inf, math.nan, math.inf, math.nan, np.zeros(len(ULP_BINS), np.int64))
@@ -104,7 +104,7 @@ class Comparison:
         self._largest = np.full(count, np.nan)
         self._largest_of: dict[str, np.ndarray] = {}
         self._tensors: dict[int, dict[str, Any]] = {}
-        self._groups = groups_of([step for steps in self.steps.values() for step in steps], MOST_COLUMNS)
+        self._groups = groups_of([step for steps in self.steps.values() for step in steps], MAX_COLUMNS)
         self._matrix = np.full((count, len(self._groups)), np.nan)
         self._is_step = locations["phase"].isin(STEP_PHASES).to_numpy(bool)
         self._is_of_module = locations["kind"].map(lambda kind: KINDS[kind].family == "module").to_numpy(bool)
@@ -128,7 +128,7 @@ class Comparison:
         for table in self._tables["stats"]:
             for (_, step), count in table.rows.items():
                 weights[step] += count
-        for steps in windows(self.steps["stats"], weights, 2 * MOST_ROWS):
+        for steps in windows(self.steps["stats"], weights, 2 * MAX_ROWS):
             rows = self._aligned("stats", [*names, POSITION.name], (_between(steps),) * 2)
             if len(rows):
                 rows = self._in_order(rows, rows[f"{POSITION.name}_a"].fillna(0))
@@ -262,12 +262,12 @@ class Comparison:
         for (step, _), size in sizes.items():
             weights[step] += size
         names = dict(zip(self.locations["layer"], self.locations["layer_b"], strict=True))
-        for steps in windows(self.steps["tensors"], weights, MOST_BYTES):
-            if weights[steps[0]] <= MOST_BYTES:
+        for steps in windows(self.steps["tensors"], weights, MAX_BYTES):
+            if weights[steps[0]] <= MAX_BYTES:
                 yield (_between(steps),) * 2
                 continue
             of_layer = {layer: sizes[steps[0], layer] for layer in names}
-            for layers in windows(list(of_layer), of_layer, MOST_BYTES):
+            for layers in windows(list(of_layer), of_layer, MAX_BYTES):
                 others = [names[layer] for layer in layers]
                 one, other = (ds.field("layer").isin(pa.array(each)) for each in (layers, others))
                 yield _between(steps) & one, _between(steps) & other

@@ -17,7 +17,7 @@ from .recorded_differences import FirstDifference
 from .tensor_errors import ULP_BINS
 
 JUMP = 10.0  # a difference is a jump if it is at least so many times the largest one before it
-MOST_LISTED = 8  # settings and unmatched layers that are listed
+MAX_LISTED = 8  # settings and unmatched layers that are listed
 
 
 @dataclass(frozen=True)
@@ -232,9 +232,9 @@ def _settings(diff: Diff) -> Iterator[str]:
     if diff.settings:
         yield "settings that differ:"
     width = max(map(len, diff.settings), default=0)
-    for key, (one, other) in list(diff.settings.items())[:MOST_LISTED]:
+    for key, (one, other) in list(diff.settings.items())[:MAX_LISTED]:
         yield f"  {key:<{width}}  {one} | {other}"
-    if len(diff.settings) > MOST_LISTED:
+    if len(diff.settings) > MAX_LISTED:
         yield f"  ... ({len(diff.settings)} in all)"
 
 
@@ -258,8 +258,8 @@ def _unmatched(diff: Diff) -> Iterator[str]:
         if rows.empty:
             continue
         places = [location_name(*each) for each in rows[["layer", "path", "kind"]].itertuples(index=False)]
-        listed = ", ".join(list(dict.fromkeys(places))[:MOST_LISTED])
-        more = f", ... ({len(rows):,} in all)" if len(rows) > MOST_LISTED else ""
+        listed = ", ".join(list(dict.fromkeys(places))[:MAX_LISTED])
+        more = f", ... ({len(rows):,} in all)" if len(rows) > MAX_LISTED else ""
         yield f"only in {name.upper()}: {listed}{more}"
     if diff.suggestion is not None:
         yield f"  rename {'='.join(diff.suggestion)} would match more layers"

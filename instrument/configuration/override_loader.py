@@ -27,8 +27,8 @@ from ..spec.config import TASKS
 from ..spec.known_keys import fields_below
 from .name_clashes import SECTIONS, check_names
 
-MOST_COMPOSED = 128  # merged configurations that are kept: 25 kilobytes each
-MOST_PARSED = 1024  # parsed overrides that are kept
+MAX_COMPOSED = 128  # merged configurations that are kept: 25 kilobytes each
+MAX_PARSED = 1024  # parsed overrides that are kept
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
@@ -43,7 +43,7 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
     return [copy.copy(_parse_override(override)) for override in overrides]  # a composition changes the types
 
 
-@lru_cache(maxsize=MOST_PARSED)
+@lru_cache(maxsize=MAX_PARSED)
 def _parse_override(override: str) -> Override:
     (parsed,) = OverridesParser.create().parse_overrides([override])
     return parsed
@@ -151,7 +151,7 @@ class FieldLoader(ConfigLoaderImpl):
             result.config = copy.deepcopy(result.config)
         config = super()._compose_config_from_defaults_list(defaults, repo)
         if is_shared:
-            if len(self._composed) == MOST_COMPOSED:
+            if len(self._composed) == MAX_COMPOSED:
                 self._composed.clear()
             self._composed[key] = pickle.dumps(config)
         return config

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError, Problem
 from .experiment import EVERYTHING, Experiment, layers_containing, layers_with_text, multiples
-from .source import MOST_NUMBERS, Fields, read_ranges, reading
+from .source import MAX_NUMBERS, Fields, read_ranges, reading
 
 LINEAR = "*Linear"
 """Classes of the layers that Transformer Engine inspects."""
@@ -158,7 +158,7 @@ def _numbered(numbers: list[Any], where: str, texts: list[str]) -> str:
         where: Their key in the source.
         texts: The texts.
     """
-    found = [number for each in read_ranges(numbers, where) for number in islice(each, MOST_NUMBERS)]
+    found = [number for each in read_ranges(numbers, where) for number in islice(each, MAX_NUMBERS)]
     # The number of a layer does not belong to the names fc1 and fc2.
     number = rf"(?:.*[^\d])?(?<!fc)({'|'.join(map(str, found))})(?:[^\d].*)?"
     return f"re:(?={layers_with_text(texts)[3:]}){number}" if texts else f"re:{number}"

@@ -16,7 +16,7 @@ from ..spec.spec_file import YAML_ERRORS
 from .experiment import Experiment
 
 UNKNOWN = "no counterpart"
-MOST_NUMBERS = 10_000  # of several ranges
+MAX_NUMBERS = 10_000  # of several ranges
 _STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
@@ -132,6 +132,6 @@ def read_ranges(value: Any, where: str) -> list[range]:
         if bounds is None:
             raise ConfigError(Problem(where, "must contain numbers or ranges such as '3-5'", given=item))
         found.append(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
-    if len(found) > 1 and sum(map(len, found)) > MOST_NUMBERS:
-        raise ConfigError(Problem(where, f"contains more than {MOST_NUMBERS:,} numbers", given=value))
+    if len(found) > 1 and sum(map(len, found)) > MAX_NUMBERS:
+        raise ConfigError(Problem(where, f"contains more than {MAX_NUMBERS:,} numbers", given=value))
     return found

@@ -28,7 +28,7 @@ from .run_record import write_json
 CONTROL = "control"
 LOG = "changes.jsonl"
 MESSAGE, ANSWER = ".json", ".done"
-MOST_BYTES = 64 * 2**10
+MAX_BYTES = 64 * 2**10
 OTHERS_CAN_WRITE = stat.S_IWGRP | stat.S_IWOTH
 POLL_SECONDS = 0.05  # between two reads of an answer
 LONG_SECONDS = 2.0  # after which the sender of a message prints that it waits
@@ -143,9 +143,9 @@ class ControlFolder:
                 raise MessageError("it is no regular file")
             if about.st_uid != os.geteuid():
                 raise MessageError("it was written by another user")
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise MessageError(f"it has more than {MOST_BYTES:,} bytes")
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise MessageError(f"it has more than {MAX_BYTES:,} bytes")
         try:
             changes = json.loads(content)
         except (ValueError, RecursionError):

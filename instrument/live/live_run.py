@@ -13,7 +13,7 @@ from ..analysis.findings import Finding, Severity, advice_by_rule
 from ..analysis.new_rows import NewRows, RowsRemovedError
 from ..analysis.run_files import RunFiles
 from ..errors import InstrumentError, InstrumentWarning
-from ..report.run_history import ROOM, RunHistory, shown_tables
+from ..report.run_history import MAX_VALUES, RunHistory, shown_tables
 from ..sinks.remote_folder import is_address, moved_to
 
 RUNNING = "running"
@@ -35,7 +35,7 @@ class LiveRun(RunHistory):
         unreachable: The error of the last refresh, if the folder could not be read; otherwise None.
     """
 
-    def __init__(self, folder: Path, tables: Sequence[str] = (), room: int = ROOM, version: int = 0) -> None:
+    def __init__(self, folder: Path, tables: Sequence[str] = (), room: int = MAX_VALUES, version: int = 0) -> None:
         self.tables = tuple(tables) or shown_tables()
         self.unreachable: str | None = None
         self._reset(folder, room, version)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
 from ..errors import InstrumentError
-from ..folders.control_folder import MOST_BYTES, request_changes
+from ..folders.control_folder import MAX_BYTES, request_changes
 from ..pip_extras import pip_command
 from ..report import check_packages
 from ..report.numbers import as_json
@@ -251,8 +251,8 @@ class LiveServer:
         content = b""
         async for piece in request.stream():
             content += piece
-            if len(content) > MOST_BYTES:
-                return PlainTextResponse(f"more than {MOST_BYTES:,} bytes", 413, headers=HEADERS)
+            if len(content) > MAX_BYTES:
+                return PlainTextResponse(f"more than {MAX_BYTES:,} bytes", 413, headers=HEADERS)
         try:
             text = json.loads(content)
             if not isinstance(text, str):

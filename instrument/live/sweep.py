@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..report.charts import metric_curves
 from ..report.numbers import format_number
-from ..report.sweep_charts import CURVE_ROOM
+from ..report.sweep_charts import MAX_CURVE_VALUES
 from ..sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status
 from ..sweeps.lookup import jobs_in
 from .live_run import LiveRun
@@ -105,7 +105,7 @@ class LiveSweep:
                 self.is_complete = False
                 break
             if job.folder not in self._runs:
-                self._runs[job.folder] = LiveRun(job.folder, ("metrics",), CURVE_ROOM)
+                self._runs[job.folder] = LiveRun(job.folder, ("metrics",), MAX_CURVE_VALUES)
             live = self._runs[job.folder]
             if live.refresh() or job.folder not in self.views:
                 self.views[job.folder] = self._view(live)

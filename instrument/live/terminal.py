@@ -28,7 +28,7 @@ SPARKLINE_WIDTH = 24
 ROUNDING = 1e-9  # relative difference up to which values are shown as equal
 WIDE = 100.0  # ratio of the largest to the smallest value from which a sparkline is logarithmic
 SHOWN_METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second")
-MOST_FINDINGS, FEWEST_LAYERS = 6, 5
+MAX_FINDINGS, FEWEST_LAYERS = 6, 5
 OTHER_LINES = 12  # of a frame: headings, empty lines, progress and metrics of an evaluation
 
 
@@ -78,7 +78,7 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
     if live.metrics:
         parts += [_metrics(live), Text()]
     parts += [Text(f"{problem}", style="red") for problem in live.problems]
-    shown = findings if height is None else findings[:MOST_FINDINGS]
+    shown = findings if height is None else findings[:MAX_FINDINGS]
     if findings:
         table = _table("Findings", *(("rule", "left"), ("layer", "left"), ("step", "right"), ("message", "left")))
         for finding in shown:

@@ -24,7 +24,7 @@ from ..lazy_compiler import compiler_entries
 from ..spec.base import HookBase
 from ..spec.globs import matches
 
-_MOST_FUNCTIONS = 10_000
+_MAX_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__
 # Reads and writes of properties, methods that change no value, and functions whose result has no values yet.
 _IGNORED = frozenset(
@@ -146,7 +146,7 @@ class FunctionMode(TorchFunctionMode):
         name = function_name(function)
         specs = [] if name is None else [spec for spec in self.specs if self.selects(spec, name)]
         known = None if name is None or not specs else (name, specs)
-        if len(self._known) >= _MOST_FUNCTIONS:  # code that creates functions must not fill the memory
+        if len(self._known) >= _MAX_FUNCTIONS:  # code that creates functions must not fill the memory
             self._known.clear()
         if function.__hash__ is not None:
             self._known[function] = known

@@ -15,7 +15,7 @@ from .hook_plan import HookPlan, Site
 from .modules import Layer
 from .shape_inference import FunctionInfo, InferredCalls, function_calls_of, tensors_of
 
-MOST_FUNCTIONS = 30  # shown for each module
+MAX_FUNCTIONS = 30  # shown for each module
 MIN_LINES_SAVED = 2  # the minimum number of lines saved for which identical blocks are combined
 
 
@@ -95,12 +95,12 @@ def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[
             continue
         names = [(site.spec.name, colours[site.spec.name]) for site in group]
         line = Text(", ", "dim").join(Text(*name) for name in names).append(": ", "dim")
-        for i, function in enumerate(calls[key][:MOST_FUNCTIONS]):
+        for i, function in enumerate(calls[key][:MAX_FUNCTIONS]):
             selecting = (site.spec for site in group if selects(site.spec, function.path.partition(".")[0]))
             spec = next(selecting, None)
             line.append(", " if i else "", "dim")
             line.append(_describe(function), "dim" if spec is None else colours[spec.name])
-        if len(key) > MOST_FUNCTIONS:
+        if len(key) > MAX_FUNCTIONS:
             line.append(f", ... ({len(key)} in all)", "dim")
         yield line
 

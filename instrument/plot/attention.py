@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .figure import Picture
 
-MOST_LAYERS, MOST_HEADS = 8, 64  # maximum numbers of rows of layers, and of heads in each of them
+MAX_LAYERS, MAX_HEADS = 8, 64  # maximum numbers of rows of layers, and of heads in each of them
 TOKEN, LABEL = 0.17, 0.1  # size of a token, and the smallest distance of two labels, in inches
 ONE, MANY, WIDEST = (3.0, 9.0), (1.2, 2.6), 20.0  # limits of the size of a map alone and of several; of a figure
 
@@ -99,9 +99,9 @@ def attention(
     for one in tensors:
         first.setdefault(one.location, one)  # the first of several calls wins
     shown = sorted(first.values(), key=lambda one: rank(one.layer))
-    rows = [_row(run, one, position, head) for one in shown[:MOST_LAYERS]]
+    rows = [_row(run, one, position, head) for one in shown[:MAX_LAYERS]]
     figure = _draw_figure(rows, [_labels(run, row, batch, position, tokens) for row in rows])
-    more = f", {MOST_LAYERS} of {len(shown)} layers" if len(shown) > MOST_LAYERS else ""
+    more = f", {MAX_LAYERS} of {len(shown)} layers" if len(shown) > MAX_LAYERS else ""
     more += ", first call of each module" if len(first) < len(tensors) else ""
     where = f"{shown[0].location}: " if len(rows) == 1 else ""
     figure.suptitle(
@@ -227,7 +227,7 @@ def _labels(
 
 def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> Picture:
     """Draw one row of maps for each location, or the maps of one location in a grid."""
-    cells = [[(i, number) for number in range(min(MOST_HEADS, len(row.maps.values)))] for i, row in enumerate(rows)]
+    cells = [[(i, number) for number in range(min(MAX_HEADS, len(row.maps.values)))] for i, row in enumerate(rows)]
     if len(rows) == 1:
         columns = _columns(len(cells[0]))
         cells = [cells[0][start : start + columns] for start in range(0, len(cells[0]), columns)]
@@ -275,7 +275,7 @@ def _draw_map(axes: Axes, row: Row, number: int, of_scale: dict[str, Any]) -> No
     axes.set_facecolor(BLANK)
     heads = row.maps.heads
     if heads:
-        more = f" (of {len(heads)})" if number + 1 == MOST_HEADS < len(heads) else ""
+        more = f" (of {len(heads)})" if number + 1 == MAX_HEADS < len(heads) else ""
         axes.set_title(f"head {heads[number]}{more}", fontsize=SMALL)
     axes.imshow(np.ma.masked_invalid(row.maps.values[number]), **of_scale)
 

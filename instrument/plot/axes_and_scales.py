@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 SMALL, NORMAL = 7.5, 9.0  # font sizes, in points
 LETTER = 0.065  # width of a character of a small label, in inches
 ROW = 0.17  # height of the row of a location, in inches
-MOST_ROWS = 240  # maximum number of row labels
+MAX_ROWS = 240  # maximum number of row labels
 LONGEST = 44  # maximum length of a name, in characters
-MOST_NUMBERS = 300  # maximum number of cells whose values are written into them
-MOST_DECIMALS = 4  # maximum number of decimals of a number in a cell
+MAX_NUMBERS = 300  # maximum number of cells whose values are written into them
+MAX_DECIMALS = 4  # maximum number of decimals of a number in a cell
 LONGEST_TOKEN = 12  # maximum length of the label of a token, in characters
 INVISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥", "\r": "↵"})
 BLANK = "#d9d9d9"  # color of missing values
@@ -70,7 +70,7 @@ def plain(text: str, most: int = LONGEST) -> str:
 
 def height_of(locations: int) -> float:
     """Return the height, in inches, of a chart with one row per location."""
-    return max(FEW, ROW * min(locations, MOST_ROWS))
+    return max(FEW, ROW * min(locations, MAX_ROWS))
 
 
 def width_of(locations: Sequence[str]) -> float:
@@ -86,7 +86,7 @@ def label_locations(axes: Axes, locations: Sequence[str], *, middle: float = 0.0
         locations: Names of the locations in their order.
         middle: Vertical position of the center of the first row.
     """
-    shown = range(0, len(locations), -(-max(1, len(locations)) // MOST_ROWS))
+    shown = range(0, len(locations), -(-max(1, len(locations)) // MAX_ROWS))
     short = short_names(locations, LONGEST)
     axes.set_yticks([i + middle for i in shown], [plain(short[locations[i]]) for i in shown], fontsize=SMALL)
     axes.set_ylim(len(locations) - 0.5 + middle, middle - 0.5)
@@ -221,14 +221,14 @@ def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: 
         cells: The cells with their color scale.
         width: Width of the chart in inches.
     """
-    if values.size > MOST_NUMBERS or width / values.shape[1] < 5 * LETTER:
+    if values.size > MAX_NUMBERS or width / values.shape[1] < 5 * LETTER:
         return
     largest = float(np.nanmax(np.abs(values), initial=0.0, where=np.isfinite(values)))
     decimals = max(0, 2 - ceil(log10(largest))) if largest else 0  # two digits of the largest value
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
             shade = shade_on(cells, value)
-            number = f"{value:.2g}" if decimals > MOST_DECIMALS else f"{value:z.{decimals}f}"
+            number = f"{value:.2g}" if decimals > MAX_DECIMALS else f"{value:z.{decimals}f}"
             axes.text(x + 0.5, y + 0.5, number, ha="center", va="center", fontsize=SMALL - 1, color=shade)
 
 

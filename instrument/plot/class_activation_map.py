@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-MOST_SAMPLES = 4
+MAX_SAMPLES = 4
 SIDE, BAR = 1.9, 0.6  # size of a picture and width of its color bar, in inches
 OPACITY = 0.6
 
@@ -89,7 +89,7 @@ def class_activation_map(
 def _rows(found: ClassActivation, samples: int | str | Sequence[int | str] | None) -> list[int]:
     """Return the indices of the samples to show."""
     if samples is None:
-        return list(range(min(MOST_SAMPLES, len(found.ids))))
+        return list(range(min(MAX_SAMPLES, len(found.ids))))
     wanted = [samples] if isinstance(samples, int | np.integer | str) else list(samples)
     at = positions_of(found.ids, np.array(wanted, found.ids.dtype))
     if (at < 0).any():

@@ -20,7 +20,7 @@ from .source import at_layers, check_source
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MOST_PLACES, MOST_STEPS = 8, 5
+MAX_PLACES, MAX_STEPS = 8, 5
 WIDTH, SHORTEST, TALLEST, IMAGE = 3.4, 0.8, 5.0, 1.3  # inches: mosaic, its height limits, image
 Scale = Literal["step", "shared", "channel"]
 
@@ -78,13 +78,13 @@ def feature_maps(
     }  # reversed: the first of several calls wins
     figure = _draw_figure(
         run,
-        [[grid.get((location, at)) for at in steps] for location in locations[:MOST_PLACES]],
+        [[grid.get((location, at)) for at in steps] for location in locations[:MAX_PLACES]],
         all_maps,
         sample,
         scale,
     )
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
-    more = f", {MOST_PLACES} of {len(locations)} locations" if len(locations) > MOST_PLACES else ""
+    more = f", {MAX_PLACES} of {len(locations)} locations" if len(locations) > MAX_PLACES else ""
     figure.suptitle(plain(f"{series.label}{of_sample}{more}", 90), fontsize=10)
     return figure
 
@@ -103,7 +103,7 @@ def _known(run: Run | pd.DataFrame) -> list[Maps]:
 def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
     """Return the steps to show."""
     if step is None:
-        return [there[i] for i in evenly_spaced(len(there), MOST_STEPS)]
+        return [there[i] for i in evenly_spaced(len(there), MAX_STEPS)]
     wanted = [int(at) for at in ([step] if isinstance(step, int | np.integer) else step)]
     for at in wanted:
         check_choice(str(at), [str(one) for one in there], "step", "no maps were recorded at this step")

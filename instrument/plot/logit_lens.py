@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Rectangle
 
 CELL, ROW = 0.55, 0.26  # size of a cell, in inches
-MOST_POSITIONS = 40
+MAX_POSITIONS = 40
 
 
 def logit_lens(
@@ -64,7 +64,7 @@ def logit_lens(
         raise InstrumentError("the table has several rows of a layer and position")
     layers = list(dict.fromkeys(rows["layer"]))
     positions = sorted(rows["position"].unique())
-    shown = positions[:MOST_POSITIONS]
+    shown = positions[:MAX_POSITIONS]
 
     def text(token: int) -> str:
         return str(token) if tokens is None else token_label(tokens(token) if callable(tokens) else str(tokens[token]))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.image import AxesImage
 
-MOST_CHANNELS = 256  # maximum number of channels that are shown
-MOST_NUMBERS = 16  # maximum number of channel labels per axis
+MAX_CHANNELS = 256  # maximum number of channels that are shown
+MAX_NUMBERS = 16  # maximum number of channel labels per axis
 PIXELS = 2_048  # maximum width of a mosaic, in pixels
 
 
@@ -26,9 +26,9 @@ def cut(values: np.ndarray) -> np.ndarray:
         values: [C, H, W], or [out, in, H, W]; of the latter about as many outputs as inputs are kept.
     """
     if values.ndim == 3:
-        return values[:MOST_CHANNELS]
-    outputs = min(len(values), max(int(MOST_CHANNELS**0.5), MOST_CHANNELS // values.shape[1]))
-    return values[:outputs, : max(1, MOST_CHANNELS // outputs)]
+        return values[:MAX_CHANNELS]
+    outputs = min(len(values), max(int(MAX_CHANNELS**0.5), MAX_CHANNELS // values.shape[1]))
+    return values[:outputs, : max(1, MAX_CHANNELS // outputs)]
 
 
 def aspect_of(values: np.ndarray) -> float:
@@ -75,8 +75,8 @@ def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
     height, width = small.shape[-2:]
     inputs = small.shape[1] if small.ndim == 4 else 1
     rows = -(-int(np.prod(small.shape[:-2])) // columns)
-    lines = range(0, rows, -(-rows // MOST_NUMBERS))
-    across = range(0, columns, inputs * -(-columns // (inputs * MOST_NUMBERS)))
+    lines = range(0, rows, -(-rows // MAX_NUMBERS))
+    across = range(0, columns, inputs * -(-columns // (inputs * MAX_NUMBERS)))
     axes.set_yticks(
         [row * (height + 1) + (height - 1) / 2 for row in lines], [str(row * columns // inputs) for row in lines]
     )

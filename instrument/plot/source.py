@@ -15,7 +15,7 @@ from ..spec.statistics import STATISTICS
 from ..spec.tables import TABLES
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
-MOST_RUNS = 6  # maximum number of run names in an error message
+MAX_RUNS = 6  # maximum number of run names in an error message
 T = TypeVar("T", bound=RecordedTensor)
 
 
@@ -71,7 +71,7 @@ def check_single_run(runs: list[str]) -> None:
         InstrumentError: There are several runs.
     """
     if len(runs) > 1:
-        names = ", ".join(runs[:MOST_RUNS]) + (", ..." if len(runs) > MOST_RUNS else "")
+        names = ", ".join(runs[:MAX_RUNS]) + (", ..." if len(runs) > MAX_RUNS else "")
         raise InstrumentError(
             f"this plot requires a single run, but {len(runs)} were given ({names}): "
             "load one of them, or use instrument.plot.compare"

@@ -13,9 +13,9 @@ from ..analysis.plot_data import rank_in
 from ..analysis.tensor_images import smaller
 from .numbers import rounded
 
-ROOM = 200_000  # maximum number of values in all maps together
+MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
-MOST_HEADS = 32
+MAX_HEADS = 32
 
 
 AttentionLayer = tuple[AttentionTensor, Maps]
@@ -44,14 +44,14 @@ def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]
 
     The number of values on the page is limited: maps are averaged over squares if they have too many.
     """
-    heads = sum(min(MOST_HEADS, len(maps.values)) for _, maps in layers)
-    pixels = int(np.clip((ROOM / max(1, heads)) ** 0.5, FEWEST_PIXELS, PIXELS))
-    return [_picture(run, *each, pixels) for each in layers[: ROOM // FEWEST_PIXELS**2 // MOST_HEADS]]
+    heads = sum(min(MAX_HEADS, len(maps.values)) for _, maps in layers)
+    pixels = int(np.clip((MAX_VALUES / max(1, heads)) ** 0.5, FEWEST_PIXELS, PIXELS))
+    return [_picture(run, *each, pixels) for each in layers[: MAX_VALUES // FEWEST_PIXELS**2 // MAX_HEADS]]
 
 
 def _picture(run: Run, tensor: AttentionTensor, maps: Maps, pixels: int) -> dict[str, Any]:
     position = tensor.indices[0][0]
-    small = smaller(maps.values[:MOST_HEADS], pixels)
+    small = smaller(maps.values[:MAX_HEADS], pixels)
     known = {places: name for name, all_places in sample_ids(run, [tensor.batch]).items() for places in all_places}
     ids = token_ids(run, tensor.batch, position, tensor.source_shape[-1])
     is_square = tensor.source_shape[-1] == tensor.source_shape[-2]
@@ -60,7 +60,7 @@ def _picture(run: Run, tensor: AttentionTensor, maps: Maps, pixels: int) -> dict
         "label": tensor.series.label,
         "step": tensor.batch.step,
         "sample": str(known.get((tensor.batch, position), position)),
-        "heads": maps.heads[:MOST_HEADS],
+        "heads": maps.heads[:MAX_HEADS],
         "total": len(maps.heads),
         "z": rounded(small),
         "high": rounded(float(np.nanmax(np.where(np.isfinite(maps.values), maps.values, 0.0)))),

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from ..analysis.plot_data import RecordedSeries
 
-ROOM = 120_000  # the maximum number of quantiles and counts of all locations
+MAX_VALUES = 120_000  # the maximum number of quantiles and counts of all locations
 FEWEST, MOST = 2, 40  # limits of the number of steps per location
 COLUMNS = ("levels", "quantiles", "low", "high", "counts")
 
@@ -72,7 +72,7 @@ class DistributionHistory:
         while True:  # groups become wider until there are few enough
             keys = steps // found.width
             self._numbers = max(self._numbers, _size(rows.slice(int(first[0]), 1).to_pylist()[0]))
-            most = int(np.clip(ROOM // (len(self.locations) * self._numbers), FEWEST, MOST))
+            most = int(np.clip(MAX_VALUES // (len(self.locations) * self._numbers), FEWEST, MOST))
             if len({*found.rows, *keys.tolist()}) <= most:
                 break
             found.widen()

@@ -13,7 +13,7 @@ from ..analysis.series_selection import evenly_spaced
 from ..analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
 
-ROOM = 260_000  # maximum number of values in all mosaics together
+MAX_VALUES = 260_000  # maximum number of values in all mosaics together
 PIXELS, CHANNELS, STEPS = 48, 64, 6  # maximum side of a map, channels per mosaic, steps per location
 FEWEST_PIXELS = 8
 ASPECT = 2.6  # ratio of columns to rows of a mosaic
@@ -46,7 +46,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     images: dict[Maps, int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.batch.step) for rank, found in enumerate(locations) for one in found}
-    room = ROOM
+    room = MAX_VALUES
     for one in (one for turn in turns for one in turn):
         if _size(one, pixels) > room:
             continue
@@ -85,7 +85,7 @@ def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
 def _pixels_for(first: Sequence[Maps]) -> int:
     """Return the largest map size for which every location has one map."""
     for pixels in range(PIXELS, FEWEST_PIXELS, -4):
-        if sum(_size(one, pixels) for one in first) <= ROOM // 2:
+        if sum(_size(one, pixels) for one in first) <= MAX_VALUES // 2:
             return pixels
     return FEWEST_PIXELS
 

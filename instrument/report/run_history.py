@@ -22,11 +22,11 @@ from ..spec.tables import CUSTOM, TABLES
 from .distribution_history import COLUMNS, DistributionHistory
 from .step_history import StepHistory
 
-ROOM, EFFECTS_ROOM = 500_000, 60_000  # maximum number of values of all series, and of all effects
+MAX_VALUES, MAX_EFFECT_VALUES = 500_000, 60_000  # maximum number of values of all series, and of all effects
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
 METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds")
-MOST_EVENTS = 1_000  # of each severity, in addition to the first of each rule and layer
-MOST_STEPS = 1_000  # steps at which a metric was not finite
+MAX_EVENTS = 1_000  # of each severity, in addition to the first of each rule and layer
+MAX_STEPS = 1_000  # steps at which a metric was not finite
 WHERE = ("hook", "kind", "role", "phase", "layer", "path")
 MIDDLE = 0.5
 
@@ -57,7 +57,7 @@ class RunHistory:
         not_finite: By phase and metric, steps at which the metric was recorded but is not finite.
     """
 
-    def __init__(self, folder: Path, info: dict[str, Any], room: int = ROOM, version: int = 0) -> None:
+    def __init__(self, folder: Path, info: dict[str, Any], room: int = MAX_VALUES, version: int = 0) -> None:
         self.folder = folder
         self.info = info
         self.room = room
@@ -185,7 +185,7 @@ class RunHistory:
         self._add_to(self._measured, rows, {name: _floats(rows[name]) for name in names}, self.room)
 
     def _add_effects(self, rows: pa.Table) -> None:
-        self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS}, EFFECTS_ROOM)
+        self._add_to(self.effects, rows, {name: _floats(rows[name]) for name in EFFECTS}, MAX_EFFECT_VALUES)
         held = rows.filter(pc.fill_null(rows["held"], True))
         hooks, steps = held["hook"].to_numpy(zero_copy_only=False), held["step"].to_numpy()
         for hook in dict.fromkeys(hooks.tolist()):
@@ -214,7 +214,7 @@ class RunHistory:
                 bad = there & ~np.isfinite(column)
                 if bad.any():
                     found = self.not_finite.setdefault((phase, name), [])
-                    found += steps[here][bad][: max(0, MOST_STEPS - len(found))].tolist()
+                    found += steps[here][bad][: max(0, MAX_STEPS - len(found))].tolist()
                 values[name] = np.where(bad, np.nan, column)
             history = self.metrics.setdefault(phase, StepHistory(self.room))
             history.add([""], np.zeros(here.sum(), np.int64), steps[here], values, self.version)
@@ -222,7 +222,7 @@ class RunHistory:
     def _add_events(self, rows: pa.Table) -> None:
         for event in rows.to_pylist():
             key = (event["rule"], event["severity"], event["layer"])
-            if key not in self.event_counts or self._severities[event["severity"]] < MOST_EVENTS:
+            if key not in self.event_counts or self._severities[event["severity"]] < MAX_EVENTS:
                 self.events.append(event)
             self._severities[event["severity"]] += 1
             self.event_counts[key] += 1
@@ -261,7 +261,7 @@ class RunHistory:
             target[series].add([location for location, _ in parts], numbers, steps[index], own, self.version)
 
 
-def history_of(run: Run, tables: tuple[str, ...] = (), room: int = ROOM) -> RunHistory:
+def history_of(run: Run, tables: tuple[str, ...] = (), room: int = MAX_VALUES) -> RunHistory:
     """Read the history of one run.
 
     Args:

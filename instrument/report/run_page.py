@@ -24,9 +24,9 @@ from .panels import panels
 from .pictures import maps
 from .run_history import RunHistory, history_of
 
-MOST_EVENTS = 200
-MOST_PLACES = 6  # maximum number of locations listed for a hook that did not fire
-MOST_ALERTS = 8
+MAX_EVENTS = 200
+MAX_PLACES = 6  # maximum number of locations listed for a hook that did not fire
+MAX_ALERTS = 8
 OUTCOMES = {
     "killed": "The run was killed: its last steps may be missing, and it has no coverage table.",
     "running": "The run is in progress: this page shows the data recorded so far.",
@@ -78,8 +78,8 @@ def values(
         "interventions": bool(numbers["acted"]),
         "has_alerts": bool(numbers["alerts"]),
         "coverage": _coverage(history.coverage),
-        "events": history.events[:MOST_EVENTS],
-        "more_events": max(0, history.event_counts.total() - MOST_EVENTS),
+        "events": history.events[:MAX_EVENTS],
+        "more_events": max(0, history.event_counts.total() - MAX_EVENTS),
         "tree": _tree(layers),
         "colour_of": dict(
             zip(dict.fromkeys(hook for row in layers for hook in row["hooks"]), cycle(CATEGORIES), strict=False)
@@ -188,9 +188,9 @@ def _alerts(history: RunHistory) -> list[dict[str, Any]]:
             for event in history.events
             if event["severity"] == severity and event["rule"] not in hidden and event["message"] not in shown_messages
         ]
-    if len(found) > MOST_ALERTS:
-        rest = f"{len(found) - MOST_ALERTS} more warnings are listed under Events"
-        found = [*found[:MOST_ALERTS], _alert("events", rest, "warning")]
+    if len(found) > MAX_ALERTS:
+        rest = f"{len(found) - MAX_ALERTS} more warnings are listed under Events"
+        found = [*found[:MAX_ALERTS], _alert("events", rest, "warning")]
     return found
 
 
@@ -224,8 +224,8 @@ def _coverage(coverage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _some(locations: list[str]) -> str:
-    rest = len(locations) - MOST_PLACES
-    return ", ".join(locations[:MOST_PLACES]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(locations) - MAX_PLACES
+    return ", ".join(locations[:MAX_PLACES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _tree(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

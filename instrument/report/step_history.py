@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spec.statistics import statistic_of
 
-ROOM = 200_000  # the maximum number of values of all statistics and locations
+MAX_VALUES = 200_000  # the maximum number of values of all statistics and locations
 FEWEST, MOST = 16, 1_024  # limits of the number of groups of steps
 NO_STEPS = np.array(
     [[np.iinfo(np.int64).max], [-1], [0], [0]]
@@ -92,7 +92,7 @@ class StepHistory:
         has_several: Whether a location has several rows in a step.
     """
 
-    def __init__(self, room: int = ROOM) -> None:
+    def __init__(self, room: int = MAX_VALUES) -> None:
         self.room = room
         self.locations: list[str] = []
         self.width = 1

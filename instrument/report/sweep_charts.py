@@ -19,7 +19,7 @@ from .numbers import rounded
 from .run_history import history_of
 from .sweep_effects import pairs
 
-CURVE_ROOM = 1_200  # maximum number of values of the curves of a run
+MAX_CURVE_VALUES = 1_200  # maximum number of values of the curves of a run
 MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
 PREFERRED_STATISTICS = (
     *("l2", "std", "rms", "abs_max", "mean"),
@@ -51,7 +51,7 @@ class RunData:
         stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
         summaries = {series: _summaries(series.of(stats), order) for series in series_in(stats)}
         warnings = int((run.events["severity"] == "warning").sum())
-        curves = metric_curves(history_of(run, ("metrics",), CURVE_ROOM))
+        curves = metric_curves(history_of(run, ("metrics",), MAX_CURVE_VALUES))
         return cls(curves, summaries, run.problems, warnings)
 
 

@@ -24,7 +24,7 @@ from .sweep_effects import effects
 
 METRICS = ("loss", "accuracy")
 LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
-MOST_ALERTS = 8
+MAX_ALERTS = 8
 NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
     "runs": "Runs",
@@ -170,9 +170,9 @@ def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
         for name, info in zip(run.names, run.infos, strict=True)
         if info["status"] not in ("done", "running")
     ]
-    if len(bad) > MOST_ALERTS:
-        rest = f"{len(bad) - MOST_ALERTS} more runs did not finish: the table below lists all of them"
-        bad = [*bad[:MOST_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
+    if len(bad) > MAX_ALERTS:
+        rest = f"{len(bad) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
+        bad = [*bad[:MAX_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
     damaged = [
         {"severity": "error", "rule": "files", "message": f"{name}/{problem}"}
         for name, data in zip(run.names, run_data, strict=True)

@@ -19,9 +19,9 @@ from ..spec.statistics import ALL
 from .rule import TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import BoolArray, FloatArray, IndexArray, Layout, Locations, StepRows
 
-MOST_STEPS, MOST_ROWS = 256, 10_000  # the memory of kept steps is bounded
+MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
-MOST_LAYOUTS = 64
+MAX_LAYOUTS = 64
 _LARGEST = sys.float_info.max
 
 
@@ -73,7 +73,7 @@ class StepBounds:
             self._losses.append(float(loss))
         self._left -= 1
         self._steps += 1
-        if self._steps >= MOST_STEPS or self._rows >= MOST_ROWS:
+        if self._steps >= MAX_STEPS or self._rows >= MAX_ROWS:
             self.catch_up()
         return True
 
@@ -86,7 +86,7 @@ class StepBounds:
 
     def _bounds_of(self, layout: Layout, width: int) -> _LayoutBounds:
         """Return the bounds of the first statistics of a layout. Rows of a new location are outside of them."""
-        if len(self._of_layout) >= MOST_LAYOUTS:
+        if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()
         at = np.minimum(layout.numbers, len(self._low) - 1)
         low, high = (np.ascontiguousarray(bounds[at, :width]) for bounds in (self._low, self._high))

@@ -14,7 +14,7 @@ from ..spec.rules import RULES, RuleBase
 from .rule import TARGETS, Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
-MOST_CLASSES = 1000  # with more different targets, the task is no classification
+MAX_CLASSES = 1000  # with more different targets, the task is no classification
 
 
 class ClassImbalanceRule(RuleBase):
@@ -52,7 +52,7 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
             self._done = True
             return
         self._counts.update(dict(zip(targets.astype(np.int64).tolist(), counts.tolist(), strict=True)))
-        if len(self._counts) > MOST_CLASSES:
+        if len(self._counts) > MAX_CLASSES:
             self._done = True
         elif self._counts.total() >= self.spec.after:
             ranked = self._counts.most_common()

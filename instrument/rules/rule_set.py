@@ -9,12 +9,12 @@ from typing import Any
 
 from ..errors import HookError, user_code_location
 from ..spec.rules import Action, CustomRule, RuleBase
-from .bounds import MOST_LAYOUTS, StepBounds
+from .bounds import MAX_LAYOUTS, StepBounds
 from .make_rule import make_rule
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Layout, Locations, Site, StepRows
 
-MOST_EVENTS = 20  # further events of a rule after the first one
+MAX_EVENTS = 20  # further events of a rule after the first one
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RuleSet:
         key = (phase, len(rows), rows[0], rows[-1]) if rows else (phase, 0)
         known = self._layouts.get(key)
         if known is None or known[0] != rows:
-            if len(self._layouts) >= MOST_LAYOUTS:
+            if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             known = self._layouts[key] = (rows, self._locations.layout(rows, phase, site_of))
         self._latest = (rows, phase, known[1])
@@ -161,10 +161,10 @@ class RuleSet:
         if not is_note:
             self._written[key] += 1
             self._fired.setdefault(name, event)
-        if self._written[key] <= MOST_EVENTS + 1:
+        if self._written[key] <= MAX_EVENTS + 1:
             self._write(event)
-            if not is_note and self._written[key] == MOST_EVENTS + 1:
-                message = f"rule {name} fired {MOST_EVENTS + 1} times; further ones are not reported"
+            if not is_note and self._written[key] == MAX_EVENTS + 1:
+                message = f"rule {name} fired {MAX_EVENTS + 1} times; further ones are not reported"
                 self._write(RuleEvent(name, rows.step, message, "info", None, None, None, None))
 
     @property

@@ -19,7 +19,7 @@ FIELDS_OF_ACTIONS = {"clip": ("norm", "min", "max", "value", "quantile", "ratio"
 COMMANDS = ("checkpoint", "stop")
 """Changes that are requests: they are made once, and not repeated when the run is resumed."""
 SCALE = "lr_scale"
-MOST_CHARACTERS = 80  # of an invalid value in a message
+MAX_CHARACTERS = 80  # of an invalid value in a message
 SWITCHES = {"enable": True, "disable": False}
 ALLOWED = "hooks.NAME.FIELD=VALUE, enable=NAME, disable=NAME, lr_scale=FACTOR, checkpoint, stop"
 NOT_IN_CUSTOM_LOOPS = {
@@ -187,7 +187,7 @@ def _value(key: str, written: str) -> Any:
     try:
         return yaml.safe_load(written)
     except YAML_ERRORS:
-        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MOST_CHARACTERS])) from None
+        raise ConfigError(Problem(key, "the value is not valid YAML", given=written[:MAX_CHARACTERS])) from None
 
 
 def _with_field(key: str, value: Any, request: Request) -> Request:

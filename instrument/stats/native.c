@@ -95,7 +95,7 @@
 #define CHUNK 4096 /* elements between two checks for values that are not finite */
 #define AHEAD 1024 /* elements that are prefetched */
 #define TURNS 4    /* arrays of counts, used in turn: incrementing one count twice in a row would stall */
-#define MOST_BINS 65536
+#define MAX_BINS 65536
 #define SMALL 16384 /* elements up to which the global interpreter lock is kept: to release it takes longer than to wait */
 
 enum { NUMEL, FINITE, NANS, ZEROS, LOW, HIGH, MEAN, DEVIATIONS, MAGNITUDES, UNIT, SUMS };
@@ -1052,7 +1052,7 @@ static PyObject *histogram(PyObject *self, PyObject *args) {
     (void)self;
     if (!PyArg_ParseTuple(args, "KniddiK", &address, &count, &kind, &low, &high, &bins, &result))
         return NULL;
-    if (kind < 0 || kind > 2 || count < 0 || bins < 1 || bins > MOST_BINS) {
+    if (kind < 0 || kind > 2 || count < 0 || bins < 1 || bins > MAX_BINS) {
         PyErr_SetString(PyExc_ValueError, "kind has to be 0, 1 or 2, count 0 or more, and bins 1 to 65536");
         return NULL;
     }

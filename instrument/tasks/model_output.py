@@ -16,7 +16,7 @@ from ..nested import iter_tensors, shape_of
 from ..spec.base import parse_slice
 from ..spec.config import OUTPUT_UNIT, output_unit_text
 
-MOST_PATHS = 8  # in a message
+MAX_PATHS = 8  # in a message
 WHERE = "forward.of"
 
 
@@ -82,7 +82,7 @@ class LossOutput:
             having = [tensors[path] for path in unused]
             gradients = torch.autograd.grad(loss, having, retain_graph=True, allow_unused=True)
             unused = [path for path, gradient in zip(unused, gradients, strict=True) if gradient is None]
-        all_paths, without_gradient = (shorten([*map(repr, paths)], MOST_PATHS) for paths in (tensors, unused))
+        all_paths, without_gradient = (shorten([*map(repr, paths)], MAX_PATHS) for paths in (tensors, unused))
         message = f"the loss uses output {used!r} of the {len(tensors)} tensors that the model returns"
         if loss.requires_grad and unused:
             message += f"; {without_gradient} {'gets' if len(unused) == 1 else 'get'} no gradient from it"

@@ -23,7 +23,7 @@ from ..formatting import shorten
 
 WHERE = "init_from"
 CONTAINERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts save a state dict
-MOST_NAMES = 8  # maximum number of names in a message
+MAX_NAMES = 8  # maximum number of names in a message
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class LoadedWeights:
         texts = []
         if self.changed:
             count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
-            texts.append(f"apply changed {count}: {shorten(self.changed, MOST_NAMES)}")
+            texts.append(f"apply changed {count}: {shorten(self.changed, MAX_NAMES)}")
         if self.missing:
             texts.append(
-                f"init_from has no values for {shorten(self.missing, MOST_NAMES)}; they keep their initial values"
+                f"init_from has no values for {shorten(self.missing, MAX_NAMES)}; they keep their initial values"
             )
         if self.unexpected:
-            texts.append(f"init_from ignored names that the model lacks: {shorten(self.unexpected, MOST_NAMES)}")
+            texts.append(f"init_from ignored names that the model lacks: {shorten(self.unexpected, MAX_NAMES)}")
         return "; ".join(texts) or None
 
 
@@ -109,8 +109,8 @@ class InitialWeights:
         }
         if not self._state.keys() & own.keys():
             message = "no name in the state dict is a name in the model"
-            names = shorten([*self._state], MOST_NAMES)
-            raise ConfigError(Problem(WHERE, message, given=names, allowed=shorten([*own], MOST_NAMES)))
+            names = shorten([*self._state], MAX_NAMES)
+            raise ConfigError(Problem(WHERE, message, given=names, allowed=shorten([*own], MAX_NAMES)))
         try:
             missing, unexpected = model.load_state_dict(self._state, strict=False)
         except RuntimeError as error:
@@ -173,7 +173,7 @@ def _state_dict(file: Path) -> Mapping[str, Any] | None:
         has_names = all(isinstance(name, str) for name in state)
         if has_names and any(isinstance(value, Tensor | Mapping) for value in state.values()):
             return state
-    names = shorten([*map(str, content)], MOST_NAMES) if isinstance(content, Mapping) else type(content).__name__
+    names = shorten([*map(str, content)], MAX_NAMES) if isinstance(content, Mapping) else type(content).__name__
     allowed = f"a state dict: tensors by name, also under one of the keys {', '.join(CONTAINERS)}"
     raise ConfigError(Problem(WHERE, f"{file} contains no state dict", given=names, allowed=allowed))
 
@@ -215,15 +215,15 @@ def _shape_problems(state: Mapping[str, Any], own: Mapping[str, Any]) -> Iterato
         if isinstance(state.get(name), Tensor) and state[name].shape != own[name].shape
     ]
     if differences:
-        yield Problem(WHERE, f"the shapes of some tensors differ: {shorten(differences, MOST_NAMES)}")
+        yield Problem(WHERE, f"the shapes of some tensors differ: {shorten(differences, MAX_NAMES)}")
 
 
 def _name_problems(message: str, names: Sequence[str], others: Sequence[str]) -> Iterator[Problem]:
     """Yield one problem with all names, and the most similar names of the other side."""
     if names:
-        similar = dict.fromkeys(like for name in names[:MOST_NAMES] for like in similar_names(name, others, limit=1))
+        similar = dict.fromkeys(like for name in names[:MAX_NAMES] for like in similar_names(name, others, limit=1))
         fix = "set init_from.strict=false to ignore the differences"
-        yield Problem(WHERE, f"{message}: {shorten(names, MOST_NAMES)}", similar=[*similar], fix=fix)
+        yield Problem(WHERE, f"{message}: {shorten(names, MAX_NAMES)}", similar=[*similar], fix=fix)
 
 
 def _address(tensor: Any) -> object:

@@ -151,7 +151,7 @@ def test_sweep_page_has_overrides_and_counts_failures(tmp_path: Path) -> None:
 
 
 def test_large_sweep_is_truncated_with_a_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notebook, "MOST_RUNS", 2)
+    monkeypatch.setattr(notebook, "MAX_RUNS", 2)
     for job in range(5):
         make_run(tmp_path / "sweep" / str(job), seed=100 + job)
     _, words = page_of(instrument.load(tmp_path / "sweep"))

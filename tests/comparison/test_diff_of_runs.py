@@ -251,8 +251,8 @@ def test_parts_of_tables_give_the_same_result(
     original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = different
-    monkeypatch.setattr(recorded_differences, "MOST_ROWS", 1)
-    monkeypatch.setattr(recorded_differences, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(recorded_differences, "MAX_ROWS", 1)
+    monkeypatch.setattr(recorded_differences, "MAX_BYTES", 20_000)
     parts = instrument.diff(original, wrong, steps=(0, 2))
     for name in ("layers", "steps", "metrics"):
         assert getattr(parts, name).equals(getattr(complete, name)), name

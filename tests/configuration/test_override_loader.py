@@ -235,7 +235,7 @@ def test_equal_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     composed("seed=2", "model=mnist_cnn")
     assert len(merges) == 3
     assert len(FieldLoader._composed) == 2
-    monkeypatch.setattr(override_loader, "MOST_COMPOSED", 2)
+    monkeypatch.setattr(override_loader, "MAX_COMPOSED", 2)
     composed("model=lenet")
     assert len(FieldLoader._composed) == 1
 

@@ -290,7 +290,7 @@ class Unhashable:
 
 
 def test_functions_that_code_creates_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.plan.function_calls._MOST_FUNCTIONS", 3)
+    monkeypatch.setattr("instrument.plan.function_calls._MAX_FUNCTIONS", 3)
     known: list[int] = []
 
     def function(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import instrument
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
 from instrument.compact import main as compact
 from instrument.live.live_run import LiveRun
-from instrument.report.run_history import MOST_EVENTS
+from instrument.report.run_history import MAX_EVENTS
 from instrument.sinks import parquet
 from instrument.sinks.remote_folder import folder_at
 
@@ -172,13 +172,13 @@ def test_unreadable_folder_is_reported(
 
 
 def test_errors_are_shown_after_many_other_events(tmp_path: Path) -> None:
-    events = [{"rule": "remote", "message": f"message {i}", "severity": "info"} for i in range(MOST_EVENTS + 5)]
+    events = [{"rule": "remote", "message": f"message {i}", "severity": "info"} for i in range(MAX_EVENTS + 5)]
     events.append({"rule": "error", "message": "failed", "severity": "error"})
     live = LiveRun(write_run(tmp_path / "run", rows={"events": events}))
     live.refresh()
-    assert len(live.events) == MOST_EVENTS + 1
+    assert len(live.events) == MAX_EVENTS + 1
     assert live.events[-1]["message"] == "failed"
-    assert live.event_counts.total() == MOST_EVENTS + 6
+    assert live.event_counts.total() == MAX_EVENTS + 6
 
 
 def test_merged_files_are_not_read_again(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_all_steps_are_kept_at_first() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 100])
 def test_kept_steps_are_bounded_and_include_the_last(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distribution_history, "ROOM", 64)
+    monkeypatch.setattr(distribution_history, "MAX_VALUES", 64)
     history = DistributionHistory()
     size = 1_000 // pieces
     for piece in range(pieces):

@@ -12,7 +12,7 @@ from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fi
 
 from instrument.errors import ConfigError
 from instrument.rules.rule import CatalogueRule, Firing
-from instrument.rules.rule_set import MOST_EVENTS, RuleEvent, RuleSet
+from instrument.rules.rule_set import MAX_EVENTS, RuleEvent, RuleSet
 from instrument.rules.step_rows import StepRows
 from instrument.spec.parse import parse_rules
 from instrument.spec.rules import RULES, RuleBase, default_rules
@@ -270,7 +270,7 @@ def test_watch_reads_any_statistic_and_metric() -> None:
 def test_number_of_events_is_limited() -> None:
     steps = [Step(rows=[{**OUTPUT, "layer": str(layer), "numel": 9, "nan_count": 1} for layer in range(100)])] * 3
     events = fired("non_finite", steps)
-    assert [event.severity for event in events] == ["warning", *["info"] * (MOST_EVENTS + 1)]
+    assert [event.severity for event in events] == ["warning", *["info"] * (MAX_EVENTS + 1)]
     assert events[-1].message == "rule r fired 21 times; further ones are not reported"
 
 

@@ -199,7 +199,7 @@ def test_message_is_withdrawn_if_the_run_ends(
         (b"[" * 60_000, "no JSON"),
         (b'{"a": 1}', "no list of strings"),
         (b"[1]", "no list of strings"),
-        (b'["' + b"x" * control_folder.MOST_BYTES + b'"]', "more than 65,536 bytes"),
+        (b'["' + b"x" * control_folder.MAX_BYTES + b'"]', "more than 65,536 bytes"),
     ],
 )
 def test_malformed_messages_are_refused(content: bytes, problem: str, tmp_path: Path) -> None:

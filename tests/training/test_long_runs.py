@@ -14,11 +14,11 @@ from torch import nn
 
 import instrument
 
-MOST_GROWTH = {1_000: 10_000, 100_000: 20_000}  # kB, by the number of steps
+MAX_GROWTH = {1_000: 10_000, 100_000: 20_000}  # kB, by the number of steps
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="requires /proc")
-@pytest.mark.parametrize("steps", tiered(MOST_GROWTH, [1_000]))
+@pytest.mark.parametrize("steps", tiered(MAX_GROWTH, [1_000]))
 def test_resources_of_a_long_run_are_constant(tmp_path: Path, steps: int) -> None:
     script = Path(__file__).with_name("long_training.py")
     done = Command(tmp_path, script, ["run", str(steps)], {"OMP_NUM_THREADS": "1"}, "process").wait()
@@ -26,7 +26,7 @@ def test_resources_of_a_long_run_are_constant(tmp_path: Path, steps: int) -> Non
     early, late = (json.loads(line) for line in done.stdout.splitlines())
     assert (early["step"], late["step"]) == (500, steps)
     grown = late["resident"] - early["resident"]
-    assert grown < MOST_GROWTH[steps]
+    assert grown < MAX_GROWTH[steps]
     assert late["threads"] == early["threads"]
     assert late["files"] == early["files"]
     run = instrument.load(tmp_path / "run")
