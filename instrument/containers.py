@@ -27,7 +27,7 @@ def entries(value: Any) -> Sequence[tuple[Any, Any]]:
     """Return the keys and the values of a container's entries; empty for any other value.
 
     The keys are those of a mapping, the indices of a sequence, or the names of the fields of a named tuple, a dataclass, a class
-    of attrs, a `SimpleNamespace` or a graph of torch_geometric. Iterators are no containers: they can be read only once.
+    of attrs, a `SimpleNamespace` or a graph of torch_geometric. Iterators are not containers: they can be read only once.
     """
     if type(value) in _ATOMS or isinstance(value, _OPAQUE):
         return ()
@@ -289,7 +289,7 @@ def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> li
 
 
 def _contents(container: Any) -> dict[Hashable, Any]:
-    """Return the entries of a container, and the attributes of an object that are no fields."""
+    """Return the entries of a container, and the attributes of an object that are not fields."""
     if isinstance(container, Mapping | MutableSequence):
         return dict(entries(container))
     return {**getattr(container, "__dict__", {}), **dict(entries(container))}

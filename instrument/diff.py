@@ -103,7 +103,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
     """Return a range of steps.
 
     Raises:
-        ConfigError: The text is no range.
+        ConfigError: The text is not a range.
     """
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):

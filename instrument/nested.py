@@ -164,7 +164,7 @@ def _is_sample_tensor(value: Any) -> bool:
 def to_device(value: Any, device: torch.device) -> Any:
     """Return the value with every tensor on the device.
 
-    An object that is no container but has a method `to`, such as a batch of torch_geometric, moves itself. A CUDA device
+    An object that is not a container but has a method `to`, such as a batch of torch_geometric, moves itself. A CUDA device
     copies from pinned memory, and the host does not wait for it. The lengths of a packed sequence stay on the CPU, as
     PyTorch requires.
     """
@@ -172,7 +172,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def _moves_itself(value: Any) -> bool:
-    """Return whether a value is a tensor or has a method that moves it, and is no other container."""
+    """Return whether a value is a tensor or has a method that moves it, and is not another container."""
     if isinstance(value, _TENSORS):
         return True
     is_container = isinstance(value, Mapping | tuple | list) or dataclasses.is_dataclass(value)

@@ -219,7 +219,7 @@ def test_writes_to_a_copy_reach_the_original() -> None:
     new["items"].append(replaced)
     new["items"].append(kept)
     new["node"].parent = new["node"]
-    new["node"].state = replaced  # an attribute that is no field
+    new["node"].state = replaced  # an attribute that is not a field
     write_back(copies)
     assert [*original] == ["x", "old", "items", "node", "h", "self"]
     assert original["x"] is x

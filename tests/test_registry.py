@@ -34,7 +34,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def shapes() -> Registry[Any]:
     """A registry with one entry."""
     registry: Registry[Any] = Registry(
-        "shapes", "shape", check=lambda entry: None if callable(entry) else "is no class"
+        "shapes", "shape", check=lambda entry: None if callable(entry) else "is not a class"
     )
 
     @registry.register("circle")
@@ -110,7 +110,7 @@ def test_same_code_may_register_its_entry_again(shapes: Registry[Any]) -> None:
     [
         ("raise RuntimeError('no such GPU')", r"cannot be loaded: RuntimeError: no such GPU \(in .*broken.*py:1"),
         ("", "cannot be loaded: AttributeError: module 'broken.*' has no attribute 'Square'"),
-        ("Square = 3", "shape 'square' is no class"),
+        ("Square = 3", "shape 'square' is not a class"),
     ],
 )
 def test_broken_entry_point_names_package_and_entry_point(

@@ -306,7 +306,7 @@ def test_counterfactual_differs_from_its_first_step_on(place: Path) -> None:
 
 @pytest.mark.usefixtures("whole")
 def test_plot_of_a_replay_requires_its_run(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(instrument.InstrumentError, match="is no replay: its run"):
+    with pytest.raises(instrument.InstrumentError, match="is not a replay: its run"):
         instrument.plot.replay(instrument.load(place / "done"))
     shutil.copytree(place / "all", tmp_path / "all")
     record = json.loads((tmp_path / "all" / "run.json").read_text())

@@ -50,7 +50,7 @@ class Together:
 
         Raises:
             HookError: A tensor is sparse.
-            HookResultError: The result is no dict, has other paths or an invalid tensor, or the function modified a
+            HookResultError: The result is not a dict, has other paths or an invalid tensor, or the function modified a
                 tensor in place.
         """
         call = replace(context, path=path_of_call(context.kind, context.path))

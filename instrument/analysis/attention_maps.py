@@ -75,7 +75,7 @@ class AttentionTensor(RecordedTensor):
 
         They are not negative, and the sum of each row is 1. Rows without finite values, and rows of zeros, belong to masked
         queries. If only some of the keys were recorded, a sum may be smaller than 1. A softmax over classes or a vocabulary has
-        the shape [N, positions, classes]: a result of this shape that is not square is no attention, unless the module returns
+        the shape [N, positions, classes]: a result of this shape that is not square is not attention, unless the module returns
         it next to another output.
         """
         is_result = KINDS[self.series.kind].of_functions or not self.path

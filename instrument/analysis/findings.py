@@ -59,7 +59,7 @@ class Finding:
         value: The value as text.
         severity: `info`, `warning`, or `error` if the training is unusable.
         number: The value as a number, if it is numeric.
-        advice: What to do next, in one sentence; empty for an observation that is no problem.
+        advice: What to do next, in one sentence; empty for an observation that is not a problem.
     """
 
     what: str

@@ -25,7 +25,7 @@ from .tensor_decoding import is_known
 KEYS = ("hook", "kind", "role", "phase")
 PLACE = ("layer", "path", "call", "backward")
 NOT_CUSTOM = frozenset({"run", "seed", *(column.name for column in TABLES["stats"].stored)})
-"""Columns of `stats` that are no custom statistics. Those of a sweep with the overrides have dots in their names."""
+"""Columns of `stats` that are not custom statistics. Those of a sweep with the overrides have dots in their names."""
 UNKNOWN_ORDER = 1 << 30  # sort position of layers without a known order
 
 

@@ -33,7 +33,7 @@ def checked_metrics(metrics: Mapping[str, Any], *internal: str) -> dict[str, Ten
         The metrics as numbers, or as tensors with one element, which can be on a device.
 
     Raises:
-        TypeError: A name is that of a computed column, differs from a column in case only, or is no name; or a value is not one
+        TypeError: A name is that of a computed column, differs from a column in case only, or is not a name; or a value is not one
             number.
     """
     for name in metrics:

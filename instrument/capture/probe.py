@@ -234,7 +234,7 @@ class Probe:
         The loop can assign it. This ends the current micro-step.
 
         Raises:
-            ValueError: The assigned value is no phase.
+            ValueError: The assigned value is not a phase.
         """
         return self.clock.moment.phase
 
@@ -275,7 +275,7 @@ class Probe:
             phase: The phase: `eval` for an evaluation, `probe` for a probe batch.
 
         Raises:
-            ValueError: It is no phase.
+            ValueError: It is not a phase.
         """
         started_at = time.perf_counter()
         previous_phase = self.phase

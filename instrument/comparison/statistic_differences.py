@@ -1,6 +1,6 @@
 """Relative differences of the statistics of matched tensors.
 
-The difference of a statistic is divided by the size of the tensor, so that a mean near zero is no special case. Let
+The difference of a statistic is divided by the size of the tensor, so that a mean near zero is not a special case. Let
 rms be the root mean square of a tensor, and d = rms(a - b) / rms(a) the relative difference of two tensors. Then
 
     |mean(a) - mean(b)|, |std(a) - std(b)|, |rms(a) - rms(b)| <= rms(a - b)
@@ -58,7 +58,7 @@ def relative_differences(
 
 
 def is_of_values(name: str) -> bool:
-    """Return whether a statistic can decide whether the values of two tensors differ: it is no count and no fraction."""
+    """Return whether a statistic can decide whether the values of two tensors differ: it is not a count and not a fraction."""
     return name not in COUNTS and statistic_of(name).unit not in _FRACTIONS
 
 

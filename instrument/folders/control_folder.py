@@ -129,7 +129,7 @@ class ControlFolder:
 
         Raises:
             FileNotFoundError: The sender has withdrawn it.
-            MessageError: Another user wrote it, it is no regular file, it is too large, or it is malformed.
+            MessageError: Another user wrote it, it is not a regular file, it is too large, or it is malformed.
         """
         try:
             descriptor = os.open(message, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -140,7 +140,7 @@ class ControlFolder:
         with os.fdopen(descriptor, "rb") as file:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
-                raise MessageError("it is no regular file")
+                raise MessageError("it is not a regular file")
             if about.st_uid != os.geteuid():
                 raise MessageError("it was written by another user")
             content = file.read(MAX_BYTES + 1)
@@ -149,9 +149,9 @@ class ControlFolder:
         try:
             changes = json.loads(content)
         except (ValueError, RecursionError):
-            raise MessageError("it is no JSON") from None
+            raise MessageError("it is not JSON") from None
         if not isinstance(changes, list) or not all(isinstance(change, str) for change in changes):
-            raise MessageError("it is no list of strings")
+            raise MessageError("it is not a list of strings")
         return changes
 
     def answer(self, message: Path, answer: Answer) -> None:

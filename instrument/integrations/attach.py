@@ -122,7 +122,7 @@ def attach(
             and every other event of severity `warning`.
 
     Raises:
-        ConfigError: At the start: `model` is no module, a spec is invalid or matches no module, a required optimizer is missing, `out`
+        ConfigError: At the start: `model` is not a module, a spec is invalid or matches no module, a required optimizer is missing, `out`
             contains a run already, or `remote` is not writable. At the first call of a module: a spec does not fit the
             shape of its tensor.
         HookError: A hook failed. The message contains the hook, its kind, the layer and the step. `HookResultError` if

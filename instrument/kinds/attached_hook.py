@@ -326,7 +326,7 @@ class AttachedHook(HookCoverage):
             raise failed(error, list(tensors), self.context("", FIRST_CALL)) from error
 
     def run(self, tensor: Tensor, context: Context) -> Tensor:
-        """Run the action on a tensor that is no shard and has no factor of a gradient scaler; see `fire`."""
+        """Run the action on a tensor that is not a shard and has no factor of a gradient scaler; see `fire`."""
         if (timer := self.clock.timer) is None:
             return self._run(tensor, context)
         with timer.measure_action(self):

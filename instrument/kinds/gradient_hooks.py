@@ -117,7 +117,7 @@ class ViewBase(NamedTuple):
 
     @classmethod
     def of(cls, view: Tensor) -> ViewBase | None:
-        """Find the base of a view. None if the tensor is no view, or a view of a leaf."""
+        """Find the base of a view. None if the tensor is not a view, or a view of a leaf."""
         base = view._base
         if base is None or base.grad_fn is None or base.dtype != view.dtype:
             return None

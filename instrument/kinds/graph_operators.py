@@ -279,7 +279,7 @@ def has_writable(value: Any) -> bool:
 
 
 def has_unknown(value: Any) -> bool:
-    """Return whether a traced value contains a dataclass that is no container for `torch.utils._pytree`."""
+    """Return whether a traced value contains a dataclass that is not a container for `torch.utils._pytree`."""
     return any(hasattr(leaf, "__dataclass_fields__") for leaf in tree_leaves(value))
 
 

@@ -75,7 +75,7 @@ def group_sites(
         elif group_type is ModuleBackwardHooks:
             yield ModuleBackwardHooks(module, sites, clock, calls[module], prepend=prepend)
         elif group_type is StateDictHooks or sites[0].site.spec.definition.hooks is not None:
-            yield group_type(module, sites, clock)  # type: ignore[call-arg]  # the constructor is no part of the protocol
+            yield group_type(module, sites, clock)  # type: ignore[call-arg]  # the constructor is not a part of the protocol
         elif group_type is GradientHooks:
             yield GradientHooks(sites, clock)
         elif group_type is LossHooks:

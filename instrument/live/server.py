@@ -256,7 +256,7 @@ class LiveServer:
         try:
             text = json.loads(content)
             if not isinstance(text, str):
-                raise ValueError("they are no JSON string")
+                raise ValueError("they are not a JSON string")
             changes = shlex.split(text)
         except (ValueError, RecursionError) as error:
             return PlainTextResponse(f"the changes cannot be read: {error}", 400, headers=HEADERS)

@@ -134,7 +134,7 @@ def _tensors(
     named = [one for one in chosen if hook is not None or (layers and one.location in layers and one.path)]
     if chosen and not probable and not named:
         shapes = {one.location: f"{one.location} {list(one.source_shape)}" for one in chosen}
-        message = "these tensors are no attention probabilities: they are negative, or do not sum to 1 over the last dimension"
+        message = "these tensors are not attention probabilities: they are negative, or do not sum to 1 over the last dimension"
         fix = f"{_HOW_TO_RECORD}; or pass the name of a location with a path, or hook=, to draw any values"
         given = shorten([*shapes.values()])
         raise InstrumentError(Problem("layer", message, given, fix=fix))

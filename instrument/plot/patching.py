@@ -104,7 +104,7 @@ def _reference(baseline: Run, grid: InterventionGrid, metric: str, layer: str | 
         message = f"the folder contains {len(baseline.folders)} runs"
         raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="load one of them"))
     if any(grid.hook in training.interventions for training in trainings(baseline)[0]):
-        message = f"this run has the intervention {grid.hook!r}, so it is no baseline"
+        message = f"this run has the intervention {grid.hook!r}, so it is not a baseline"
         raise InstrumentError(Problem("baseline", message, str(baseline.path), fix="pass a run without it"))
     return _numbers(baseline, metric, layer, hook)(0)
 

@@ -38,12 +38,12 @@ def replay(run: Run, *, source: str | Path | None = None) -> Figure:
         The matplotlib figure.
 
     Raises:
-        InstrumentError: The run is no replay, its source does not exist, or matplotlib is not installed.
+        InstrumentError: The run is not a replay, its source does not exist, or matplotlib is not installed.
     """
     check_single_run([folder.name for folder in run.folders])
     entry = run.info.get("replay")
     if not entry:
-        raise InstrumentError(f"{run.path} is no replay: its run.json has no entry 'replay'")
+        raise InstrumentError(f"{run.path} is not a replay: its run.json has no entry 'replay'")
     try:
         original = load(source or entry["source"])
     except NoRunError as error:

@@ -48,7 +48,7 @@ def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
 
 
 def _is_constant(frame: pd.DataFrame, name: str) -> bool:
-    """Return whether a column has one value in each run: a custom statistic or metric is no override."""
+    """Return whether a column has one value in each run: a custom statistic or metric is not an override."""
     if not pd.api.types.is_float_dtype(frame[name]):
         return True
     return bool((frame.groupby("run")[name].nunique(dropna=False) == 1).all())

@@ -14,7 +14,7 @@ from ..spec.rules import RULES, RuleBase
 from .rule import TARGETS, Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 
-MAX_CLASSES = 1000  # with more different targets, the task is no classification
+MAX_CLASSES = 1000  # with more different targets, the task is not classification
 
 
 class ClassImbalanceRule(RuleBase):

@@ -13,7 +13,7 @@ class ExplodingGradientRule(GrowthFields):
     """The `l2` of a gradient is far above the median of its previous values.
 
     A cliff of the loss increases the norm by orders of magnitude (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), hence
-    `factor: 100`. The norm itself is no reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
+    `factor: 100`. The norm itself is not a reason to fire: it is proportional to the scale of the loss, such as a sum over samples.
     """
 
     rule: Literal["exploding_gradient"]

@@ -14,7 +14,7 @@ from ..spec.statistics import ALL
 from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended
 from .step_rows import Chosen, FloatArray, IndexArray, StepRows
 
-FEWEST = 2  # required previous values: a single one, such as that of weights that start at zero, is no reference
+FEWEST = 2  # required previous values: a single one, such as that of weights that start at zero, is not a reference
 SLACK = 4.0  # how many times smaller than the smallest value of the window the next values may be
 
 

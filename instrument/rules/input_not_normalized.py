@@ -51,7 +51,7 @@ class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
         where = chosen.locations[0]
         if std > self.spec.std:
             yield Firing(f"std {std:.4g}, above {self.spec.std:g}", std, self.spec.std, where)
-        elif abs(mean) > self.spec.mean * std > 0:  # a constant input is no data
+        elif abs(mean) > self.spec.mean * std > 0:  # a constant input is not data
             bound = self.spec.mean * std
             text = f"mean {mean:.4g} with std {std:.4g}: more than {self.spec.mean:g} times the std"
             yield Firing(text, abs(mean), bound, where)

@@ -23,7 +23,7 @@ class LossNotDecreasingRule(RuleBase):
 
     SageMaker Debugger (LossNotDecreasing) expects 0.1% in 10 steps; here it is 1% in 200 steps, since batches differ, and small
     learning rates need some time to leave the plateau at the beginning. A loss that doubles and then is not finite ends the window.
-    A loss that becomes negative, such as that of a Wasserstein critic, is no measure of an error and does not count. Neither does
+    A loss that becomes negative, such as that of a Wasserstein critic, is not a measure of an error and does not count. Neither does
     one that rises and falls, such as that of a generator whose opponent learns too: the rule fires only if the means of the quarters
     of the window are equal within 5%, or never fall from one quarter to the next.
     """

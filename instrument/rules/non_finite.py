@@ -21,7 +21,7 @@ class NonFiniteRule(RuleBase):
 
     Gradients of a step that a gradient scaler skipped are expected, and do not count. Infinities without NaN can be a mask, which
     a softmax turns into zeros: those of an argument count only if the loss of the step is not finite, and those of an output
-    do not count if it is finite. The values of layers with weights are no masks.
+    do not count if it is finite. The values of layers with weights are not masks.
     """
 
     rule: Literal["non_finite"]
@@ -111,7 +111,7 @@ class NonFinite(LocatedRule[NonFiniteRule]):
 def _may_be_mask(location: Location, loss: float | None) -> bool:
     """Return whether infinities at a location can be a mask.
 
-    Infinities that are no mask reach the loss, which then is not finite. Without a loss, those of an argument are taken as a mask.
+    Infinities that are not a mask reach the loss, which then is not finite. Without a loss, those of an argument are taken as a mask.
 
     Args:
         location: The location, which has no NaN.

@@ -58,7 +58,7 @@ class PoorInitialization(LocatedRule[PoorInitializationRule]):
         if self._done:
             return
         self._done = True
-        if rows.step == 0:  # a later step is no initialization
+        if rows.step == 0:  # a later step is not the initialization
             mean, std = (chosen.values(rows.column(name), self.merge) for name in self.statistics)
             yield from self._check_outputs(std, chosen)
             numel = chosen.values(rows.counts("numel"), self.merge)

@@ -355,5 +355,5 @@ ACTIONS: Registry[type[HookBase]] = Registry(
     "actions",
     "action",
     folder="instrument.actions.builtin",
-    check=lambda entry: None if issubclass(entry, HookBase) else "is no subclass of HookBase",
+    check=lambda entry: None if issubclass(entry, HookBase) else "is not a subclass of HookBase",
 )

@@ -210,7 +210,7 @@ def output_unit_text(text: str) -> str:
     """Return the text of a part of a model's output without spaces around it.
 
     Raises:
-        ValueError: It is no path with an optional slice.
+        ValueError: It is not a path with an optional slice.
     """
     match = OUTPUT_UNIT.fullmatch(text.strip())
     if not match or not text.strip():

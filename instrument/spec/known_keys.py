@@ -31,7 +31,7 @@ def fields_below(path: Sequence[str]) -> tuple[str, ...]:
         path: The parts of the key: `("data", "slice")`, `("hooks", NAME)`, or `("hooks", NAME, "heads")`.
 
     Returns:
-        The names; for a spec, those of every action. Empty if the key is no section or allows any argument.
+        The names; for a spec, those of every action. Empty if the key is not a section or allows any argument.
     """
     if len(path) == 2 and path[0] in ("hooks", "apply", "rules"):
         return fields_of_specs(path[0])

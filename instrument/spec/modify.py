@@ -34,7 +34,7 @@ FUNCTIONS: Registry[type[ModifySpec]] = Registry(
     "functions",
     "function of modify",
     folder="instrument.actions.builtin",
-    check=lambda entry: None if issubclass(entry, ModifySpec) else "is no subclass of ModifySpec",
+    check=lambda entry: None if issubclass(entry, ModifySpec) else "is not a subclass of ModifySpec",
 )
 
 

@@ -203,7 +203,7 @@ class CustomRule(RuleBase):
 
 def _problem_of(rule: Any) -> str | None:
     is_rule = isinstance(getattr(rule, "fields", None), type) and callable(getattr(rule, "update", None))
-    return None if is_rule else "is no subclass of CatalogueRule with 'fields'"
+    return None if is_rule else "is not a subclass of CatalogueRule with 'fields'"
 
 
 RULES: Registry[Any] = Registry("rules", "rule", folder="instrument.rules", check=_problem_of)

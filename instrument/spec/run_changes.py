@@ -226,7 +226,7 @@ def _bounds(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _length(factor: Any) -> int:
-    """Return the number of factors in a list, which the size of a tensor determines; 0 if it is no list."""
+    """Return the number of factors in a list, which the size of a tensor determines; 0 if it is not a list."""
     return len(factor) if isinstance(factor, Sequence) and not isinstance(factor, str) else 0
 
 

@@ -24,7 +24,7 @@ FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.Embedding)
 
 
 def unit_dim(dims: int, module: nn.Module, *, of_parameter: bool) -> int | None:
-    """Return the default dimension of the units; None for scalars, and for vectors that are no parameter.
+    """Return the default dimension of the units; None for scalars, and for vectors that are not a parameter.
 
     Args:
         dims: The number of dimensions of the tensor. A parameter: [out, ...]. Otherwise: [N, C], [N, T, C], [N, C, H, W] or

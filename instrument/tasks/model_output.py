@@ -39,7 +39,7 @@ class LossOutput:
         text: The path of the tensor, with an optional slice: `"0"`, `logits`, `logits[:, -1]`. None for `main_output`.
 
     Raises:
-        ValueError: The text is no path.
+        ValueError: The text is not a path.
     """
 
     def __init__(self, text: str | None) -> None:
@@ -75,7 +75,7 @@ class LossOutput:
             return None
         main = main_output(output)
         used = next((path for path, tensor in tensors.items() if tensor is main), None)
-        if used is None:  # It is no entry, but computed by the output.
+        if used is None:  # It is not an entry, but computed by the output.
             return None
         unused = [path for path, tensor in tensors.items() if tensor.requires_grad]
         if loss.requires_grad and unused:

@@ -326,7 +326,7 @@ class _RecordingCheck:
     def _has_fewer_batches(self, location: TensorLocation, step: int, count: int) -> bool:
         """Return whether a step of this run accumulates fewer batches, so that later steps have other samples.
 
-        The passes of an optimizer with a closure are recorded as further micro-steps, but are no further batches.
+        The passes of an optimizer with a closure are recorded as further micro-steps, but are not further batches.
         """
         is_by_step = self.spec.step is None and self.spec.phase in STEP_PHASES
         is_by_batch = self.spec.definition.frequency == "micro_step"

@@ -201,7 +201,7 @@ def test_rule_replaces_the_observation_of_the_same_kind(made: Make) -> None:
 
 
 def test_recorded_events_of_rules_are_the_findings(made: Make) -> None:
-    """A run with rules is not judged again, and other events are no findings."""
+    """A run with rules is not judged again, and other events are not findings."""
     message = "negative loss: at step 3 in a output (seen): mean -2"
     mine = {"step": 3, "layer": "a", "rule": "mine", "message": message, "severity": "warning", "value": -2.0}
     events = [

@@ -297,7 +297,7 @@ SILENT = {
     "a gradient that is cleared before the hook of the step": Silent(
         hook("used", "step_pre", role="param_grad"), reasons.NO_GRADIENT_AT_STEP, step=clear_before_step
     ),
-    "an output that is no tensor": Silent(hook("counting.number", "forward"), reasons.NO_TENSOR),
+    "an output that is not a tensor": Silent(hook("counting.number", "forward"), reasons.NO_TENSOR),
     "a path that does not exist": Silent(hook("attention", "forward", path="7"), reasons.NO_TENSOR),
     "a parameter that the optimizer does not hold": Silent(
         hook("walked.0", "parameter_grad", params="weight"), reasons.NOT_OPTIMIZED, expected=0, optimized="used"

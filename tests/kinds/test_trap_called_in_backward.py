@@ -1,4 +1,4 @@
-"""Trap: code that is no activation checkpointing calls modules inside the backward pass. Each call counts like any other."""
+"""Trap: code that is not activation checkpointing calls modules inside the backward pass. Each call counts like any other."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_gradients_of_calls_in_a_backward_pass_are_recorded() -> None:
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("name", MAKE)
 def test_caller_inside_a_checkpoint_counts_its_calls(name: str, reentrant: bool) -> None:
-    """The recomputation repeats the calls of the forward pass. Those of the backward pass are no recomputation."""
+    """The recomputation repeats the calls of the forward pass. Those of the backward pass are not a recomputation."""
     torch.manual_seed(0)
     model, calls = MAKE[name]()
     in_forward = {"feedback": 0, "adjoint": 4, "reversible": 2}[name]

@@ -273,7 +273,7 @@ def test_softmax_over_classes_is_no_attention(hook: dict[str, str]) -> None:
     run = recorded(
         nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1)), torch.rand(2, 4, 3), all={**FUNCTION, "layers": "**", **hook}
     )
-    with pytest.raises(InstrumentError, match="these tensors are no attention probabilities"):
+    with pytest.raises(InstrumentError, match="these tensors are not attention probabilities"):
         attention(run)
 
 
@@ -294,7 +294,7 @@ def test_scores_are_drawn_if_their_location_is_named(run: instrument.Run) -> Non
     only = recorded(nn.Sequential(Model()), scores={**FUNCTION, "layers": "0.blocks.*", "functions": "masked_fill"})
     with pytest.raises(
         InstrumentError,
-        match=r"(?s)layer: these tensors are no attention prob.*0\.blocks\.0\[masked_fill\.0\] \[2, 3, 6, 6\]",
+        match=r"(?s)layer: these tensors are not attention prob.*0\.blocks\.0\[masked_fill\.0\] \[2, 3, 6, 6\]",
     ):
         attention(only)
 

@@ -175,7 +175,7 @@ def test_registered_rule_is_parsed_fires_and_is_no_default(monkeypatch: pytest.M
     (problem,) = failed.value.problems
     assert {*problem.allowed} >= {*CASES, "low_loss"}
     assert problem.similar[0] == "low_loss"
-    with pytest.raises(ConfigError, match=r"rule 'mine' is no subclass of CatalogueRule with 'fields'"):
+    with pytest.raises(ConfigError, match=r"rule 'mine' is not a subclass of CatalogueRule with 'fields'"):
         RULES.register("mine")(int)
 
 

@@ -70,7 +70,7 @@ def test_damaged_journal_never_raises_or_invents_a_batch(tmp_path: Path, cases: 
 
 def test_file_that_is_no_journal_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
-    path.write_bytes(b"this is no journal, but somebody called it one" * 10)
+    path.write_bytes(b"this is not a journal, but somebody called it one" * 10)
     reading = JournalReader.of(path)
     assert list(reading.batches()) == []
     assert "not read" in str(reading.problem)

@@ -48,7 +48,7 @@ function curve(axis, metric, name) {
   return { x: axis.first, y: axis.statistics[metric][0], name, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` };
 }
 
-/** Steps at which a metric is no finite number, along the upper edge. */
+/** Steps at which a metric is not a finite number, along the upper edge. */
 function crosses(steps, name, height) {
   return {
     x: steps, y: steps.map(() => height), yaxis: "y2", name, mode: "markers",
