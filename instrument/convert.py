@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .conversion.experiment import Experiment
+from .conversion.experiment import ConvertedExperiment
 from .conversion.msprobe import convert_msprobe
 from .conversion.nvdlfw import convert_nvdlfw
 from .conversion.source import read_source
 from .errors import ConfigError, Problem
 from .spec.parse import parse_hooks
 
-CONVERTERS: Mapping[str, Callable[[Any], Experiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
+CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ from shutil import rmtree
 from typing import Any
 
 from .analysis.exports import FEATURE_WRITERS, write_csv
-from .analysis.features import Selection, features_of
+from .analysis.features import FeatureSelection, features_of
 from .analysis.load import load
 from .analysis.replay import replay
 from .analysis.run_files import RunFiles
@@ -100,7 +100,7 @@ def _check_format(to: str, features: str | None) -> None:
         raise ConfigError(Problem("--to", f"{to} is a format of features", to, fix="pass --features LAYER"))
 
 
-def _selection(layer: str, conditions: Sequence[str]) -> Selection:
+def _selection(layer: str, conditions: Sequence[str]) -> FeatureSelection:
     """Return the features that the arguments select.
 
     Raises:
@@ -119,10 +119,10 @@ def _selection(layer: str, conditions: Sequence[str]) -> Selection:
             values[key] = int(bounds[1]) if bounds[2] is None else range(int(bounds[1]), int(bounds[2]))
         else:
             raise ConfigError(Problem(f"--select {key}", "must be a number, or a range such as 0:100", text))
-    return Selection(layer, **values)
+    return FeatureSelection(layer, **values)
 
 
-def _export(folder: Path, to: str, out: Path | None, selection: Selection | None) -> int:
+def _export(folder: Path, to: str, out: Path | None, selection: FeatureSelection | None) -> int:
     output = out or folder / (FOLDERS.get(to, ".") if selection is None else "features")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InstrumentWarning)  # problems are printed below
@@ -164,7 +164,7 @@ def _csv(files: RunFiles, output: Path) -> str:
     return f"tables exported as CSV to {output}; recorded tensors are not included: instrument.load(RUN).tensors() reads them"
 
 
-def _features(files: RunFiles, selection: Selection, to: str, output: Path) -> str:
+def _features(files: RunFiles, selection: FeatureSelection, to: str, output: Path) -> str:
     layer = "" if selection.layer == "." else selection.layer
     file = output / f"{segment(layer)[:MAX_LETTERS]}.{to}"
     if file.exists():

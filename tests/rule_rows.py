@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from instrument.rules.rule_set import RuleEvent, RuleSet
-from instrument.rules.step_rows import Site, StepRows
+from instrument.rules.step_rows import RowSite, StepRows
 from instrument.spec.parse import parse_rules
 from instrument.spec.statistics import ALL
 
@@ -40,7 +40,7 @@ def feed(rules: RuleSet, steps: Iterable[Step], start: int = 0, *, with_numbers:
     """
     for number, step in enumerate(steps, start):
         phase, rows = step.get("phase", "train"), step.get("rows", [])
-        sites = [Site(*({**OUTPUT, "recompute": False, **row}[name] for name in Site._fields)) for row in rows]
+        sites = [RowSite(*({**OUTPUT, "recompute": False, **row}[name] for name in RowSite._fields)) for row in rows]
         given = {name: value for name, value in step.items() if name in METRICS}
         targets = np.array(step["targets"], np.float64) if "targets" in step else None
         layout, column = rules.layout(sites, phase, lambda site: site), _column(rows)

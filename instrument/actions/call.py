@@ -13,7 +13,7 @@ from .custom_functions import custom_function, observe
 from .intervention import describe, versioned_copy
 
 
-class Call:
+class CallFunction:
     """The call action of a spec."""
 
     def __init__(self, spec: CallSpec) -> None:

@@ -13,7 +13,7 @@ from ..spec.base import HookBase, parse_slice
 from ..spec.kinds import KINDS
 from ..spec.selection import SelectionError, selected_indices
 from .config_comparison import hooks_of
-from .plot_data import Batch, RecordedTensor, recorded_tensors
+from .plot_data import Batch, PlottedTensor, recorded_tensors
 from .run_tables import RunTables
 
 Array = np.ndarray[Any, Any]
@@ -24,7 +24,7 @@ _FLOATS = ("float", "bfloat")
 _INTEGERS = ("int", "uint")
 
 
-class Maps(NamedTuple):
+class AttentionMaps(NamedTuple):
     """The attention maps of one sample.
 
     Attributes:
@@ -41,7 +41,7 @@ class Maps(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionTensor(RecordedTensor):
+class AttentionTensor(PlottedTensor):
     """A recorded tensor of which a block was recorded. It may hold attention maps.
 
     Attributes:
@@ -58,7 +58,7 @@ class AttentionTensor(RecordedTensor):
         """
         return super().read(run).reshape([len(taken) for taken in self.indices])
 
-    def maps(self, values: Array, position: int) -> Maps:
+    def maps(self, values: Array, position: int) -> AttentionMaps:
         """Return the maps of one sample.
 
         Args:
@@ -68,7 +68,7 @@ class AttentionTensor(RecordedTensor):
         of_sample = values[self.indices[0].index(position)]
         heads = list(self.indices[1]) if len(self.source_shape) == 4 else []
         of_sample = of_sample if heads else of_sample[None]
-        return Maps(of_sample, heads, list(self.indices[-2]), list(self.indices[-1]))
+        return AttentionMaps(of_sample, heads, list(self.indices[-2]), list(self.indices[-1]))
 
     def are_probabilities(self, values: Array) -> bool:
         """Return whether recorded values are probabilities over the keys.

@@ -77,7 +77,7 @@ class Features(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Selection:
+class FeatureSelection:
     """The tensors that `features_of` joins; see `instrument.Run.features`."""
 
     layer: str
@@ -110,7 +110,7 @@ class _Batch(NamedTuple):
     samples: Array
 
 
-def features_of(files: RunFiles, selection: Selection, out: Path | None = None) -> Features:
+def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None = None) -> Features:
     """Join the tensors of one run.
 
     Args:
@@ -147,7 +147,7 @@ def features_of(files: RunFiles, selection: Selection, out: Path | None = None) 
 # ------------------------------------------------------------------------------------------------ selection
 
 
-def _select(files: RunFiles, selection: Selection) -> pd.DataFrame:
+def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
     """Return the rows of the selected tensors, without their values, one per batch.
 
     Raises:
@@ -267,7 +267,9 @@ def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) 
     return index
 
 
-def _batches(files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: Selection) -> Iterator[_Batch]:
+def _batches(
+    files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
+) -> Iterator[_Batch]:
     """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example.
 
     Raises:
@@ -306,7 +308,7 @@ def _batches(files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selecti
         files.report_skipped("tensors", f"the samples of {len(unknown)} of {len(rows)} tensors are unknown ({which})")
 
 
-def _in_dataset_order(samples: pd.DataFrame, selection: Selection) -> tuple[Array, Array]:
+def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tuple[Array, Array]:
     """Return the ids in the order of the result, and the position in `samples` of each.
 
     Integers are sorted. Strings keep the order in which they were recorded.
@@ -369,7 +371,7 @@ def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
     return np.result_type(*map(_numpy_dtype, names))
 
 
-def _common_shape(batches: Sequence[_Batch], selection: Selection) -> Shape:
+def _common_shape(batches: Sequence[_Batch], selection: FeatureSelection) -> Shape:
     """Return the shape of the features of one sample.
 
     Raises:
@@ -394,7 +396,7 @@ def _squeezed(shape: Shape) -> Shape:
 
 def _copy_values(
     files: RunFiles,
-    selection: Selection,
+    selection: FeatureSelection,
     rows: pd.DataFrame,
     destinations: Mapping[tuple[int, int, int], Array],
     features: Array,

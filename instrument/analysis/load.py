@@ -212,9 +212,9 @@ class Run(RunTables):
             InstrumentWarning: Some tensors are left out, because the ids of their samples are unknown: the last batch of
                 a killed run, or batches that the loop did not name.
         """
-        from .features import Selection, features_of
+        from .features import FeatureSelection, features_of
 
-        selection = Selection(layer, hook, role, phase, step, epoch, call, path)
+        selection = FeatureSelection(layer, hook, role, phase, step, epoch, call, path)
         if not self._is_sweep:
             return features_of(self._files[0], selection, None if out is None else Path(out))
         if out is not None:

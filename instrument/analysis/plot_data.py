@@ -78,7 +78,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RecordedTensor:
+class PlottedTensor:
     """The identity of a row of the tensors table.
 
     Attributes:
@@ -124,7 +124,7 @@ class RecordedTensor:
         return values
 
 
-def recorded_tensors(run: RunTables | pd.DataFrame) -> list[RecordedTensor]:
+def recorded_tensors(run: RunTables | pd.DataFrame) -> list[PlottedTensor]:
     """Return all recorded tensors of dtypes that NumPy supports, without those of recomputed forward passes.
 
     Args:
@@ -134,7 +134,7 @@ def recorded_tensors(run: RunTables | pd.DataFrame) -> list[RecordedTensor]:
     frame = run.read("tensors", columns) if isinstance(run, RunTables) else run[columns]
     frame = frame[~frame["recompute"].astype(bool) & frame["dtype"].map(is_known).astype(bool)]
     return [
-        RecordedTensor(
+        PlottedTensor(
             RecordedSeries(*(row[key] for key in KEYS)),
             row["layer"],
             row["path"],

@@ -13,7 +13,7 @@ import pyarrow.dataset as ds
 
 from ..rules.rule import LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
-from ..rules.step_rows import FloatArray, Site, StepRows, time_order
+from ..rules.step_rows import FloatArray, RowSite, StepRows, time_order
 from ..spec.kinds import KINDS
 from ..spec.rules import METRIC_NAMES, RuleBase
 from ..spec.run_changes import Settings
@@ -21,7 +21,7 @@ from ..spec.statistics import ALL
 from .run_tables import RunTables
 
 Moment = tuple[int, str]
-_Rows = tuple[list[Site], dict[str, FloatArray]]
+_Rows = tuple[list[RowSite], dict[str, FloatArray]]
 _BATCH = ("step", "phase", "micro_step")
 _COUNTS = ("numel", "nan_count", "inf_count")
 _METRICS = (*METRIC_NAMES, "skipped")
@@ -94,7 +94,7 @@ def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Ite
     read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
     columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
     pending: dict[Moment, list[pa.RecordBatch]] = {}
-    for batch in run.scan("stats", ["step", "phase", "position", *Site._fields, *columns], condition):
+    for batch in run.scan("stats", ["step", "phase", "position", *RowSite._fields, *columns], condition):
         steps, phases = batch["step"].to_numpy(), np.array(batch["phase"].to_pylist(), np.str_)
         changes = np.flatnonzero((steps[1:] != steps[:-1]) | (phases[1:] != phases[:-1])) + 1
         for begin, end in itertools.pairwise([0, *changes.tolist(), len(steps)]):
@@ -114,7 +114,7 @@ def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]
         rows = pa.Table.from_batches(step[moment])
         if len(step[moment]) > 1:
             rows = rows.take(pc.sort_indices(rows["position"]))
-        sites = [Site(*cells) for cells in zip(*(rows[name].to_pylist() for name in Site._fields), strict=True)]
+        sites = [RowSite(*cells) for cells in zip(*(rows[name].to_pylist() for name in RowSite._fields), strict=True)]
         yield moment, (sites, {name: _floats(rows[name]) for name in columns})
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 
 from ..spec.kinds import KINDS
-from .plot_data import RecordedTensor, recorded_tensors
+from .plot_data import PlottedTensor, recorded_tensors
 from .run_tables import RunTables
 
 GREY, COLOURED = 1, 3  # numbers of channels of an image
 
 
-class Maps(RecordedTensor):
+class TensorMaps(PlottedTensor):
     """A stack of maps: [N, C, H, W], [C, H, W] of one sample, or [out, in, H, W] of filters."""
 
     @property
@@ -47,7 +47,7 @@ class Maps(RecordedTensor):
         return array if self.series.is_of_parameters or array.ndim == 3 else array[sample]
 
 
-def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:
+def maps_in(run: RunTables | pd.DataFrame) -> list[TensorMaps]:
     """Return all recorded tensors that can be shown as maps.
 
     These are tensors with four dimensions in the model, of which at least height and width were recorded.
@@ -61,11 +61,11 @@ def maps_in(run: RunTables | pd.DataFrame) -> list[Maps]:
         plane = len(shape) in (3, 4) and min(shape) > 0 and max(shape[-2:]) > 1
         is_complete = len(shape) == 4 or KINDS[tensor.series.kind].family == "module"
         if len(tensor.source_shape) == 4 and plane and is_complete:
-            all_maps.append(Maps(**vars(tensor)))
+            all_maps.append(TensorMaps(**vars(tensor)))
     return all_maps
 
 
-def image_of(maps: Maps, others: list[Maps]) -> Maps | None:
+def image_of(maps: TensorMaps, others: list[TensorMaps]) -> TensorMaps | None:
     """Return the input image of the maps; None if it was not recorded.
 
     This is the input of the first module whose input is an image, in the same batch.
@@ -80,7 +80,7 @@ def mosaic(values: np.ndarray, *, columns: int | None = None) -> np.ndarray:
 
     Args:
         values: [C, H, W], or [out, in, H, W]; a row of the grid has all inputs of one or several outputs.
-        columns: Maps per row. Default: as many as make the grid about square.
+        columns: TensorMaps per row. Default: as many as make the grid about square.
 
     Returns:
         float64, shape [rows * (H + 1) - 1, columns * (W + 1) - 1].

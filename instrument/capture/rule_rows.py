@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..rules.rule_set import RuleSet
-from ..rules.step_rows import FloatArray, Layout, Site, StepRows, time_order
+from ..rules.step_rows import FloatArray, RowLayout, RowSite, StepRows, time_order
 from ..spec.statistics import ALL
 from ..spec.tables import IDENTITY, MOMENT
 from .recorder import MetricsRow
@@ -69,7 +69,7 @@ _NO_NUMBERS: FloatArray = np.empty((0, len(ALL)))
 
 def _statistics(
     rules: RuleSet, phase: str, stats: StatisticsRows | None, rows: list[int] | None
-) -> tuple[Layout, Callable[[str], FloatArray], FloatArray]:
+) -> tuple[RowLayout, Callable[[str], FloatArray], FloatArray]:
     """Return the layout and the statistics of some rows. None selects all rows."""
     if stats is None or rows is _NO_ROWS:
         return rules.layout(_NO_ROWS, phase, _site), lambda name: np.empty(0), _NO_NUMBERS
@@ -80,6 +80,6 @@ def _statistics(
     return rules.layout(sites, phase, _site), lambda name: stats.column(name)[rows], numbers[rows]
 
 
-def _site(row: Row) -> Site:
+def _site(row: Row) -> RowSite:
     hook, layer, module_type, kind, role, path = row[_HOOK : _HOOK + 6]
-    return Site(hook, layer, module_type, kind, role, path, row[_RECOMPUTE])
+    return RowSite(hook, layer, module_type, kind, role, path, row[_RECOMPUTE])

@@ -15,7 +15,7 @@ EVERYTHING = "**"
 
 
 @dataclass
-class Experiment:
+class ConvertedExperiment:
     """The result of a conversion.
 
     Attributes:

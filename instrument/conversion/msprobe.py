@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import EVERYTHING, Experiment, layers_with_text
+from .experiment import EVERYTHING, ConvertedExperiment, layers_with_text
 from .msprobe_monitor import convert_monitor, is_monitor
 from .source import Fields, read_ranges, reading
 
@@ -87,7 +87,7 @@ class _Plan:
     prefix: str = ""
 
 
-def convert_msprobe(source: Any) -> Experiment:
+def convert_msprobe(source: Any) -> ConvertedExperiment:
     """Convert the content of `config.json` or `monitor_config.json`.
 
     Args:
@@ -96,7 +96,7 @@ def convert_msprobe(source: Any) -> Experiment:
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
-    experiment = Experiment("msprobe")
+    experiment = ConvertedExperiment("msprobe")
     if is_monitor(source):
         convert_monitor(source, experiment)
         return experiment
@@ -122,7 +122,7 @@ def convert_msprobe(source: Any) -> Experiment:
     return experiment
 
 
-def _note_fields(fields: Fields, messages: Mapping[str, str], experiment: Experiment) -> None:
+def _note_fields(fields: Fields, messages: Mapping[str, str], experiment: ConvertedExperiment) -> None:
     for name, message in messages.items():
         if fields.take(name) not in (None, False, "", []):
             experiment.note(fields.key(name), message)
@@ -137,7 +137,9 @@ def _schedule(fields: Fields) -> dict[str, Any]:
     return {"steps": steps} if steps else {}
 
 
-def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str, Any], experiment: Experiment) -> None:
+def _convert_task(
+    task: str, level: str, options: Fields, schedule: Mapping[str, Any], experiment: ConvertedExperiment
+) -> None:
     if task == "grad_probe":
         _convert_grad_probe(options, schedule, experiment)
         return
@@ -179,7 +181,7 @@ def _modes(options: Fields) -> list[tuple[str, str]]:
     return [(direction, side) for direction in directions for side in sides]
 
 
-def _statistics(options: Fields, experiment: Experiment) -> list[str]:
+def _statistics(options: Fields, experiment: ConvertedExperiment) -> list[str]:
     given = options.take("summary_mode", "statistics")
     if isinstance(given, list):
         found = experiment.statistics([str(each) for each in given], STATISTICS, options.key("summary_mode"))
@@ -190,7 +192,7 @@ def _statistics(options: Fields, experiment: Experiment) -> list[str]:
     return list(DEFAULT_STATISTICS)
 
 
-def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields, experiment: Experiment) -> None:
+def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields, experiment: ConvertedExperiment) -> None:
     """Add the hooks of a level.
 
     Args:
@@ -232,7 +234,7 @@ def _one(values: list[str]) -> str | list[str]:
     return values[0] if len(values) == 1 else values
 
 
-def _add_functions(chosen: Mapping[str, Any], plan: _Plan, experiment: Experiment) -> None:
+def _add_functions(chosen: Mapping[str, Any], plan: _Plan, experiment: ConvertedExperiment) -> None:
     if GRAD_INPUT in plan.modes:
         experiment.note("data_mode", "no counterpart for the gradients of the arguments of functions (backward output)")
     _add(FUNCTION_TENSORS, chosen, plan, experiment)
@@ -244,7 +246,7 @@ def _add(
     tensors: Mapping[tuple[str, str], tuple[str, dict[str, Any]]],
     chosen: Mapping[str, Any],
     plan: _Plan,
-    experiment: Experiment,
+    experiment: ConvertedExperiment,
 ) -> None:
     for mode, (name, fields) in tensors.items():
         if mode in plan.modes:
@@ -252,7 +254,7 @@ def _add(
             experiment.add_hook(f"{plan.prefix}{name}", hook)
 
 
-def _convert_grad_probe(options: Fields, schedule: Mapping[str, Any], experiment: Experiment) -> None:
+def _convert_grad_probe(options: Fields, schedule: Mapping[str, Any], experiment: ConvertedExperiment) -> None:
     level = str(options.take("grad_level", "L1"))
     bounds = options.take("bounds")
     action: dict[str, Any] = {"stats": ["max", "min", "l2"]}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .experiment import EVERYTHING, Experiment, multiples
+from .experiment import EVERYTHING, ConvertedExperiment, multiples
 from .source import Fields, reading
 
 STATISTICS = {"norm": "l2", "min": "min", "max": "max", "mean": "mean", "nans": "nan_count", "zeros": "zero_fraction"}
@@ -40,7 +40,7 @@ def is_monitor(source: Any) -> bool:
     return isinstance(source, Mapping) and bool({"targets", "all_xy", "xy_distribution", *PARAMETERS} & {*source})
 
 
-def convert_monitor(source: Mapping[str, Any], experiment: Experiment) -> None:
+def convert_monitor(source: Mapping[str, Any], experiment: ConvertedExperiment) -> None:
     """Add the hooks of a `monitor_config.json` to an experiment.
 
     Raises:
@@ -70,7 +70,7 @@ def convert_monitor(source: Mapping[str, Any], experiment: Experiment) -> None:
         experiment.note("targets", "nothing is recorded: set xy_distribution, wg_distribution or another distribution")
 
 
-def _format(fields: Fields, experiment: Experiment) -> None:
+def _format(fields: Fields, experiment: ConvertedExperiment) -> None:
     given = str(fields.take("format", ""))
     if given == "tensorboard":
         experiment.settings["sink"] = {"tensorboard": True}
@@ -79,7 +79,9 @@ def _format(fields: Fields, experiment: Experiment) -> None:
         experiment.note("format", f"written to Parquet; for {given}, use {message}")
 
 
-def _add_activations(fields: Fields, targets: Fields, action: Mapping[str, Any], experiment: Experiment) -> None:
+def _add_activations(
+    fields: Fields, targets: Fields, action: Mapping[str, Any], experiment: ConvertedExperiment
+) -> None:
     forward, backward = not fields.flag("backward_only"), not fields.flag("forward_only")
     wanted = [name for name in ACTIVATIONS if (backward if name in GRADIENTS else forward)]
     if fields.flag("all_xy"):
@@ -102,7 +104,7 @@ def _add_activations(fields: Fields, targets: Fields, action: Mapping[str, Any],
 
 
 def _add_parameters(
-    hook: str, kind: Mapping[str, Any], targets: Fields, action: Mapping[str, Any], experiment: Experiment
+    hook: str, kind: Mapping[str, Any], targets: Fields, action: Mapping[str, Any], experiment: ConvertedExperiment
 ) -> None:
     if kind.get("role") == "update":
         action = {**action, "stats": [*action["stats"], "update_ratio"]}

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .experiment import EVERYTHING, Experiment, layers_containing, layers_with_text, multiples
+from .experiment import EVERYTHING, ConvertedExperiment, layers_containing, layers_with_text, multiples
 from .source import MAX_NUMBERS, Fields, read_ranges, reading
 
 LINEAR = "*Linear"
@@ -52,7 +52,7 @@ FEATURES_OF_PRECISION = (
 FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
 
 
-def convert_nvdlfw(source: Any) -> Experiment:
+def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     """Convert the content of a configuration file.
 
     Args:
@@ -64,7 +64,7 @@ def convert_nvdlfw(source: Any) -> Experiment:
     if not isinstance(source, Mapping) or not all(_is_section(value) for value in source.values()) or not source:
         message = "is not a configuration of nvidia-dlfw-inspect: its sections have the fields 'enabled' and 'layers'"
         raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
-    experiment = Experiment("nvidia-dlfw-inspect")
+    experiment = ConvertedExperiment("nvidia-dlfw-inspect")
     for name, section in source.items():
         with reading(section, str(name), experiment) as fields:
             if fields.flag("enabled", True):
@@ -81,7 +81,7 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, Mapping) and bool({"enabled", "layers", "layer_name_regex_pattern"} & {*value})
 
 
-def _convert_section(section: Fields, experiment: Experiment) -> None:
+def _convert_section(section: Fields, experiment: ConvertedExperiment) -> None:
     given = section.take("layers")
     # An example of the documentation has the pattern in the section itself.
     layers = section if given is None else Fields(given, section.key("layers"))
@@ -120,7 +120,7 @@ def _reason(feature: str) -> str:
     return "no counterpart: a custom feature; see the guide on custom functions"
 
 
-def _layers(fields: Fields, experiment: Experiment) -> str | list[str]:
+def _layers(fields: Fields, experiment: ConvertedExperiment) -> str | list[str]:
     """Return the pattern of a section."""
     exact, regex = fields.texts("exact_layer_names"), fields.take("layer_name_regex_pattern")
     # An example of the documentation has layer_type.
@@ -178,7 +178,7 @@ def _tensors(feature: Fields) -> Iterator[Fields]:
 
 
 def _convert_records(
-    feature: Fields, experiment: Experiment, layers: str | list[str], section: str, of_engine: bool
+    feature: Fields, experiment: ConvertedExperiment, layers: str | list[str], section: str, of_engine: bool
 ) -> None:
     known = TENSORS if of_engine else BASE_TENSORS
     is_dump = feature.where.endswith("DumpTensors")
@@ -204,7 +204,7 @@ def _convert_records(
                 experiment.add_hook(f"{section}_{name}", {**chosen, **schedule, **action})
 
 
-def _statistics(fields: Fields, experiment: Experiment) -> dict[str, Any] | None:
+def _statistics(fields: Fields, experiment: ConvertedExperiment) -> dict[str, Any] | None:
     given = fields.take("stats") or fields.take("type", [])  # An example of the documentation has type.
     names = [next(iter(item)) if isinstance(item, Mapping) and item else str(item) for item in _as_list(given)]
     statistics = experiment.statistics([name.lower() for name in names], STATISTICS, fields.key("stats"))
@@ -213,13 +213,13 @@ def _statistics(fields: Fields, experiment: Experiment) -> dict[str, Any] | None
     return {"stats": statistics} if statistics else None
 
 
-def _dump(fields: Fields, experiment: Experiment) -> dict[str, Any] | None:
+def _dump(fields: Fields, experiment: ConvertedExperiment) -> dict[str, Any] | None:
     if fields.flag("quantized_tensor"):
         experiment.note(fields.key("quantized_tensor"), "no counterpart: only tensors before quantization are recorded")
     return {"stats": "none", "tensors": True} if fields.flag("high_precision_tensor") else None
 
 
-def _schedules(fields: Fields, experiment: Experiment, of_engine: bool) -> list[dict[str, int]]:
+def _schedules(fields: Fields, experiment: ConvertedExperiment, of_engine: bool) -> list[dict[str, int]]:
     """Return the schedule of each interval of steps."""
     every = fields.number("freq", 1) or 0
     intervals = fields.take("start_end_list")
@@ -248,7 +248,9 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _convert_fake_quantization(feature: Fields, experiment: Experiment, layers: str | list[str], section: str) -> None:
+def _convert_fake_quantization(
+    feature: Fields, experiment: ConvertedExperiment, layers: str | list[str], section: str
+) -> None:
     gemms = feature.mappings("gemms_struct") or [{"gemm": name} for name in feature.texts("gemms")]
     shared = dict(feature.left)
     feature.left.clear()

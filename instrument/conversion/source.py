@@ -13,7 +13,7 @@ import yaml
 
 from ..errors import ConfigError, Problem
 from ..spec.spec_file import YAML_ERRORS
-from .experiment import Experiment
+from .experiment import ConvertedExperiment
 
 UNKNOWN = "no counterpart"
 MAX_NUMBERS = 10_000  # of several ranges
@@ -107,7 +107,7 @@ class Fields:
 
 
 @contextmanager
-def reading(value: Any, where: str, experiment: Experiment) -> Iterator[Fields]:
+def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator[Fields]:
     """Yield the fields of a mapping, and add a note for each that was not taken when the block ends."""
     fields = Fields(value, where)
     yield fields

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..actions.call import Call
+from ..actions.call import CallFunction
 from ..actions.custom_functions import check_random_state
 from ..capture.probe import Probe
 from ..capture.sink_interface import Row
@@ -216,7 +216,7 @@ class _Profiler:
             print_line=lambda line: None,
         )
         for attached in self.probe.attached_hooks:
-            if isinstance(attached.action, Call):  # its function has effects that a plan must not have
+            if isinstance(attached.action, CallFunction):  # its function has effects that a plan must not have
                 attached.action.function = check_random_state(lambda tensor, context: None)
         self.timer = self.probe.clock.timer = HookTimer()
         one_batch: Any = [next(iter(experiment.eval_loader or ()))] if self.first_steps.get("eval") else []

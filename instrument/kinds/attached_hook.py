@@ -25,7 +25,7 @@ from ..spec.base import ObservationSpec
 from ..spec.globs import matches
 from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
-from .clock import FIRST_CALL, Clock, Firing
+from .clock import FIRST_CALL, Clock, FiringIndex
 from .direct import Direct, call_action, check_not_captured, direct_of, failed
 from .distributed_scope import scope_of
 from .gradient_scaling import rescaled, unscaled
@@ -103,7 +103,7 @@ class AttachedHook(HookCoverage):
         self.direct = direct if direct is None or self.clock.timer is None else self._timed(direct, self.clock.timer)
 
     def _timed(self, direct: Direct, timer: HookTimer[Any]) -> Direct:
-        def timed(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
+        def timed(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
             with timer.measure_time(self):
                 new = direct(tensor, path, firing)
             timer.firings[self] += new is not None
@@ -163,7 +163,7 @@ class AttachedHook(HookCoverage):
         self,
         tensor: Tensor,
         path: str,
-        firing: Firing = FIRST_CALL,
+        firing: FiringIndex = FIRST_CALL,
         *,
         value: Tensor | Parameter | None = None,
         amp_scale: Tensor | None = None,
@@ -232,7 +232,11 @@ class AttachedHook(HookCoverage):
         )
 
     def fire_together(
-        self, tensors: Mapping[str, Tensor], firing: Firing = FIRST_CALL, *, values: Mapping[str, Tensor] | None = None
+        self,
+        tensors: Mapping[str, Tensor],
+        firing: FiringIndex = FIRST_CALL,
+        *,
+        values: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
         """Run an action with `together: true` on all tensors of a call; see `fire`.
 
@@ -266,7 +270,7 @@ class AttachedHook(HookCoverage):
             self.checked_paths.add(path)
             check_shape(self.site, path, tensor)
 
-    def context(self, path: str, firing: Firing, value: Tensor | Parameter | None = None) -> Context:
+    def context(self, path: str, firing: FiringIndex, value: Tensor | Parameter | None = None) -> Context:
         """Return the context of a call; see `fire`."""
         spec, layer = self.site.spec, self.site.layer
         return Context(
@@ -291,7 +295,7 @@ class AttachedHook(HookCoverage):
             holds=None if spec.follows is None else True,  # a rule turns the hook on
         )
 
-    def _kept_tensors(self, firing: Firing) -> KeptTensors:
+    def _kept_tensors(self, firing: FiringIndex) -> KeptTensors:
         """Return the kept tensors that the action may use."""
         store = self.clock.kept
         if not store.original and not firing.recompute:
@@ -375,7 +379,7 @@ def fire_all(
     attached_hooks: Iterable[AttachedHook],
     tensor: Tensor,
     path: str,
-    firing: Firing = FIRST_CALL,
+    firing: FiringIndex = FIRST_CALL,
     value: Tensor | Parameter | None = None,
 ) -> Tensor:
     """Run several hooks on one tensor in the order of the configuration. Each sees the result of the previous one."""

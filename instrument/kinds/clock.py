@@ -90,7 +90,7 @@ class Clock:
         return boundary
 
 
-class Firing(NamedTuple):
+class FiringIndex(NamedTuple):
     """Identifies one of several firings at a site. The fields are those of `Context`."""
 
     call: int = 0
@@ -99,4 +99,4 @@ class Firing(NamedTuple):
     origin: int | None = None
 
 
-FIRST_CALL = Firing()
+FIRST_CALL = FiringIndex()

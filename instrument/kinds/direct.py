@@ -23,7 +23,7 @@ from ..actions.scale import Scale
 from ..errors import HookError, InstrumentError, user_code_location
 from ..nested import structure
 from ..spec.kinds import KINDS
-from .clock import FIRST_CALL, Firing
+from .clock import FIRST_CALL, FiringIndex
 from .plain_calls import Recording
 
 AttachedHook = Any
@@ -31,7 +31,7 @@ AttachedHook = Any
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
-Direct = Callable[[Tensor, str, Firing], Tensor | None]
+Direct = Callable[[Tensor, str, FiringIndex], Tensor | None]
 """Gets a tensor, its path and the firing. Returns the tensor that replaces it. Returns None, and does nothing, if the tensor is not plain,
 or if the scale of its gradient scaler has changed in this step."""
 
@@ -57,14 +57,14 @@ def direct_of(attached: AttachedHook) -> Direct | None:
     )
 
 
-class _Slots(dict[tuple[str, Firing, type], int]):
+class _Slots(dict[tuple[str, FiringIndex, type], int]):
     """The slots of the rows of a site: by the path, the firing and the class of the module, which a parametrization changes."""
 
     def __init__(self, attached: AttachedHook, slot_of: Callable[[Context], int]) -> None:
         super().__init__()
         self._attached, self._slot_of = attached, slot_of
 
-    def __missing__(self, key: tuple[str, Firing, type]) -> int:
+    def __missing__(self, key: tuple[str, FiringIndex, type]) -> int:
         path, firing, _ = key
         self[key] = slot = self._slot_of(self._attached.context(path, firing))
         return slot
@@ -115,7 +115,7 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
     context = attached.context("", FIRST_CALL).without_tensors()
     is_repeated = KINDS[attached.site.spec.kind].repeats
 
-    def direct(tensor: Tensor, path: str, firing: Firing) -> Tensor | None:
+    def direct(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
         if not is_plain_float(tensor) or (firing.recompute and is_repeated):
             return None
         check_not_captured(tensor, context)

@@ -19,7 +19,7 @@ from ..nested import join_arguments, split_arguments
 from ..spec.mode_checks import graph_obstacle
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
-from .clock import Clock, Firing
+from .clock import Clock, FiringIndex
 from .graph_operators import (
     OPERATORS,
     GraphCall,
@@ -206,10 +206,10 @@ class GraphHooks:
         if self.clock.closed:
             return value, acted
         is_gradient = stage >= self._first_gradient_stage
-        firing = Firing(call.number, 0, call.is_recomputed, call.origin)
+        firing = FiringIndex(call.number, 0, call.is_recomputed, call.origin)
         if is_gradient:
             index = call.origin if call.is_recomputed else call.number  # the gradient belongs to the original pass
-            firing = Firing(index, self._arrived[stage, index, path], False, index)
+            firing = FiringIndex(index, self._arrived[stage, index, path], False, index)
             self._arrived[stage, index, path] += 1
         with self.clock.timer or nullcontext():
             for index, attached in enumerate(self._stages[stage]):
@@ -231,7 +231,7 @@ class GraphHooks:
         self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
     ) -> Tensor:
         """See `instrument.kinds.graph_operators.Target`."""
-        firing = Firing(call.number, 0, True, call.origin)
+        firing = FiringIndex(call.number, 0, True, call.origin)
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()
             new = leaf

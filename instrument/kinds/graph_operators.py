@@ -63,7 +63,7 @@ class GraphCall(NamedTuple):
         return cls(number, origin, bool(is_recomputed), micro_step_index)
 
 
-class Target(Protocol):
+class GraphTarget(Protocol):
     """What the operators of a token call."""
 
     def begin(self, missing: str) -> GraphCall:
@@ -83,18 +83,18 @@ class Target(Protocol):
         """Return the gradient of the value that hooks of a stage have changed."""
 
 
-_TARGETS: WeakValueDictionary[int, Target] = WeakValueDictionary()
+_TARGETS: WeakValueDictionary[int, GraphTarget] = WeakValueDictionary()
 _numbers = count()
 
 
-def new_token(target: Target) -> Tensor:
+def new_token(target: GraphTarget) -> Tensor:
     """Return the token of a target, int64 [1]. The target may be freed: the operators then do nothing."""
     number = next(_numbers)
     _TARGETS[number] = target
     return torch.tensor([number], device="cpu")
 
 
-def _target(token: Tensor) -> Target | None:
+def _target(token: Tensor) -> GraphTarget | None:
     return _TARGETS.get(int(token))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .attached_hook import AttachedHook, fire_all
-from .clock import Clock, Firing
+from .clock import Clock, FiringIndex
 
 
 class LossHooks:
@@ -38,7 +38,7 @@ class LossHooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
         firing = [attached for attached in self.scheduled if attached.count_and_check_readable(loss)]
-        return fire_all(firing, loss, "", Firing(self.calls - 1))
+        return fire_all(firing, loss, "", FiringIndex(self.calls - 1))
 
     def detach(self) -> None:
         """Do nothing: no PyTorch hook was registered."""

@@ -25,7 +25,7 @@ from torch.utils import checkpoint
 from ..actions.base import UNKNOWN_CALL
 from ..containers import CopiedContainer
 from ..nested import iter_tensors
-from .clock import Clock, Firing, graph_task
+from .clock import Clock, FiringIndex, graph_task
 from .plain_calls import CallIndices, firing_of, saved_tensors_hooks
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -76,7 +76,7 @@ class Call:
         """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
         return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
-    def firing(self) -> Firing:
+    def firing(self) -> FiringIndex:
         """Return what identifies a firing in this call."""
         return firing_of(self.index, 0, self.is_recomputed, self.origin)
 

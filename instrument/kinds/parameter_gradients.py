@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook, fire_all
-from .clock import Clock, Firing
+from .clock import Clock, FiringIndex
 from .direct import batched_launch
 from .gradient_scaling import unscaled
 from .optimizer_closure import Arguments, run_after_gradients
@@ -90,13 +90,13 @@ class GradientHooks:
         if new is not gradient:
             _write_gradient(gradient, new)
 
-    def _passes(self, kind: str) -> Firing:
+    def _passes(self, kind: str) -> FiringIndex:
         """Count a gradient of the parameter. A micro-step has several if backward is called several times."""
         if self.micro_step_index != self.clock.micro_step_index:
             self.micro_step_index = self.clock.micro_step_index
             self.passes.clear()
         self.passes[kind] += 1
-        return Firing(backward=self.passes[kind] - 1)
+        return FiringIndex(backward=self.passes[kind] - 1)
 
     def _scheduled(self, attached_hooks: Sequence[AttachedHook], gradient: Tensor) -> list[AttachedHook]:
         return [
@@ -174,7 +174,9 @@ class BoundaryHooks:
         unscaled_gradients = gradients if scale is None else [unscaled(gradient, scale) for gradient in gradients]
         ready[0][0].prepare(unscaled_gradients)
         changed = [
-            attached.fire(old, attached.site.own_name, Firing(attached.opportunity_index), value=p, amp_scale=scale)
+            attached.fire(
+                old, attached.site.own_name, FiringIndex(attached.opportunity_index), value=p, amp_scale=scale
+            )
             for attached, p, old in ready
         ]
         # Replace gradients only after all actions have succeeded.

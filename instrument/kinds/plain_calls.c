@@ -6,7 +6,7 @@
 
    Sets what this code calls: transform() returns the active transform of torch.func or None, graph task() the number of the backward
    pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
-   of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `Firing`; and
+   of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `FiringIndex`; and
    register at base(view, hook), which registers the hook for the case that the view is modified in place.
 
    FiringCounts: the attributes `opportunities`, `firings`, `expected`, `fired` and `has_notes` of `HookCoverage`.

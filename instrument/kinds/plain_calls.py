@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .clock import Firing, graph_task
+from .clock import FiringIndex, graph_task
 from .gradient_hooks import register_at_base
 
 __all__ = [
@@ -31,8 +31,8 @@ current_transform = torch._C._functorch.peek_interpreter_stack
 """Returns the transform of torch.func that runs this code; None without one."""
 saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 """Returns the innermost hooks on saved tensors, None without any. Its argument is `ignore_is_tracing`."""
-firing_of = lru_cache(4096)(Firing)
-"""Returns a cached `Firing`. It runs no Python code for one that is in the cache."""
+firing_of = lru_cache(4096)(FiringIndex)
+"""Returns a cached `FiringIndex`. It runs no Python code for one that is in the cache."""
 
 try:
     from ..stats.native import CallIndices, FiringCounts, PlainCalls, Recording, connect_torch, update_counts

@@ -19,7 +19,7 @@ from ..sparse import alias_of
 from ..spec.modify import FunctionSpec
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
-from .clock import Firing
+from .clock import FiringIndex
 
 Item = TypeVar("Item")
 GradientsHook = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
@@ -55,7 +55,7 @@ def is_together(attached: AttachedHook) -> bool:
 
 
 def act_together(
-    attached: AttachedHook, value: Any, firing: Firing, root: str = "", *, in_place: Any = ()
+    attached: AttachedHook, value: Any, firing: FiringIndex, root: str = "", *, in_place: Any = ()
 ) -> tuple[Any, str | None]:
     """Run a hook on all tensors of a value.
 

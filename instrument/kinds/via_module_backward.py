@@ -23,7 +23,7 @@ from ..nested import iter_tensors, map_tensors
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
-from .clock import Clock, Firing
+from .clock import Clock, FiringIndex
 from .hook_group_interface import InertWhenCopied
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
@@ -136,7 +136,7 @@ class ModuleBackwardHooks(InertWhenCopied):
             return None
         owner = sys._getframe(2).f_locals.get("self")
         call = None if owner is None else self.expected_calls.get(owner)
-        firing = Firing(UNKNOWN_CALL) if call is None else call.firing()
+        firing = FiringIndex(UNKNOWN_CALL) if call is None else call.firing()
         fired: set[AttachedHook] = set()
 
         def act(group: Sequence[AttachedHook], path: str, gradient: Tensor) -> Tensor:

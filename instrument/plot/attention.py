@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ..analysis.attention_maps import AttentionTensor, Maps, attention_tensors, sample_ids, token_ids
+from ..analysis.attention_maps import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
 from ..analysis.plot_data import Batch, forward_order, rank_in
 from ..analysis.series_selection import check_choice, select_series
@@ -43,7 +43,7 @@ class Row:
     """
 
     tensor: AttentionTensor
-    maps: Maps
+    maps: AttentionMaps
     are_probabilities: bool
 
 

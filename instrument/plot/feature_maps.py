@@ -11,7 +11,7 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
-from ..analysis.tensor_images import Maps, image_of, limits, maps_in
+from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in
 from ..errors import InstrumentError
 from .axes_and_scales import new_figure, plain
 from .mosaics import aspect_of, draw_image, draw_maps
@@ -89,7 +89,7 @@ def feature_maps(
     return figure
 
 
-def _known(run: Run | pd.DataFrame) -> list[Maps]:
+def _known(run: Run | pd.DataFrame) -> list[TensorMaps]:
     """Return all maps of one run."""
     check_source(run, "tensors")
     maps = maps_in(run)
@@ -111,7 +111,7 @@ def _steps(there: list[int], step: int | Sequence[int] | None) -> list[int]:
 
 
 def _draw_figure(
-    run: Run | pd.DataFrame, rows: list[list[Maps | None]], all_maps: list[Maps], sample: int, scale: Scale
+    run: Run | pd.DataFrame, rows: list[list[TensorMaps | None]], all_maps: list[TensorMaps], sample: int, scale: Scale
 ) -> Figure:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
@@ -147,7 +147,7 @@ def _shared_limits(arrays: Sequence[np.ndarray]) -> tuple[float, float]:
     return (-high if min(low for low, _ in bounds) < 0 else 0.0), high
 
 
-def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
+def _values(one: TensorMaps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
     """Return the maps of a sample as they were recorded."""
     try:
         return one.values(run, sample)
@@ -156,7 +156,7 @@ def _values(one: Maps, run: Run | pd.DataFrame, sample: int) -> np.ndarray:
         raise InstrumentError(message) from None
 
 
-def _image(column: Sequence[Maps | None], all_maps: list[Maps], sample: int) -> Maps | None:
+def _image(column: Sequence[TensorMaps | None], all_maps: list[TensorMaps], sample: int) -> TensorMaps | None:
     """Return the image that the maps of a column were computed from, if it was recorded for the sample."""
     image = next((image_of(one, all_maps) for one in column if one is not None), None)
     has_it = image is not None and (len(image.shape) == 3 or sample < image.shape[0])

@@ -8,7 +8,7 @@ from typing import TypeVar
 import pandas as pd
 
 from ..analysis.load import Run
-from ..analysis.plot_data import KEYS, RecordedSeries, RecordedTensor, statistics_in
+from ..analysis.plot_data import KEYS, PlottedTensor, RecordedSeries, statistics_in
 from ..analysis.series_selection import check_choice, series_where
 from ..errors import InstrumentError
 from ..spec.statistics import STATISTICS
@@ -16,7 +16,7 @@ from ..spec.tables import TABLES
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MAX_RUNS = 6  # maximum number of run names in an error message
-T = TypeVar("T", bound=RecordedTensor)
+T = TypeVar("T", bound=PlottedTensor)
 
 
 def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..analysis.attention_maps import AttentionTensor, Maps, attention_tensors, sample_ids, token_ids
+from ..analysis.attention_maps import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
 from ..analysis.plot_data import rank_in
 from ..analysis.tensor_images import smaller
@@ -18,7 +18,7 @@ PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
 
 
-AttentionLayer = tuple[AttentionTensor, Maps]
+AttentionLayer = tuple[AttentionTensor, AttentionMaps]
 """The attention probabilities of a location at the last recorded step, and those of the first recorded sample."""
 
 
@@ -49,7 +49,7 @@ def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]
     return [_picture(run, *each, pixels) for each in layers[: MAX_VALUES // FEWEST_PIXELS**2 // MAX_HEADS]]
 
 
-def _picture(run: Run, tensor: AttentionTensor, maps: Maps, pixels: int) -> dict[str, Any]:
+def _picture(run: Run, tensor: AttentionTensor, maps: AttentionMaps, pixels: int) -> dict[str, Any]:
     position = tensor.indices[0][0]
     small = smaller(maps.values[:MAX_HEADS], pixels)
     known = {places: name for name, all_places in sample_ids(run, [tensor.batch]).items() for places in all_places}

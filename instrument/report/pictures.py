@@ -10,7 +10,7 @@ import numpy as np
 from ..analysis.load import Run
 from ..analysis.plot_data import RecordedSeries, rank_in
 from ..analysis.series_selection import evenly_spaced
-from ..analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
+from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic, smaller
 from .numbers import rounded
 
 MAX_VALUES = 260_000  # maximum number of values in all mosaics together
@@ -19,7 +19,7 @@ FEWEST_PIXELS = 8
 ASPECT = 2.6  # ratio of columns to rows of a mosaic
 IMAGE_PIXELS = 48
 
-LocationMaps = list[Maps]
+LocationMaps = list[TensorMaps]
 """The maps of one location, one per step."""
 
 
@@ -43,7 +43,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     locations = _locations(all_maps, order)
     turns = _rounds(locations)
     pixels = _pixels_for(turns[0] if turns else [])
-    images: dict[Maps, int] = {}  # the index of each input image
+    images: dict[TensorMaps, int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.batch.step) for rank, found in enumerate(locations) for one in found}
     room = MAX_VALUES
@@ -59,7 +59,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": drawn, **of}
 
 
-def _locations(all_maps: list[Maps], order: Sequence[str]) -> list[LocationMaps]:
+def _locations(all_maps: list[TensorMaps], order: Sequence[str]) -> list[LocationMaps]:
     """Return the maps of each location in forward order, one for each step; of several calls the first."""
     rank = rank_in(order)
     locations: dict[tuple[str, str, str], LocationMaps] = {}
@@ -82,7 +82,7 @@ def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
     return [turn for turn in turns if turn]
 
 
-def _pixels_for(first: Sequence[Maps]) -> int:
+def _pixels_for(first: Sequence[TensorMaps]) -> int:
     """Return the largest map size for which every location has one map."""
     for pixels in range(PIXELS, FEWEST_PIXELS, -4):
         if sum(_size(one, pixels) for one in first) <= MAX_VALUES // 2:
@@ -90,12 +90,12 @@ def _pixels_for(first: Sequence[Maps]) -> int:
     return FEWEST_PIXELS
 
 
-def _size(one: Maps, pixels: int) -> int:
+def _size(one: TensorMaps, pixels: int) -> int:
     """Return the approximate number of values in a mosaic of maps with at most `pixels` per side."""
     return min(CHANNELS, one.shape[-3]) * min(pixels, max(one.shape[-2:])) ** 2
 
 
-def _picture(run: Run, one: Maps, pixels: int, image: int | None) -> dict[str, Any]:
+def _picture(run: Run, one: TensorMaps, pixels: int, image: int | None) -> dict[str, Any]:
     return {
         "what": one.what,
         "label": one.series.label,

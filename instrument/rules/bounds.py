@@ -17,7 +17,7 @@ import numpy as np
 from ..spec.schedule import STEP_PHASES
 from ..spec.statistics import ALL
 from .rule import TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
-from .step_rows import BoolArray, FloatArray, IndexArray, Layout, Locations, StepRows
+from .step_rows import BoolArray, FloatArray, IndexArray, Locations, RowLayout, StepRows
 
 MAX_STEPS, MAX_ROWS = 256, 10_000  # the memory of kept steps is bounded
 STEPS_UNTIL_RENEWAL = 128  # if a rule has to read each step: the bounds of the others may then contain its values again
@@ -48,8 +48,8 @@ class StepBounds:
         self._left = 0  # for how many further steps the bounds hold
         self._metrics: dict[str, tuple[float, float]] = {}
         self._low = self._high = np.empty((0, len(ALL)))  # [locations and a new one, statistics]
-        self._of_layout: dict[Layout, _LayoutBounds] = {}
-        self._kept: list[tuple[Layout, FloatArray]] = []
+        self._of_layout: dict[RowLayout, _LayoutBounds] = {}
+        self._kept: list[tuple[RowLayout, FloatArray]] = []
         self._losses: list[float] = []  # of kept training steps
         self._steps = self._rows = 0  # of all kept steps
 
@@ -84,7 +84,7 @@ class StepBounds:
                 return False
         return True
 
-    def _bounds_of(self, layout: Layout, width: int) -> _LayoutBounds:
+    def _bounds_of(self, layout: RowLayout, width: int) -> _LayoutBounds:
         """Return the bounds of the first statistics of a layout. Rows of a new location are outside of them."""
         if len(self._of_layout) >= MAX_LAYOUTS:
             self._of_layout.clear()

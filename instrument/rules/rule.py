@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 import numpy as np
 
 from ..spec.rules import PersistentRule, RuleBase
-from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Layout, Location, StepRows
+from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
 TARGETS = "targets"
 """The name of the number of targets of a step, next to the metrics."""
@@ -104,7 +104,7 @@ class QuietSteps(NamedTuple):
     """
 
     losses: Sequence[float]
-    tables: Sequence[tuple[Layout, FloatArray]]
+    tables: Sequence[tuple[RowLayout, FloatArray]]
 
 
 SpecT = TypeVar("SpecT", bound=RuleBase)
@@ -191,7 +191,7 @@ class LocatedRule(CatalogueRule[SpecT]):
         chosen = self.choose(rows.layout)
         return () if chosen is None else self.check(rows, chosen)
 
-    def choose(self, layout: Layout) -> Chosen | None:
+    def choose(self, layout: RowLayout) -> Chosen | None:
         """Return the rows of a layout that the rule reads; None if there are none."""
         return layout.choose(self, self.slots_of)
 

@@ -12,7 +12,7 @@ from ..spec.rules import Action, CustomRule, RuleBase
 from .bounds import MAX_LAYOUTS, StepBounds
 from .make_rule import make_rule
 from .rule import CatalogueRule, Firing, Rule
-from .step_rows import Layout, Locations, Site, StepRows
+from .step_rows import Locations, RowLayout, RowSite, StepRows
 
 MAX_EVENTS = 20  # further events of a rule after the first one
 
@@ -69,12 +69,12 @@ class RuleSet:
         self._written: Counter[str] = Counter()  # events by rule and whether they have a location
         self._fired: dict[str, RuleEvent] = {}
         self._locations = Locations()
-        self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], Layout]] = {}
-        self._latest: tuple[Sequence[Any], str, Layout] = ((), "", self._locations.layout((), "", lambda row: row))
+        self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], RowLayout]] = {}
+        self._latest: tuple[Sequence[Any], str, RowLayout] = ((), "", self._locations.layout((), "", lambda row: row))
         self._bounds = StepBounds(self._rules, self._locations)
         self._active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
 
-    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
+    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
         """Return the layout of rows; that of an earlier step, if it had the same rows.
 
         Args:

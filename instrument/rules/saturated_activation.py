@@ -8,7 +8,7 @@ import numpy as np
 
 from ..spec.rules import RULES, FractionRule
 from .rule import WEIGHTED, BoundsRule
-from .step_rows import BoolArray, Chosen, Layout, Location, StepRows
+from .step_rows import BoolArray, Chosen, Location, RowLayout, StepRows
 
 
 class SaturatedActivationRule(FractionRule):
@@ -40,7 +40,7 @@ class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
         return holds & ~self._is_last(rows.layout, chosen) if holds.any() else holds
 
     @staticmethod
-    def _is_last(layout: Layout, chosen: Chosen) -> BoolArray:
+    def _is_last(layout: RowLayout, chosen: Chosen) -> BoolArray:
         """Return which locations are outputs of the network: no layer with weights follows.
 
         Confident predictions saturate there in a healthy training. If the step has no rows of such layers, none is known to be last.

@@ -87,7 +87,7 @@ class Location(NamedTuple):
         return self.kind == "forward" and self.role == "output"
 
 
-class Site(NamedTuple):
+class RowSite(NamedTuple):
     """The identity of one row within its step; see the table `stats`."""
 
     hook: str
@@ -149,7 +149,7 @@ class Locations:
         self._limits: list[float] = []
         self._rows: dict[tuple[str, Hashable], tuple[int, bool]] = {}  # number, and whether it is recomputed
 
-    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], Site]) -> Layout:
+    def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
         """Return the layout of the rows of a step.
 
         Args:
@@ -165,7 +165,7 @@ class Locations:
         cells = [known[phase, row] for row in rows]
         numbers = np.array([number for number, _ in cells], np.int64)
         recomputed = np.array([recompute for _, recompute in cells], np.bool_)
-        return Layout(self.all, numbers, recomputed, np.array(self._limits)[numbers])
+        return RowLayout(self.all, numbers, recomputed, np.array(self._limits)[numbers])
 
     def _number(self, location: Location) -> int:
         if location not in self._numbers:
@@ -175,7 +175,7 @@ class Locations:
         return self._numbers[location]
 
 
-class Layout:
+class RowLayout:
     """The locations of the rows of a step. Most steps have the layout of an earlier step.
 
     Args:
@@ -250,7 +250,7 @@ class StepRows:
         self,
         step: int,
         phase: str,
-        layout: Layout,
+        layout: RowLayout,
         statistic: Callable[[str], FloatArray],
         metrics: Mapping[str, Any] | None = None,
         targets: FloatArray | None = None,

@@ -127,14 +127,16 @@ class AddParameterSpec(ApplyBase):
     value: Number = Field(0.0, description="The initial value.")
 
 
-class CallSpec(ApplyBase):
+class ApplyCallSpec(ApplyBase):
     """Call a custom function as `fn(module, name)` with the additional arguments of the target."""
 
     action: Literal["call"]
     fn: Target
 
 
-ApplySpec = InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | ReprSpec | SetSpec | AddParameterSpec | CallSpec
+ApplySpec = (
+    InitSpec | FillSpec | FreezeSpec | ReplaceSpec | WrapSpec | ReprSpec | SetSpec | AddParameterSpec | ApplyCallSpec
+)
 
 ACTIONS: dict[str, type[ApplyBase]] = {
     "init": InitSpec,
@@ -145,5 +147,5 @@ ACTIONS: dict[str, type[ApplyBase]] = {
     "repr": ReprSpec,
     "set": SetSpec,
     "add_parameter": AddParameterSpec,
-    "call": CallSpec,
+    "call": ApplyCallSpec,
 }

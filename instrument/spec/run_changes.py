@@ -29,7 +29,7 @@ NOT_IN_CUSTOM_LOOPS = {
 
 
 @dataclass(frozen=True)
-class Change:
+class RunChange:
     """A changed setting.
 
     Attributes:
@@ -112,7 +112,7 @@ class Request:
     """
 
     settings: Settings
-    changes: list[Change] = field(default_factory=list)
+    changes: list[RunChange] = field(default_factory=list)
     hooks: list[str] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
 
@@ -167,14 +167,14 @@ def _with(text: str, request: Request) -> Request:
     if equals and key in SWITCHES:
         name = _known_hook(str(value), key, settings)
         disabled = settings.disabled - {name} if SWITCHES[key] else settings.disabled | {name}
-        change = Change(
+        change = RunChange(
             f"hooks.{name}", *(("disabled" if name in each else "enabled") for each in (settings.disabled, disabled))
         )
         return replace(request, settings=replace(settings, disabled=disabled), changes=[*request.changes, change])
     if equals and key == SCALE:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
             raise ConfigError(Problem(key, "must be a number that is at least 0", given=value))
-        change = Change(key, settings.lr_scale, float(value))
+        change = RunChange(key, settings.lr_scale, float(value))
         return replace(request, settings=replace(settings, lr_scale=float(value)), changes=[*request.changes, change])
     if equals and key.startswith("hooks."):
         return _with_field(key, value, request)
@@ -208,7 +208,7 @@ def _with_field(key: str, value: Any, request: Request) -> Request:
     new = {**spec, changed: value}
     if value is None:
         del new[changed]
-    change = Change(key, spec.get(changed), value)
+    change = RunChange(key, spec.get(changed), value)
     hooks = {**settings.hooks, name: new}
     return replace(
         request,

@@ -17,8 +17,8 @@ from ..plan.modules import Layer, Layers, select_layers
 from ..plan.shape_inference import without_side_effects
 from ..spec.apply import (
     AddParameterSpec,
+    ApplyCallSpec,
     ApplySpec,
-    CallSpec,
     FillSpec,
     FreezeSpec,
     InitSpec,
@@ -153,7 +153,7 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
             _set(spec, layer, where)
         case AddParameterSpec():
             _add_parameter(spec, layer, where)
-        case CallSpec():
+        case ApplyCallSpec():
             locate(spec.fn.target, f"{where}.fn")(layer.module, layer.name, **(spec.fn.model_extra or {}))
     return 1
 

@@ -56,7 +56,7 @@ class TensorLocation(Place):
         return named + (f" (call {self.call})" if self.call else "")
 
 
-class RecordedTensor(NamedTuple):
+class TensorOfOtherRun(NamedTuple):
     """A tensor that another run recorded.
 
     Attributes:
@@ -203,9 +203,9 @@ def _recording_hooks(rows: pd.DataFrame) -> dict[TensorLocation, list[str]]:
 
 def _recorded_tensors(
     spec: RecordedSpec, rows: pd.DataFrame
-) -> dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]]:
+) -> dict[TensorLocation, dict[tuple[int, int], list[TensorOfOtherRun]]]:
     """Return the tensors of rows that a spec uses: by location, then by (step, micro-batch)."""
-    recorded: dict[TensorLocation, dict[tuple[int, int], list[RecordedTensor]]] = {}
+    recorded: dict[TensorLocation, dict[tuple[int, int], list[TensorOfOtherRun]]] = {}
     for row in rows.sort_values("rank", kind="stable").to_dict("records"):
         batch = row["micro_step"] if spec.definition.frequency == "micro_step" else ONCE
         by_step = recorded.setdefault(TensorLocation(*(row[name] for name in Place._fields)), {})
@@ -213,9 +213,9 @@ def _recorded_tensors(
         is_shard = row["scope"] == "shard"
         shape, source = (None if is_shard else tuple(map(int, row[column])) for column in ("shape", "source_shape"))
         if not tensors or tensors[-1].hook != row["hook"]:
-            tensors.append(RecordedTensor(row["hook"], shape, source))
+            tensors.append(TensorOfOtherRun(row["hook"], shape, source))
         elif spec.definition.family == "module" and row["scope"] == "local":  # The batch shard of another process.
-            tensors[-1] = RecordedTensor(
+            tensors[-1] = TensorOfOtherRun(
                 row["hook"], _concatenated(tensors[-1].shape, shape), _concatenated(tensors[-1].source, source)
             )
     return recorded
@@ -243,7 +243,7 @@ class _RecordingCheck:
     spec: RecordedSpec
     tensors: Mapping[TensorLocation, tuple[Site, Shape]]
     batches: PhaseBatches
-    recorded: Mapping[TensorLocation, Mapping[tuple[int, int], list[RecordedTensor]]]
+    recorded: Mapping[TensorLocation, Mapping[tuple[int, int], list[TensorOfOtherRun]]]
     hooks: Mapping[TensorLocation, Sequence[str]]
     accumulate: int
     fitting: set[tuple[TensorLocation, int, Shape]] = field(default_factory=set)
@@ -334,7 +334,7 @@ class _RecordingCheck:
         return is_by_step and is_by_batch and more
 
     def _shape_problems(
-        self, location: TensorLocation, step: int, tensor: RecordedTensor, size: int
+        self, location: TensorLocation, step: int, tensor: TensorOfOtherRun, size: int
     ) -> Iterator[Problem]:
         """Yield a problem if a recorded tensor does not fit a batch of `size` samples.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import instrument
 from instrument.analysis.plot_data import Batch, RecordedSeries
-from instrument.analysis.tensor_images import Maps, image_of, limits, maps_in, mosaic, smaller
+from instrument.analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic, smaller
 
 sizes = st.integers(1, 6)
 finite = st.floats(-1e6, 1e6)
@@ -152,4 +152,4 @@ def test_image_of_a_map_is_the_input_of_the_same_step(run: instrument.Run) -> No
 )
 def test_image_is_an_input_of_one_or_three_channels(role: str, shape: tuple[int, ...], is_image: bool) -> None:
     series = RecordedSeries("h", "forward", role, "train")
-    assert Maps(series, "", "", 0, 0, Batch("train", 0, 0, 0), "float32", shape, shape).is_image is is_image
+    assert TensorMaps(series, "", "", 0, 0, Batch("train", 0, 0, 0), "float32", shape, shape).is_image is is_image

@@ -25,7 +25,7 @@ from instrument.actions.base import Context
 from instrument.folders import control_folder
 from instrument.folders.control_folder import ControlFolder, MessageError, send
 from instrument.sinks.lock import FolderLock
-from instrument.spec.run_changes import Change, Settings, parse_changes
+from instrument.spec.run_changes import RunChange, Settings, parse_changes
 
 STEPS = 10
 FIRST = ["hooks.acts.every=1", "hooks.tame.norm=0.001", "lr_scale=0.5"]
@@ -367,7 +367,7 @@ def test_changes_of_one_message_are_validated_together() -> None:
     ]  # fmt: skip
     assert request.hooks == ["acts", "bound"]
     assert request.commands == ["stop"]
-    assert parse_changes(["lr_scale=0.1"], SETTINGS).changes == [Change("lr_scale", 1.0, 0.1)]
+    assert parse_changes(["lr_scale=0.1"], SETTINGS).changes == [RunChange("lr_scale", 1.0, 0.1)]
 
 
 @pytest.mark.parametrize(

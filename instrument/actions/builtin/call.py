@@ -22,4 +22,4 @@ class CallSpec(ObservationSpec):
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
         """Return the action."""
-        return implementation("call:Call")(self)
+        return implementation("call:CallFunction")(self)
