@@ -10,24 +10,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .errors import InstrumentError
 from .folders.control_folder import request_changes
 from .spec.run_changes import ALLOWED
+from .verbs import program, with_exit_codes
 
 
+@with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m instrument.control", description="Change a run in progress at its next step."
-    )
+    parser = argparse.ArgumentParser(prog=program("control"), description="Change a run in progress at its next step.")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument("changes", metavar="CHANGE", nargs="+", help=ALLOWED)
     args = parser.parse_args(arguments)
     try:
         answer = request_changes(args.run, args.changes, _show_wait)
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         return 130
     if answer.problem is not None:

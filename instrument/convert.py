@@ -21,6 +21,7 @@ from .conversion.nvdlfw import convert_nvdlfw
 from .conversion.source import read_source
 from .errors import ConfigError, Problem
 from .spec.parse import parse_hooks
+from .verbs import program
 
 CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 
@@ -28,7 +29,7 @@ CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": conv
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.convert",
+        prog=program("convert"),
         description="Convert a configuration file of another tool to an experiment.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="the configuration file: YAML or JSON")

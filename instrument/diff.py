@@ -22,6 +22,7 @@ from rich.table import Table
 from .comparison.compare import diff
 from .comparison.result import Diff, number_text, place_cells, records, ulp_text
 from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
+from .verbs import program
 
 PIPE_WIDTH = 160
 MAX_LISTED = 40  # rows of a table
@@ -33,7 +34,7 @@ STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space a
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.diff",
+        prog=program("diff"),
         description="Compare what two runs recorded, and find the first layer that differs.",
     )
     parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")

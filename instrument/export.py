@@ -32,6 +32,7 @@ from .sinks.remote_folder import check_is_local
 from .sinks.tags import segment
 from .sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 from .spec.config import TRACKERS
+from .verbs import program, with_exit_codes
 
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
 FEATURE_FORMATS = tuple(FEATURE_WRITERS)
@@ -43,10 +44,11 @@ LOCAL_ONLY = "is required: exports are written to a local folder, not to a remot
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 
+@with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.export", description="Export the recorded data of a run to other tools."
+        prog=program("export"), description="Export the recorded data of a run to other tools."
     )
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
@@ -64,22 +66,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"which features: {', '.join(SELECTABLE)}; for steps and epochs also a range, as in step=0:100",
     )
     args = parser.parse_args(arguments)
-    try:
-        _check_format(args.to, args.features)
-        if args.features is None and args.select:
-            message, fix = "selects features, but no layer is given", "pass --features LAYER"
-            raise ConfigError(Problem("--select", message, " ".join(args.select), fix=fix))
-        selection = None if args.features is None else _selection(args.features, args.select)
-        run = load(args.run)
-        if args.to in TRACKERS:
-            require({args.to: "--to"})
-        if args.out is not None and args.to == "mlflow":
-            raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
-        if args.out is None and args.to != "mlflow":
-            check_is_local(args.run, "--out", LOCAL_ONLY, fix="pass --out FOLDER")
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    _check_format(args.to, args.features)
+    if args.features is None and args.select:
+        message, fix = "selects features, but no layer is given", "pass --features LAYER"
+        raise ConfigError(Problem("--select", message, " ".join(args.select), fix=fix))
+    selection = None if args.features is None else _selection(args.features, args.select)
+    run = load(args.run)
+    if args.to in TRACKERS:
+        require({args.to: "--to"})
+    if args.out is not None and args.to == "mlflow":
+        raise ConfigError(Problem("--out", NOT_FOR_MLFLOW, fix="set MLFLOW_TRACKING_URI"))
+    if args.out is None and args.to != "mlflow":
+        check_is_local(args.run, "--out", LOCAL_ONLY, fix="pass --out FOLDER")
     several = run.folders != [run.path]
     code = 0
     for folder in run.folders:

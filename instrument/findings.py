@@ -16,32 +16,30 @@ from typing import Any
 from .analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
 from .analysis.load import Run, load
 from .analysis.rule_events import rule_events
-from .errors import ConfigError, InstrumentError, Problem
+from .errors import ConfigError, Problem
 from .spec.parse import parse_rules
 from .spec.rules import default_rules
+from .verbs import program, with_exit_codes
 
 FIRED = 4
 
 
+@with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.findings", description="Check a run with its rules. Exit code 4 if a rule fires."
+        prog=program("findings"), description="Check a run with its rules. Exit code 4 if a rule fires."
     )
     parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
     args = parser.parse_args(arguments)
-    try:
-        run = load(args.run)
-        fired = check(run)
-        names = {finding.what for finding in fired}
-        others = [
-            each
-            for each in findings(run)
-            if each.severity != "info" and not each.advice and each.what not in names  # no finding of a rule
-        ]
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    run = load(args.run)
+    fired = check(run)
+    names = {finding.what for finding in fired}
+    others = [
+        each
+        for each in findings(run)
+        if each.severity != "info" and not each.advice and each.what not in names  # no finding of a rule
+    ]
     for finding in [*fired, *others]:
         step = "" if finding.when is None else f"step {finding.when}: "
         print(f"{finding.severity:<8} {finding.what}: {step}{finding.where}: {finding.value}")

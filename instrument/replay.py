@@ -33,6 +33,7 @@ from .distributed.torchrun import is_rank_zero
 from .errors import ConfigError, InstrumentError
 from .folders.run_folder import check_process_count
 from .spec.config import InitFromConfig, RunConfig
+from .verbs import program
 
 if TYPE_CHECKING:
     from .training.replay_source import ReplaySource
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: The arguments are invalid, or the replay failed or differs; see the exit codes above.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.replay", description="Repeat steps of a run with other record hooks."
+        prog=program("replay"), description="Repeat steps of a run with other record hooks."
     )
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument(

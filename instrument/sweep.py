@@ -21,6 +21,7 @@ from .sinks.remote_folder import check_is_local
 from .sweeps.jobs import DONE, Sweep, count_by_status
 from .sweeps.lookup import Runs, jobs_in
 from .sweeps.summary import grouped_lines, outcome, print_summary
+from .verbs import program
 
 PIPE_WIDTH = 160
 COLOURS = {
@@ -35,9 +36,7 @@ COLOURS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m instrument.sweep", description="List the jobs of a sweep with their status."
-    )
+    parser = argparse.ArgumentParser(prog=program("sweep"), description="List the jobs of a sweep with their status.")
     parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
     parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
     args = parser.parse_args(arguments)

@@ -24,11 +24,13 @@ from .sinks.recovery import recover
 from .sinks.remote_errors import safe_message
 from .sinks.remote_folder import RemoteFolder, check_is_local, remote_address_of
 from .sinks.remote_transfer import send_all
+from .verbs import program, with_exit_codes
 
 
+@with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m instrument.upload", description="Upload runs to a remote folder.")
+    parser = argparse.ArgumentParser(prog=program("upload"), description="Upload runs to a remote folder.")
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
     )
@@ -39,12 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)",
     )
     args = parser.parse_args(arguments)
-    try:
-        check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
-        places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
+    places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
     return max(_send(folder, remote) for folder, remote in places)
 
 

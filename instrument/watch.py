@@ -18,8 +18,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from .analysis.folders import find_runs
-from .errors import InstrumentError
 from .sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
+from .verbs import program, with_exit_codes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,11 +36,10 @@ NICENESS = 10  # priority of the process; a training that uses all cores comes f
 MAX_PORT = 65_535
 
 
+@with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m instrument.watch", description="Follow a run or a sweep that is in progress."
-    )
+    parser = argparse.ArgumentParser(prog=program("watch"), description="Follow a run or a sweep that is in progress.")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
     )
@@ -70,9 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             _follow(live, frame, console, interval)
         return 0 if live.is_successful else 1
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     except OSError as error:
         print(f"--port {args.port}: {error.strerror}", file=sys.stderr)
         return 1

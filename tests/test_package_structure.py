@@ -19,7 +19,18 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "pip_extras", "registry", "spec", "containers", "nested", "formatting", "lazy_compiler", "sparse"),
+    (
+        "errors",
+        "pip_extras",
+        "registry",
+        "spec",
+        "containers",
+        "nested",
+        "formatting",
+        "lazy_compiler",
+        "sparse",
+        "verbs",
+    ),
     ("dtensor",),
     ("targets", "stats"),
     ("plan",),
@@ -60,6 +71,7 @@ ALLOWED_WITHIN_A_LAYER = {
     ("registry", "errors"),
     ("spec", "errors"),
     ("spec", "registry"),
+    ("verbs", "errors"),
 }
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 

@@ -12,6 +12,7 @@ from ..analysis.folders import find_runs
 from ..errors import InstrumentError
 from ..sinks.lock import FolderLock
 from ..sinks.remote_folder import check_is_local
+from ..verbs import program
 
 Operation = Callable[[Path], tuple[str, Sequence[str]]]
 """An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
@@ -46,7 +47,7 @@ def for_each_run(
     Returns:
         The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m instrument.{name}", description=description)
+    parser = argparse.ArgumentParser(prog=program(name), description=description)
     parser.add_argument(
         "runs",
         nargs="+",

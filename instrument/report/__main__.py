@@ -14,15 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..analysis.load import load
-from ..errors import InstrumentError, InstrumentWarning
+from ..errors import InstrumentWarning
 from ..sinks.remote_folder import check_is_local
+from ..verbs import program, with_exit_codes
 from . import FILE, make
 
 
+@with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m instrument.report",
+        prog=program("report"),
         description="Write a report of a run or a sweep as one HTML file that works offline.",
     )
     parser.add_argument(
@@ -33,9 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return _write(args.run, args.out, show=args.open)
-    except InstrumentError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     except OSError as error:
         print(f"{error.filename or args.out}: {error.strerror}", file=sys.stderr)
         return 1

@@ -1,0 +1,96 @@
+"""The command `instrument VERB`."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from instrument import findings, verbs
+
+MODULES = [verb for verb in verbs.ALL if verb not in ("run", "plan")]
+
+
+def run_verb(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
+    """Run a command line, and return that of `python -m instrument`."""
+    monkeypatch.setattr(sys, "argv", ["instrument", *arguments])
+    verbs.run_verb()
+    return sys.argv
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["run", "-m", "+exp=a", "seed=1,2"], ["-m", "+exp=a", "seed=1,2"]),
+        (["plan", "+exp=a"], ["plan=true", "+exp=a"]),
+        (["+exp=a"], ["+exp=a"]),
+        (["run", "--help"], ["--help"]),
+        (["model=mlp", "data=digits"], ["model=mlp", "data=digits"]),
+        (["-m", "seed=1,2"], ["-m", "seed=1,2"]),
+        ([], []),
+    ],
+    ids=" ".join,
+)
+def test_run_and_plan_are_the_main_command(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], expected: list[str]
+) -> None:
+    assert run_verb(monkeypatch, *given) == ["instrument", *expected]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"]], ids=" ".join)
+def test_help_lists_all_verbs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_verb(monkeypatch, *arguments)
+    assert not stop.value.code
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 110
+    listed = [line.split()[0] for line in lines if line.startswith("  ") and not line.startswith("  instrument ")]
+    assert listed == [*verbs.ALL]
+
+
+@pytest.mark.parametrize("verb", MODULES)
+def test_help_of_a_verb_names_how_it_was_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    if verb == "verify":  # its help is that of `instrument run`
+        assert callable(import_module("instrument.verify").main)
+        return
+    with pytest.raises(SystemExit) as stop:
+        run_verb(monkeypatch, verb, "--help")
+    assert not stop.value.code
+    assert capsys.readouterr().out.startswith(f"usage: instrument {verb} [-h]")
+    module = import_module(f"instrument.{verb}{'.__main__' * (verb == 'report')}")
+    monkeypatch.setattr(sys, "argv", ["somewhere.py", "--help"])
+    with pytest.raises(SystemExit):
+        module.main()
+    assert capsys.readouterr().out.startswith(f"usage: python -m instrument.{verb} [-h]")
+
+
+def test_exit_code_of_a_verb_is_that_of_its_module(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for verb in ("findings", "report", "watch", "export", "upload", "control"):
+        more = {"export": ["--to", "csv"], "upload": ["s3://a/b"], "control": ["stop"]}.get(verb, [])
+        with pytest.raises(SystemExit) as stop:
+            run_verb(monkeypatch, verb, str(tmp_path / "nowhere"), *more)
+        assert stop.value.code == 2, verb
+        assert "nowhere" in capsys.readouterr().err, verb
+    monkeypatch.setattr(findings, "main", lambda: 4)
+    with pytest.raises(SystemExit) as stop:
+        run_verb(monkeypatch, "findings", "run")
+    assert stop.value.code == 4
+
+
+def test_unknown_verb_is_refused_with_similar_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_verb(monkeypatch, "reprot", "run")
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "there is no such verb" in error
+    assert "similar  report" in error
