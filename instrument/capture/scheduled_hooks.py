@@ -87,7 +87,8 @@ class ScheduledHooks:
             return
         self._is_scheduled = is_scheduled
         for attached in self.attached_hooks:
-            changed |= attached.update_schedule(is_scheduled[attached.site.spec.name])
+            is_due = is_scheduled[attached.site.spec.name]
+            changed |= attached.update_schedule(is_due, has_new_spec=update_all)
         self._counted = [attached for attached in self._micro_step_hooks if attached.is_scheduled]
         if changed or update_all:
             scheduled = [

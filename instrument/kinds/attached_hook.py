@@ -43,6 +43,8 @@ class AttachedHook(HookCoverage):
     """An attached site: its action, the state of its schedule, and its coverage."""
 
     __slots__ = (
+        "_composed",
+        "_is_composed",
         "_scheduled_step_and_phase",
         "action",
         "checked_paths",
@@ -66,6 +68,8 @@ class AttachedHook(HookCoverage):
         self.checked_paths: set[str] | None = None if shapes_checked else set()
         self.action = action
         self.direct: Direct | None = None  # what it does with plain tensors while it is scheduled
+        self._composed: Direct | None = None  # the same, also while it is not scheduled
+        self._is_composed = False
         self.together = action if isinstance(action, Together) else None
         self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
         self.condition = SiteCondition.of(site.spec)
@@ -81,8 +85,13 @@ class AttachedHook(HookCoverage):
         self.scheduled_count = 0  # steps at which its schedule is active
         self._scheduled_step_and_phase: tuple[int, str] | None = None
 
-    def update_schedule(self, scheduled: bool) -> bool:
-        """Update whether the hook runs at the new time of the clock. Return whether that changed."""
+    def update_schedule(self, scheduled: bool, *, has_new_spec: bool) -> bool:
+        """Update whether the hook runs at the new time of the clock. Return whether that changed.
+
+        Args:
+            scheduled: Whether its schedule is active.
+            has_new_spec: Whether fields of its spec may have changed.
+        """
         moment = (self.clock.moment.step, self.clock.moment.phase)
         if scheduled and moment != self._scheduled_step_and_phase:
             self._scheduled_step_and_phase = moment
@@ -94,13 +103,18 @@ class AttachedHook(HookCoverage):
             scheduled = False
         changed = scheduled != self.is_scheduled
         self.is_scheduled = scheduled
-        self.compose()
+        self._is_composed &= not has_new_spec
+        if scheduled and not self._is_composed:
+            self.compose()
+        self.direct = self._composed if scheduled else None
         return changed
 
     def compose(self) -> None:
-        """Determine what it does with plain tensors, after a change of its schedule or its action."""
-        direct = direct_of(self) if self.is_scheduled else None
-        self.direct = direct if direct is None or self.clock.timer is None else self._timed(direct, self.clock.timer)
+        """Determine what it does with plain tensors while it is scheduled. Call it after a change of its action."""
+        direct, timer = direct_of(self), self.clock.timer
+        self._composed = direct if direct is None or timer is None else self._timed(direct, timer)
+        self._is_composed = True
+        self.direct = self._composed if self.is_scheduled else None
 
     def _timed(self, direct: Direct, timer: HookTimer[Any]) -> Direct:
         def timed(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:

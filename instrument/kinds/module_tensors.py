@@ -34,6 +34,7 @@ from .together import act_together, groups_of, is_together
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
+MAX_COMPOSED = 8  # combinations of scheduled hooks that are kept
 
 
 class ModuleHooks(InertWhenCopied):
@@ -95,6 +96,8 @@ class ModuleHooks(InertWhenCopied):
         self.output_gradients = OutputGradients(clock)
         self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
         self.earlier_hooks: dict[str, AttachedHook | None] = {}
+        # Where the scheduled sites act, and what runs the calls, by what each site does with plain tensors (False: it is not scheduled).
+        self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
         self.intervenes_first: AttachedHook | None = (
             None  # a scheduled intervention on outputs that other hooks should get
         )
@@ -122,7 +125,8 @@ class ModuleHooks(InertWhenCopied):
     def refresh(self) -> None:
         """Sort the scheduled sites by where they act."""
         scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
-        places = Places.of(scheduled)
+        key = tuple(attached.is_scheduled and attached.direct for attached in self.attached_hooks)
+        places = self._composed[key][0] if key in self._composed else Places.of(scheduled)
         self.active = bool(scheduled)
         self.graph.refresh()
         self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
@@ -132,7 +136,11 @@ class ModuleHooks(InertWhenCopied):
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
         self.output_gradients.schedule(gradients)
         self.input_gradients.contribution_hooks, self.input_gradients.total_hooks = contributions, totals
-        self.plain_calls = self._compose_plain_calls(*places)
+        if key not in self._composed:
+            if len(self._composed) >= MAX_COMPOSED:
+                self._composed.clear()
+            self._composed[key] = places, self._compose_plain_calls(*places)
+        self.plain_calls = self._composed[key][1]
 
     def _compose_plain_calls(self, *places: Sequence[AttachedHook]) -> PlainCalls | None:
         """Return what runs the calls that need no Python code; None if every call needs some."""

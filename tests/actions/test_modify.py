@@ -328,7 +328,7 @@ def test_hook_that_keeps_a_tensor_is_not_paused() -> None:
     with instrument.attach(nn.Identity(), specs) as probe:
         (attached,) = probe.attached_hooks
         attached.is_paused = True
-        attached.update_schedule(True)
+        attached.update_schedule(True, has_new_spec=False)
         assert attached.is_scheduled
     with instrument.attach(nn.Identity(), specs, budget={"bytes": 1}) as probe:
         assert probe.budget is not None

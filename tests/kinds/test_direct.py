@@ -539,6 +539,34 @@ def test_hook_is_composed_while_it_is_scheduled() -> None:
     assert len(probe.sink.rows["stats"]) == 1
 
 
+def test_hook_is_composed_once_for_all_times_at_which_it_is_scheduled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(6, 3), nn.Tanh())
+    composed: list[str] = []
+    monkeypatch.setattr(
+        attached_hook, "direct_of", lambda attached: (composed.append(attached.site.spec.name), direct_of(attached))[1]
+    )
+    specs = {
+        "outputs": {"layers": "*", **RECORD, "every": 2},
+        "scaled": {"layers": "0", "kind": "forward", "action": "scale", "factor": 0.5, "every": 3},
+        "never": {"layers": "*", **RECORD, "start": 100},
+    }
+    with instrument.attach(model, specs) as probe:
+        for _ in range(12):
+            model(torch.ones(4, 6))
+            probe.end_step()
+        assert sorted(composed) == ["outputs", "outputs", "scaled"]
+        changed = probe.plan.specs["scaled"].model_copy(update={"factor": 0.25})
+        probe.change_hooks({"scaled": changed}, ())
+        for _ in range(6):
+            model(torch.ones(4, 6))
+            probe.end_step()
+    assert sorted(composed) == ["outputs"] * 4 + ["scaled"] * 2
+    assert [row["step"] for row in probe.sink.records("stats")] == [step for step in range(0, 18, 2) for _ in range(2)]
+    assert {row["step"]: row["factor"] for row in probe.sink.records("effects")} == {
+        step: 0.5 if step < 12 else 0.25 for step in range(0, 18, 3)
+    }
+
+
 @pytest.mark.parametrize("size", [64, 100_000])
 def test_threads_record_at_the_same_time(size: int) -> None:
     model = nn.ModuleList([nn.Identity(), nn.Identity()])
