@@ -5,6 +5,7 @@ Each verb but `run` and `plan` is also a module: `python -m instrument.report RU
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -55,13 +56,17 @@ def overview() -> str:
         f"{group}:\n" + "".join(f"  {verb:<10}{text}\n" for verb, text in verbs.items())
         for group, verbs in VERBS.items()
     )
-    more = "instrument VERB --help describes a verb; instrument run --help lists models, datasets and hook sets.\n"
+    more = "instrument VERB --help describes a verb. instrument run --help lists models, datasets and hook sets.\n"
     return "\n".join(["usage: instrument VERB ARGUMENTS\n", *groups, f"Examples:\n{EXAMPLES}", more])
 
 
 def program(verb: str) -> str:
     """Return how the command line calls a verb, for its `--help`."""
-    return sys.argv[0] if sys.argv[0] == f"instrument {verb}" else f"python -m instrument.{verb}"
+    return f"instrument {verb}" if _verb == [verb] else f"python -m instrument.{verb}"
+
+
+_verb: list[str] = []
+"""The verb of the command line; empty without one."""
 
 
 def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
@@ -84,17 +89,27 @@ def run_verb() -> None:
     Raises:
         SystemExit: Another verb ended, or there is no such verb.
     """
-    verb = sys.argv[1] if len(sys.argv) > 1 else ""
-    if sys.argv[1:] in (["-h"], ["--help"]):
+    verb, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+    if not arguments and verb in ("-h", "--help", "help"):
         print(overview(), end="")
         sys.exit()
-    if verb in ("run", "plan"):
-        sys.argv[1:2] = ["plan=true"] * (verb == "plan")
+    if verb == "run":
+        sys.argv[1:] = arguments
+    elif verb == "plan":  # next to the first override, because Hydra reads no overrides on both sides of an option
+        at = next((at for at, each in enumerate(arguments) if re.match(r"[^-].*=|[+~]", each)), len(arguments))
+        sys.argv[1:] = [*arguments[:at], "plan=true", *arguments[at:]]
     elif verb in ALL:
-        sys.argv[:2] = [f"instrument {verb}"]
         module = import_module(f"instrument.{verb}{'.__main__' * (verb == 'report')}")
+        if verb == "verify" and not {"-h", "--help"}.isdisjoint(
+            arguments
+        ):  # Hydra has the same help for all configurations
+            print(module.__doc__)
+            sys.exit()
+        sys.argv = [str(module.__file__), *arguments]  # as `python -m` sets it, for the command in run.json
+        _verb[:] = [verb]
         sys.exit(module.main())
-    elif re.fullmatch("[a-z]+", verb):
+    elif re.fullmatch("[A-Za-z]+", verb):
         error = ConfigError(Problem("", "there is no such verb", verb, [*ALL], similar_names(verb, ALL)))
-        print(error, file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # of torchrun
+            print(error, file=sys.stderr)
         sys.exit(error.exit_code)

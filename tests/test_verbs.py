@@ -25,6 +25,9 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
     [
         (["run", "-m", "+exp=a", "seed=1,2"], ["-m", "+exp=a", "seed=1,2"]),
         (["plan", "+exp=a"], ["plan=true", "+exp=a"]),
+        (["plan", "-m", "model=mlp", "seed=1,2"], ["-m", "plan=true", "model=mlp", "seed=1,2"]),
+        (["plan", "--config-name", "mine", "~hooks", "-m"], ["--config-name", "mine", "plan=true", "~hooks", "-m"]),
+        (["plan", "-m"], ["-m", "plan=true"]),
         (["+exp=a"], ["+exp=a"]),
         (["run", "--help"], ["--help"]),
         (["model=mlp", "data=digits"], ["model=mlp", "data=digits"]),
@@ -39,7 +42,7 @@ def test_run_and_plan_are_the_main_command(
     assert run_verb(monkeypatch, *given) == ["instrument", *expected]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]], ids=" ".join)
 def test_help_lists_all_verbs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:
@@ -56,15 +59,17 @@ def test_help_lists_all_verbs(
 def test_help_of_a_verb_names_how_it_was_called(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    if verb == "verify":  # its help is that of `instrument run`
-        assert callable(import_module("instrument.verify").main)
-        return
+    monkeypatch.setattr(verbs, "_verb", [])
     with pytest.raises(SystemExit) as stop:
         run_verb(monkeypatch, verb, "--help")
     assert not stop.value.code
+    if verb == "verify":  # the other lines of its help are those of `instrument run`
+        assert capsys.readouterr().out.startswith("`python -m instrument.verify +exp=...`: verify that")
+        return
     assert capsys.readouterr().out.startswith(f"usage: instrument {verb} [-h]")
     module = import_module(f"instrument.{verb}{'.__main__' * (verb == 'report')}")
-    monkeypatch.setattr(sys, "argv", ["somewhere.py", "--help"])
+    assert sys.argv == [module.__file__, "--help"]  # as of `python -m`, for the command in run.json
+    monkeypatch.setattr(verbs, "_verb", [])
     with pytest.raises(SystemExit):
         module.main()
     assert capsys.readouterr().out.startswith(f"usage: python -m instrument.{verb} [-h]")
@@ -73,6 +78,7 @@ def test_help_of_a_verb_names_how_it_was_called(
 def test_exit_code_of_a_verb_is_that_of_its_module(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(verbs, "_verb", [])
     for verb in ("findings", "report", "watch", "export", "upload", "control"):
         more = {"export": ["--to", "csv"], "upload": ["s3://a/b"], "control": ["stop"]}.get(verb, [])
         with pytest.raises(SystemExit) as stop:
@@ -94,3 +100,7 @@ def test_unknown_verb_is_refused_with_similar_ones(
     error = capsys.readouterr().err
     assert "there is no such verb" in error
     assert "similar  report" in error
+    monkeypatch.setenv("RANK", "1")  # of torchrun, where the first process prints the error
+    with pytest.raises(SystemExit):
+        run_verb(monkeypatch, "Reprot", "run")
+    assert capsys.readouterr().err == ""

@@ -169,11 +169,14 @@ class Block:
             slots: The identities of the merged rows.
             is_local: Whether they are merged from the parts of this process only.
         """
-        if self.layout.merged_slots is None or is_local:
+        merged_slots = None if is_local else self.layout.merged_slots
+        if merged_slots is None:
             sites = self.layout.sites if is_local else [(0, *site[1:-1], "global") for site in self.layout.sites]
-            self.layout.merged_slots = np.array([*map(slots.slot, sites, self.layout.names)], np.int64)
+            merged_slots = np.array([*map(slots.slot, sites, self.layout.names)], np.int64)
+            if not is_local:
+                self.layout.merged_slots = merged_slots
         keys = np.full_like(self.taken.keys, -1)
-        keys[:, 0], keys[:, MOMENT_INDEX] = self.layout.merged_slots, self.taken.keys[:, MOMENT_INDEX]
+        keys[:, 0], keys[:, MOMENT_INDEX] = merged_slots, self.taken.keys[:, MOMENT_INDEX]
         return Taken(np.full_like(self.taken.numbers, math.nan), keys, _NO_KEYS, self.taken.moments)
 
 

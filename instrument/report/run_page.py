@@ -94,7 +94,7 @@ def values(
 
 def _command(arguments: list[str]) -> str:
     """Return the command line that started the run, as far as `sys.argv` shows it."""
-    modules = {"__main__.py": "instrument", "replay.py": "instrument.replay"}
+    modules = {"__main__.py": "instrument", "instrument": "instrument", "replay.py": "instrument.replay"}
     module = modules.get(Path(arguments[0]).name) if arguments else None
     return shlex.join(arguments if module is None else ["python", "-m", module, *arguments[1:]])
 
