@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from instrument import findings, verbs
+from instrument.report.run_page import _command
 
 MODULES = [verb for verb in verbs.ALL if verb not in ("run", "plan")]
 
@@ -104,3 +105,8 @@ def test_unknown_verb_is_refused_with_similar_ones(
     with pytest.raises(SystemExit):
         run_verb(monkeypatch, "Reprot", "run")
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("program", ["/usr/local/bin/instrument", "/site-packages/instrument/__main__.py"])
+def test_report_shows_a_command_of_any_machine(program: str) -> None:
+    assert _command([program, "+exp=a", "seed=1"]) == "python -m instrument +exp=a seed=1"
