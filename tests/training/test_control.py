@@ -195,10 +195,10 @@ def test_message_is_withdrawn_if_the_run_ends(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"{", "no JSON"),
-        (b"[" * 60_000, "no JSON"),
-        (b'{"a": 1}', "no list of strings"),
-        (b"[1]", "no list of strings"),
+        (b"{", "it is not JSON"),
+        (b"[" * 60_000, "it is not JSON"),
+        (b'{"a": 1}', "it is not a list of strings"),
+        (b"[1]", "it is not a list of strings"),
         (b'["' + b"x" * control_folder.MAX_BYTES + b'"]', "more than 65,536 bytes"),
     ],
 )
@@ -222,7 +222,7 @@ def test_messages_of_other_users_and_links_are_refused(tmp_path: Path, monkeypat
         folder.read(link)
     pipe = message.with_name("pipe.json")
     os.mkfifo(pipe)
-    with pytest.raises(MessageError, match="no regular file"):
+    with pytest.raises(MessageError, match="it is not a regular file"):
         folder.read(pipe)
     monkeypatch.setattr(os, "geteuid", lambda: -1)
     with pytest.raises(MessageError, match="another user"):
