@@ -127,7 +127,7 @@ class Block:
 
     @property
     def key(self) -> object:
-        """What is equal in all processes whose rows are the same, by its `repr`."""
+        """A value whose `repr` is the same in all processes that have the same rows in the same order."""
         return self.layout.digest, self.taken.moments, self.taken.keys[:, MOMENT_INDEX].tobytes()
 
     @cached_property
