@@ -38,7 +38,8 @@ MODES = ("eager", "compiled")
 COMPILED = ("gpt2_small",)
 COMPILED_ROWS = ("hooks attached, none scheduled", "every leaf's output and gradient, every step")
 Step = Callable[[], object]
-STEPS = 3  # of a round; few, because the profiler takes seconds for each step
+STEPS = 3  # of a round
+COPIED_TENSORS, COPIED_BYTES = 4, 32 * 2**20  # in each step of `measure_copies`
 
 
 class Counts(NamedTuple):
@@ -57,7 +58,8 @@ class Counts(NamedTuple):
 
 def counted(step: Step, steps: int) -> Counts:
     """Profile some steps."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    # Without `ProfilerActivity.CPU`, which takes seconds for each step. The calls of the CUDA runtime are part of this activity.
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
     kernels = copies = waits = 0
@@ -68,6 +70,41 @@ def counted(step: Step, steps: int) -> Counts:
         else:
             waits += event.name.replace("hip", "cuda") in SYNCHRONIZATIONS
     return Counts(kernels / steps, copies / steps, waits / steps)
+
+
+def measure_copies() -> tuple[float, float]:
+    """Measure the copies of recorded tensors to the host.
+
+    Returns:
+        The speed of the copies that the recorder makes, and that of a copy to pinned memory, in GiB/s.
+    """
+    shape = (COPIED_BYTES // 4,)
+    model = torch.nn.Sequential(*(torch.nn.ReLU() for _ in range(COPIED_TENSORS)))
+    hook = {"layers": "*", "kind": "forward", "action": "record", "stats": [], "tensors": True}
+    source, pinned = torch.randn(shape, device=DEVICE), torch.empty(shape, pin_memory=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        instrument.attach(model, {"outputs": hook}, out=Path(folder) / "run") as probe,
+    ):
+
+        def record() -> None:
+            model(source)
+            torch.cuda.synchronize()
+            probe.end_step()
+
+        return copy_speed(record), copy_speed(lambda: pinned.copy_(source, non_blocking=True))
+
+
+def copy_speed(step: Step) -> float:
+    """Return the speed of the large copies to the host of some steps, in GiB/s."""
+    step()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+    copies = [event for event in profiler.events() if event.name.startswith("Memcpy DtoH")]
+    durations = [event.time_range.elapsed_us() for event in copies if event.time_range.elapsed_us() > 100]
+    return len(durations) * COPIED_BYTES / 2**30 / (1e-6 * sum(durations))
 
 
 @contextmanager
@@ -188,7 +225,8 @@ def measure(
     """
     with hooked(training) as step:
         time = paired(baseline.step, step, rounds=rounds, steps=steps, device=DEVICE)
-        return Row(time, counted(step, steps), (baseline.memory + peak(step)) / (baseline.memory + baseline.peak))
+        counts = counted(step, steps if steps > STEPS else 1)
+        return Row(time, counts, (baseline.memory + peak(step)) / (baseline.memory + baseline.peak))
 
 
 def peak(step: Step) -> int:
@@ -201,7 +239,7 @@ def peak(step: Step) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", nargs="*", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument(
@@ -222,7 +260,9 @@ def main() -> None:
     for mode, name, precision in product(options.modes, options.only, options.precision):
         if mode == "eager" or (name in COMPILED and precision == "bf16"):
             measure_model(GPU_WORKLOADS[name], precision, options, compiled=mode == "compiled")
-    print("\nstatistics:", measured_by())
+    recorded, bus = measure_copies()
+    print(f"\nrecorded tensors: copied at {recorded:.1f} GiB/s; a copy to pinned memory: {bus:.1f} GiB/s")
+    print("statistics:", measured_by())
     print(f"duration: {time.perf_counter() - started_at:.0f} s")
 
 
@@ -242,17 +282,17 @@ def measure_model(workload: Workload, precision: str, options: argparse.Namespac
             training.model.compile(fullgraph=True)
         return training
 
-    ways = {label: partial(hooked_step, specs=specs) for label, specs in jobs(workload.training()).items()}
+    baseline = Baseline(create)
+    ways = {label: partial(hooked_step, specs=specs) for label, specs in jobs(create()).items()}
     if compiled:
         ways = {label: ways[label] for label in COMPILED_ROWS}
     else:
         ways[NAIVE] = naive_step
         if find_spec("msprobe") is not None:
             ways[MSPROBE] = msprobe_step
-    baseline = Baseline(create)
     seconds = paired(baseline.step, baseline.step, rounds=3, device=DEVICE).baseline
     model = f"{workload.name}, compiled" if compiled else workload.name
-    show(model, precision, "nothing", f"{1e3 * seconds:.1f} ms", counted(baseline.step, STEPS), 1.0)
+    show(model, precision, "nothing", f"{1e3 * seconds:.1f} ms", counted(baseline.step, 1), 1.0)
     for label, hooked in ways.items():
         if any(part in label for part in options.rows):
             steps = 10 if "every 10 steps" in label else STEPS

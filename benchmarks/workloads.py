@@ -127,7 +127,8 @@ class Workload:
             precision: The dtype of autocast; none by default.
         """
         torch.manual_seed(0)
-        return Training(self.model().to(device).train(), *self.batch(device), precision)
+        with torch.device(device):
+            return Training(self.model().train(), *self.batch(device), precision)
 
 
 class Training:

@@ -21,9 +21,10 @@ from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
 from .clock import Clock, FiringIndex
 from .graph_operators import (
-    OPERATORS,
     GraphCall,
     Stage,
+    begin_call,
+    end_call,
     has_unknown,
     has_writable,
     new_token,
@@ -103,6 +104,8 @@ class GraphHooks:
         self._stages: list[list[AttachedHook]] = []
         self._every = [self._stages_of(place) for place in places[:-1]]
         self._first_gradient_stage = sum(map(len, self._every[:3]))
+        module = attached_hooks[0].site.layer.module
+        self._is_simple_module = type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
         self.refresh()
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
@@ -130,14 +133,18 @@ class GraphHooks:
         ]
         self.pre, self.forward_input, self.output, self.output_gradients, self.contributions = traced
         self.replaces_inputs = bool(self.contributions) or any(stage.changes for stage in self.pre)
+        # One operator then stands for the complete call. A module that may call itself needs both: the outer call has the first index.
+        self.needs_begin = bool(self.pre or self.contributions) or self.calls.is_shared or not self._is_simple_module
 
     def trace_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
+        if not self.needs_begin:
+            return None
         given = join_arguments(args, kwargs)
         if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
             torch._dynamo.graph_break(msg=WRITES_TO_INPUT)
         missing = why_no_gradient(given, is_data=True) if self.contributions else ""
-        call = OPERATORS.begin(self.token, missing)
+        call = begin_call(self.token, missing)
         new = traced_call(given, call, self.token, self.pre, self.contributions)
         return None if new is None else split_arguments(new, len(args))
 
@@ -153,13 +160,15 @@ class GraphHooks:
         if self.output_gradients:
             is_data = bool(why_no_gradient((args, kwargs), is_data=True)) and not [*module.parameters()]
             missing = why_no_gradient(output, is_data=is_data)
-        call = OPERATORS.end(self.token, missing)
+        observes = bool(self.output) and not (self.output[0].changes or self.forward_input)
+        call = end_call(output, self.token, missing, not self.needs_begin, self.output[0] if observes else None)
         if self.forward_input:
             traced_call(join_arguments(args, kwargs), call, self.token, self.forward_input, ())
-        return traced_call(output, call, self.token, self.output, self.output_gradients, tensors_in(given))
+        stages = self.output[1:] if observes else self.output
+        return traced_call(output, call, self.token, stages, self.output_gradients, tensors_in(given))
 
     def begin(self, missing: str) -> GraphCall:
-        """See `instrument.kinds.graph_operators.Target`."""
+        """See `instrument.kinds.graph_operators.GraphTarget`."""
         call = self.calls.enter(self, in_graph=True)
         if self.calls.indices.micro_step_index != self._micro_step_index:
             self._micro_step_index = self.calls.indices.micro_step_index
@@ -168,8 +177,10 @@ class GraphHooks:
         self._count_gradients(self._places.contributions, call, missing)
         return GraphCall(call.index, call.origin, call.is_recomputed, call.micro_step_index)
 
-    def end(self, missing: str) -> GraphCall:
-        """See `instrument.kinds.graph_operators.Target`."""
+    def end(self, missing: str, begins: bool) -> GraphCall:
+        """See `instrument.kinds.graph_operators.GraphTarget`."""
+        if begins:
+            self.begin("")
         call = self.calls.leave(self, in_graph=True)
         if call is None:  # its start was not seen
             return GraphCall()
@@ -201,7 +212,7 @@ class GraphHooks:
     def run(
         self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
     ) -> tuple[Tensor, list[bool]]:
-        """See `instrument.kinds.graph_operators.Target`."""
+        """See `instrument.kinds.graph_operators.GraphTarget`."""
         acted = [False] * len(self._stages[stage])
         if self.clock.closed:
             return value, acted
@@ -216,21 +227,24 @@ class GraphHooks:
                 is_due = attached.is_scheduled and attached.accepts(value, path)
                 if not is_due or (firing.recompute and not attached.runs_in_recomputation):
                     continue
-                if (reason := unreadable(value)) is not None:
-                    attached.count_miss(reason)
-                    continue
+                new = None if attached.direct is None else attached.direct(value, path, firing)
+                if new is None:
+                    if (reason := unreadable(value)) is not None:
+                        attached.count_miss(reason)
+                        continue
+                    new = attached.fire(value, path, firing, value=owner)
                 at = call.micro_step_index, firing.call
                 if not firing.recompute and self._fired.get(attached) != at:
                     self._fired[attached] = at
                     attached.count_firing()
-                value = attached.fire(value, path, firing, value=owner)
+                value = new
                 acted[index] = True
         return value, acted
 
     def differentiate(
         self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
     ) -> Tensor:
-        """See `instrument.kinds.graph_operators.Target`."""
+        """See `instrument.kinds.graph_operators.GraphTarget`."""
         firing = FiringIndex(call.number, 0, True, call.origin)
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()

@@ -3,18 +3,20 @@
 The compiler traces a module's hooks like its forward pass. Traced hooks only call operators, into which it does not look, so that
 a graph has no break. At run time, an operator gets the real tensor and calls the same code as without compilation.
 
-    begin(token, missing) -> call                            before the forward pass; the hooks on inputs follow
-    end(token, missing) -> call                              after it; the hooks on outputs follow
-    observe(value, call, token, stage, path, owner)          hooks that change nothing
-    change(value, call, token, stage, path, owner) -> value, acted
+    begin(token, order, missing) -> call                     before the forward pass; the hooks on inputs follow
+    end(token, order, missing, begins, values, paths, stage) -> call
+                                                             after it: the first hooks on outputs, if they change nothing; the others follow
+    observe(value, call, token, order, stage, path, owner)   hooks that change nothing
+    change(value, call, token, order, stage, path, owner) -> value, acted
                                                              interventions; `acted` says which of them acted
     change_backward(gradient, value, acted, call, ...)       the gradient of `change`, from a second evaluation
 
 The owner of a gradient is the tensor that it belongs to, if a hook needs it.
 
-The token of a hook group is a tensor, and so an input of the graph: modules with the same structure share one graph. The operators
-write to it according to their schema, so that the compiler neither removes nor reorders them. A call is a tensor too: it tells the
-operators in the backward pass to which call of the module a gradient belongs.
+The token of a hook group is a tensor, and so an input of the graph: modules with the same structure share one graph. A call is a tensor
+too: it tells the operators in the backward pass to which call of the module a gradient belongs. The operators write to the order
+according to their schema, so that the compiler neither removes nor reorders them. Operators in the backward pass have an order of
+their own: the compiler would copy one that the forward pass has changed.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 
 from .reasons import NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
-_SITE = "Tensor call, Tensor(a!) token, int stage, str path"
+_SITE = "Tensor call, Tensor token, Tensor(a!) order, int stage, str path"
 _SCHEMAS = (
-    "begin(Tensor(a!) token, str missing) -> Tensor",
-    "end(Tensor(a!) token, str missing) -> Tensor",
+    "begin(Tensor token, Tensor(a!) order, str missing) -> Tensor",
+    "end(Tensor token, Tensor(a!) order, str missing, bool begins, Tensor[] values, str[] paths, int stage) -> Tensor",
     f"observe(Tensor value, {_SITE}, Tensor? owner) -> ()",
     f"change(Tensor value, {_SITE}, Tensor? owner) -> (Tensor, Tensor)",
     f"change_backward(Tensor gradient, Tensor value, Tensor acted, {_SITE}) -> Tensor",
@@ -46,6 +48,8 @@ for _schema in _SCHEMAS:
     _LIBRARY.define(_schema, tags=_TAGS)
 OPERATORS: Any = torch.ops.instrument
 _MOST = 64  # interventions of one stage
+with torch.inference_mode(False):  # the order of the operators in forward and in backward passes; never written
+    _FORWARD, _BACKWARD = (torch.zeros(1, device="cpu") for _ in range(2))
 
 
 class GraphCall(NamedTuple):
@@ -69,8 +73,13 @@ class GraphTarget(Protocol):
     def begin(self, missing: str) -> GraphCall:
         """Start a call of the module. `missing`: why no input gets a gradient; empty if one does."""
 
-    def end(self, missing: str) -> GraphCall:
-        """End the forward pass of a call. `missing`: why no output gets a gradient; empty if one does."""
+    def end(self, missing: str, begins: bool) -> GraphCall:
+        """End the forward pass of a call.
+
+        Args:
+            missing: Why no output gets a gradient; empty if one does.
+            begins: Whether the call starts here too, since no hook needs its start.
+        """
 
     def run(
         self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
@@ -98,23 +107,53 @@ def _target(token: Tensor) -> GraphTarget | None:
     return _TARGETS.get(int(token))
 
 
-def _begin(token: Tensor, missing: str) -> Tensor:
+def _begin(token: Tensor, _order: Tensor, missing: str) -> Tensor:
     target = _target(token)
-    return torch.tensor(GraphCall() if target is None else target.begin(missing), dtype=torch.int64, device="cpu")
+    return _tensor_of(GraphCall() if target is None else target.begin(missing))
 
 
-def _end(token: Tensor, missing: str) -> Tensor:
-    target = _target(token)
-    return torch.tensor(GraphCall() if target is None else target.end(missing), dtype=torch.int64, device="cpu")
+def _end(
+    token: Tensor,
+    _order: Tensor,
+    missing: str,
+    begins: bool,
+    values: Sequence[Tensor],
+    paths: Sequence[str],
+    stage: int,
+) -> Tensor:
+    if (target := _target(token)) is None:
+        return _tensor_of(GraphCall())
+    call = target.end(missing, begins)
+    for value, path in zip(values, paths, strict=True):
+        target.run(stage, value, call, path, None)
+    return _tensor_of(call)
 
 
-def _observe(value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None) -> None:
+def _tensor_of(call: GraphCall) -> Tensor:
+    return torch.tensor(call, dtype=torch.int64, device="cpu")
+
+
+def _observe(
+    value: Tensor,
+    call: Tensor,
+    token: Tensor,
+    _order: Tensor,
+    stage: int,
+    path: str,
+    owner: Tensor | None,
+) -> None:
     if (target := _target(token)) is not None:
         target.run(stage, value, GraphCall.of(call), path, owner)
 
 
 def _change(
-    value: Tensor, call: Tensor, token: Tensor, stage: int, path: str, owner: Tensor | None
+    value: Tensor,
+    call: Tensor,
+    token: Tensor,
+    _order: Tensor,
+    stage: int,
+    path: str,
+    owner: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     target = _target(token)
     new, acted = (value, []) if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
@@ -122,7 +161,14 @@ def _change(
 
 
 def _change_backward(  # noqa: PLR0917
-    gradient: Tensor, value: Tensor, acted: Tensor, call: Tensor, token: Tensor, stage: int, path: str
+    gradient: Tensor,
+    value: Tensor,
+    acted: Tensor,
+    call: Tensor,
+    token: Tensor,
+    _order: Tensor,
+    stage: int,
+    path: str,
 ) -> Tensor:
     target = _target(token)
     if target is None:
@@ -135,7 +181,7 @@ def _copy(new: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(new)
 
 
-def _fake_call(token: Tensor, missing: str) -> Tensor:  # noqa: ARG001
+def _fake_call(*arguments: Any) -> Tensor:  # noqa: ARG001
     return torch.empty(len(GraphCall._fields), dtype=torch.int64, device="cpu")
 
 
@@ -182,7 +228,7 @@ class _Change(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, call: Tensor, token: Tensor, stage: int, path: str) -> Tensor:
-        new, acted = OPERATORS.change(value, call, token, stage, path, None)
+        new, acted = OPERATORS.change(value, call, token, _FORWARD, stage, path, None)
         ctx.save_for_backward(value, acted, call, token)
         ctx.stage, ctx.path = stage, path
         return new  # type: ignore[no-any-return]
@@ -192,7 +238,7 @@ class _Change(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         value, acted, call, token = ctx.saved_tensors
         return (
-            OPERATORS.change_backward(gradient, value, acted, call, token, ctx.stage, ctx.path),
+            OPERATORS.change_backward(gradient, value, acted, call, token, _BACKWARD, ctx.stage, ctx.path),
             None,
             None,
             None,
@@ -219,7 +265,7 @@ class _Gradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         call, token, owner = ctx.saved_tensors
         for number, changes, needs_owner in ctx.stages:
-            given = (gradient, call, token, number, ctx.path, owner if needs_owner else None)
+            given = (gradient, call, token, _BACKWARD, number, ctx.path, owner if needs_owner else None)
             if changes:
                 gradient, _ = OPERATORS.change(*given)
             else:
@@ -245,16 +291,14 @@ def traced_call(
         gradient_stages: The hooks on their gradients, in order.
         shared: The tensors whose memory other code may modify. Default: all.
     """
-    items, structure = tree_flatten_with_path(value)
-    paths = [".".join([str(_name_of(key)) for key in keys]) for keys, _ in items]
-    leaves = [leaf for _, leaf in items]
+    leaves, paths, structure = _flattened(value)
     is_changed = False
     for number, changes, _ in stages:
         for at, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 continue
             if not changes:
-                OPERATORS.observe(leaf, call, token, number, paths[at], None)
+                OPERATORS.observe(leaf, call, token, _FORWARD, number, paths[at], None)
             elif leaf.is_floating_point():
                 leaves[at], is_changed = _Change.apply(leaf, call, token, number, paths[at]), True
     if gradient_stages and torch.is_grad_enabled():
@@ -264,6 +308,35 @@ def traced_call(
                 leaves[at] = _Gradient.apply(leaf, call, token, gradient_stages, paths[at], is_shared)
                 is_changed = True
     return tree_unflatten(leaves, structure) if is_changed else None
+
+
+def begin_call(token: Tensor, missing: str) -> Tensor:
+    """Call the operator that begins a call. Return the call tensor; see `GraphTarget.begin`."""
+    return OPERATORS.begin(token, _FORWARD, missing)  # type: ignore[no-any-return]
+
+
+def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage | None) -> Tensor:
+    """Call the operator that ends a call. Return the call tensor.
+
+    Args:
+        value: The output of the module.
+        token: The token.
+        missing, begins: See `GraphTarget.end`.
+        stage: The hooks that it runs on the tensors of the output, which change nothing; None for no hooks.
+    """
+    if stage is None:
+        return OPERATORS.end(token, _FORWARD, missing, begins, [], [], 0)  # type: ignore[no-any-return]
+    leaves, paths, _ = _flattened(value)
+    tensors = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    given = [leaves[at] for at in tensors], [paths[at] for at in tensors]
+    return OPERATORS.end(token, _FORWARD, missing, begins, *given, stage.number)  # type: ignore[no-any-return]
+
+
+def _flattened(value: Any) -> tuple[list[Any], list[str], Any]:
+    """Return the leaves of a traced value, their paths, and its structure."""
+    items, structure = tree_flatten_with_path(value)
+    paths = [".".join([str(_name_of(key)) for key in keys]) for keys, _ in items]
+    return [leaf for _, leaf in items], paths, structure
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -285,6 +286,29 @@ def test_schedules_switch_between_two_graphs() -> None:
     assert graphs() == 2
     found = {name: sorted(set(rows.step)) for name, rows in probe.stats.groupby("hook")}
     assert found == {"often": [0, 2, 4, 6, 8], "rarely": [0, 4, 8]}
+
+
+def test_one_operator_records_an_output_and_one_its_gradient() -> None:
+    found: Counter[str] = Counter()
+
+    def count_operators(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        for each in graph.modules():
+            nodes = each.graph.nodes if isinstance(each, torch.fx.GraphModule) else ()
+            found.update(str(node.target) for node in nodes if str(node.target).startswith("instrument."))
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), Repeated())
+    model.compile(backend=count_operators, fullgraph=True)
+    specs = {
+        "outputs": {"layers": ["0", "1", "2.layer"], "kind": "forward", "action": "record"},
+        "gradients": {"layers": ["0", "1", "2.layer"], "kind": "tensor", "action": "record"},
+    }
+    with instrument.attach(model, specs) as probe:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        probe.end_step()
+    calls = 1 + 1 + 3
+    assert found == {"instrument.end": calls, "instrument.observe": calls}
+    assert len(probe.stats) == 2 * calls
 
 
 def test_compiled_blocks_share_their_graph() -> None:
