@@ -60,9 +60,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterat
     """Yield the path and the value of each leaf, in order. A leaf that occurs several times has several paths.
 
     Args:
-        value: A leaf, a container or any other value.
         is_leaf: Whether a value is a leaf. Other values without entries are skipped.
-        path: The path of `value` itself.
     """
     known: dict[int, Any] = {}  # contains the containers, so that no other object gets their `id`
     waiting = [(path, value)]
@@ -81,9 +79,6 @@ class _Container:
     """A container that is visited.
 
     Attributes:
-        value: The container.
-        entries: Its entries.
-        parents: The containers that contain it.
         replaced: The new leaves, by the index of their entry.
         new: The container that replaces it.
     """
@@ -114,10 +109,8 @@ def map_leaves(
     """Return a value with each leaf replaced by `change(path, leaf)`. Repeated and cyclic references are kept.
 
     Args:
-        value: A leaf, a container or any other value.
         change: Takes the path and the leaf, in the order of `leaves`. It returns the same object to keep a leaf.
         is_leaf: See `leaves`.
-        path: The path of `value` itself.
         in_place: Values whose containers other code reads: those are changed in place, unless they are read-only.
 
     Returns:
@@ -257,8 +250,6 @@ class CopiedContainer(NamedTuple):
     """A container that a module gets instead of the original.
 
     Attributes:
-        original: The original.
-        copy: The copy.
         contents: What the copy contains before the module runs.
     """
 
@@ -268,12 +259,7 @@ class CopiedContainer(NamedTuple):
 
 
 def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> list[CopiedContainer]:
-    """Return the containers in arguments that `map_leaves` copied, without tuples and read-only mappings.
-
-    Args:
-        original: The arguments.
-        new: The result of `map_leaves`.
-    """
+    """Return the containers in arguments that `map_leaves` copied, without tuples and read-only mappings."""
     found: dict[int, CopiedContainer] = {}
     visited: set[int] = set()
     waiting = [(old, new[name]) for name, old in original.items()]

@@ -39,11 +39,6 @@ __all__ = [
 def similar_names(word: str, options: Iterable[str], *, limit: int = 3) -> list[str]:
     """Return the options that are most similar to `word`, best first.
 
-    Args:
-        word: The word to look up.
-        options: The allowed words.
-        limit: The maximum number of results.
-
     Returns:
         Similar options; options that differ only in letter case come first.
     """

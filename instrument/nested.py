@@ -39,7 +39,6 @@ def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "",
         value: A tensor, or tensors in tuples, lists, mappings, dataclasses and similar objects; see
             `instrument.containers.entries`.
         fn: Takes the path and the tensor, and returns the new tensor.
-        path: The path of `value` itself.
         in_place: Values whose containers other code reads. They are changed in place where they allow it.
     """
     return map_leaves(value, fn, _is_tensor, path, in_place=in_place)

@@ -160,12 +160,6 @@ class Context:
         whose tensors differ, it also depends on the rank. The global random state is not used. A recomputed forward
         pass gets the same numbers.
 
-        Args:
-            device: The device of the generator.
-
-        Returns:
-            A seeded generator.
-
         Raises:
             LookupError: The forward pass is recomputed and the index of the call is unknown.
         """
@@ -263,10 +257,7 @@ class Rows(Effects, Protocol):
         """Add the statistics of one tensor.
 
         Args:
-            context: The call.
-            shape: The shape of the tensor.
             names: The names of the statistics: built-in ones in column order, then custom ones.
-            measured: Its sums.
             custom: The custom statistics: numbers, or scalars on a device.
         """
 
@@ -324,7 +315,6 @@ class Rows(Effects, Protocol):
         """Add this process's part of the statistics of such a tensor.
 
         Args:
-            context: The call.
             names: The statistics to compute from all parts; see `instrument.stats.sums`.
             part: The sums of the part.
             dead: Which units are dead, bool [units]; None if not requested, or if no two parts have the same units.
@@ -351,7 +341,6 @@ class Rows(Effects, Protocol):
         It is copied before this returns, since the tensor may be modified in place afterwards.
 
         Args:
-            context: The call.
             source_shape: The shape of the complete tensor.
             tensor: The tensor, or a part of it.
             dtype: The dtype of the copy; None keeps the tensor's dtype.
@@ -371,12 +360,6 @@ class Archive:
     def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:  # noqa: ARG002
         """Check that a run exists and contains tensors of a hook.
 
-        Args:
-            run: The folder of the run.
-            hook: The name of the record hook; None for any.
-            where: The config key of the spec, for messages.
-            field: The field of the spec that names the run.
-
         Raises:
             ConfigError: The run or its tensors cannot be found.
         """
@@ -387,10 +370,7 @@ class Archive:
         """Return the tensor that was recorded for the same layer, role, path, call and batch.
 
         Args:
-            run: The folder of the run.
-            hook: The name of the record hook; None for any.
             step: The step at which the tensor was recorded; None for the step of `context`.
-            context: The call that uses the tensor.
             pinned: Whether the tensor is in pinned memory, from which a GPU copies.
 
         Returns:
@@ -405,8 +385,6 @@ class Archive:
         """Return what was recorded for the samples of the current batch, in any batch of the same layer, role, path and call.
 
         Args:
-            run: The folder of an opened run.
-            hook: The name of the record hook; None for any.
             step: The step at which it was recorded; None for any.
             context: The call that uses the values. Its `ids` name the samples.
 
@@ -421,13 +399,6 @@ class Archive:
 
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of a call.
-
-        Args:
-            run: The folder of an opened run.
-            hook: The name of the record hook; None for any.
-            layer: The name of the layer.
-            context: The call.
-            where: The config key of the run, for messages.
 
         Raises:
             ConfigError: There are none, or several hooks recorded them.

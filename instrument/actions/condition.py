@@ -28,12 +28,7 @@ Decision = bool | Tensor
 
 
 class SiteCondition:
-    """The condition of a spec at one site. Each path of a nested value has its own previous values.
-
-    Args:
-        spec: The spec.
-        condition: Its condition.
-    """
+    """The condition of a spec at one site. Each path of a nested value has its own previous values."""
 
     def __init__(self, spec: HookBase, condition: Condition) -> None:
         self.spec = spec
@@ -125,7 +120,6 @@ class _HostValues:
     """The values of the previous firings, on the host. NaN stands for no value.
 
     Args:
-        condition: The condition.
         values: The values; the oldest one is overwritten next, at `firings % window`.
         firings: The number of firings.
         count: The number of firings with a value.

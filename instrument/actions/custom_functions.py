@@ -24,7 +24,6 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
 
     Args:
         target: The function and its further arguments.
-        where: Its configuration key, for messages.
         arguments: The names of the arguments with which it is called: `tensor`, or `tensor` (or `tensors`) and `context`.
         trial: Whether a function written in C that declares no parameters is called once, which is the only way to
             test them. Default: True.
@@ -58,12 +57,6 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
 
 def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *further: Context) -> Any:
     """Call a custom function with a tensor that it must not change, without gradients. Return its result.
-
-    Args:
-        function: The function.
-        tensor: The tensor.
-        context: The call, for messages.
-        further: The arguments after the tensor.
 
     Raises:
         HookError: The function modified the tensor in place.

@@ -87,10 +87,6 @@ def accept_result(
     """Check the result of an intervention, record the effect, and return the result, where the condition of `when` holds.
 
     Args:
-        tensor: The tensor before.
-        new: The result.
-        context: The call.
-        rows: Receives the effect.
         factor: The factor, if the change is a multiplication by one number.
         numel: The number of elements of a sparse tensor. Default: that of `tensor`.
 

@@ -82,11 +82,6 @@ class Measurement:
     def __call__(self, tensor: Tensor, context: Context, memory: Tensor | None = None) -> Measured:
         """Measure the sums of a tensor, or this process's part of a tensor.
 
-        Args:
-            tensor: The tensor.
-            context: The call.
-            memory: See `measure`.
-
         Raises:
             HookError: The tensor has no such dimension of units.
         """
@@ -114,11 +109,8 @@ def measure_in_context(
     """Measure the sums of a tensor, also those that depend on its module.
 
     Args:
-        tensor: The tensor.
-        context: The call.
         needs: The sums, in addition to those that every tensor has.
         dim: The dimension of the units; None for the default one.
-        memory: See `measure`.
 
     Raises:
         HookError: The tensor has no such dimension of units.
@@ -164,10 +156,6 @@ def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor,
 
 def to_dense(tensor: Tensor, reader: str) -> Tensor:
     """Return a strided tensor without graph. Sparse tensors become dense; nested ones are padded with NaN (integers with 0).
-
-    Args:
-        tensor: Any layout.
-        reader: What requires the dense tensor, for messages.
 
     Raises:
         HookError: The tensor is sparse, and would be larger than `MAX_BYTES`.

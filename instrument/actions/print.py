@@ -48,13 +48,7 @@ def _location(context: Context) -> str:
 
 
 def line_of(text: str, names: Sequence[str], values: Sequence[float | None]) -> str:
-    """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero.
-
-    Args:
-        text: The description of the tensor.
-        names: The names of the statistics.
-        values: Their values; None for no value.
-    """
+    """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero."""
     cells = dict(zip(names, values, strict=True))
     shown = [
         f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in cells.items() if name not in COUNTS

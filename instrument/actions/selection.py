@@ -24,12 +24,7 @@ from .together import Together
 
 
 class Selector:
-    """Applies an action to the elements that a spec selects.
-
-    Args:
-        spec: The spec.
-        module: The module of the tensors, which determines the dimension of their units.
-    """
+    """Applies an action to the elements that a spec selects."""
 
     def __init__(self, spec: HookSpec, module: nn.Module) -> None:
         self.spec = spec
@@ -52,8 +47,6 @@ class Selector:
         """Call an action with the selected part of a tensor.
 
         Args:
-            action: The action.
-            tensor: The complete tensor.
             context: The call. The action gets it with the selection, and with the selected part of `value`.
 
         Returns:
@@ -73,8 +66,6 @@ class Selector:
         """Call an action with the selected parts of all tensors of a call.
 
         Args:
-            action: The action.
-            tensors: The complete tensors by path.
             context: The call. The action gets it with the selected parts of `values`.
 
         Returns:

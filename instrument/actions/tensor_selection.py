@@ -28,12 +28,7 @@ class TensorSelection:
 
     @classmethod
     def of_indices(cls, shape: Sequence[int], indices: dict[int, tuple[int, ...]]) -> TensorSelection:
-        """Create the selection of indices along dimensions. Those with a constant distance become slices.
-
-        Args:
-            shape: The shape of the complete tensor.
-            indices: Indices from 0 along some dimensions.
-        """
+        """Create the selection of indices along dimensions. Those with a constant distance become slices."""
         ranges = {dim: _as_slice(given) for dim, given in indices.items()}
         index = tuple(ranges.get(dim) or slice(None) for dim in range(len(shape)))
         return cls(shape, index, [(dim, given) for dim, given in indices.items() if ranges[dim] is None])
@@ -49,7 +44,6 @@ class TensorSelection:
         """Return a copy of a tensor with another selected part. Gradients flow to the new part and to the rest.
 
         Args:
-            tensor: A tensor of this shape.
             new: The new values of the part, in the dtype of the tensor.
         """
         parts = [tensor[self.index]]

@@ -18,12 +18,7 @@ from .straight_through import straight_through
 
 
 class Together:
-    """Replaces the tensors of a call by the validated results of one function, and records an effect for each.
-
-    Args:
-        spec: The spec.
-        rows: Receives the effects.
-    """
+    """Replaces the tensors of a call by the validated results of one function, and records an effect for each."""
 
     def __init__(self, spec: FunctionSpec, rows: Effects) -> None:
         self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensors", "context")
@@ -40,10 +35,6 @@ class Together:
 
     def change(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
         """Change the tensors of a call.
-
-        Args:
-            tensors: The tensors by path.
-            context: The context of any of them.
 
         Returns:
             The new tensors by path; the same object for a tensor that is unchanged.
@@ -83,10 +74,5 @@ class Together:
 
 
 def path_of_call(kind: str, path: str) -> str:
-    """Return the path that the tensors of a call have in common: that of the function call, or empty for a module.
-
-    Args:
-        kind: The hook kind.
-        path: The path of a tensor.
-    """
+    """Return the path that the tensors of a call have in common: that of the function call, or empty for a module."""
     return ".".join(path.split(".")[:2]) if KINDS[kind].of_functions else ""

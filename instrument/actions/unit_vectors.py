@@ -20,10 +20,6 @@ from .base import Archive, Context
 class UnitVectors:
     """The vectors of a spec. They are found once per site, and copied to a device once.
 
-    Args:
-        spec: The spec.
-        archive: Provides the recorded tensors of other runs.
-
     Raises:
         ConfigError: A file or a run does not exist, or does not contain vectors.
     """
@@ -47,7 +43,6 @@ class UnitVectors:
 
         Args:
             tensor: The tensor that the hook changes: complete, or the selected part.
-            context: The call.
 
         Returns:
             The vectors on the device of the tensor, [vectors, units], in float32 or the wider dtype of the tensor; and
@@ -206,9 +201,7 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
     """Load vectors from a `.npy` or `.safetensors` file.
 
     Args:
-        path: The file.
         key: The name of the tensor in a `.safetensors` file; None if it has only one.
-        where: The configuration key of the spec, for messages.
 
     Returns:
         float64 [vectors, units].

@@ -45,7 +45,6 @@ class Answer:
 
     Attributes:
         step: The number of completed steps when the message was read.
-        changes: Descriptions of the changes.
         problem: Why the message was refused; None if the changes were made.
     """
 
@@ -56,10 +55,6 @@ class Answer:
 
 def send(folder: Path, changes: Sequence[str]) -> Path:
     """Send changes to a run.
-
-    Args:
-        folder: The folder of the run.
-        changes: The changes.
 
     Returns:
         The file of the message, for `answer_to`.
@@ -90,11 +85,7 @@ def withdraw(message: Path) -> None:
 
 
 class ControlFolder:
-    """The messages to a run, as seen by the run.
-
-    Args:
-        folder: The folder of the run.
-    """
+    """The messages to a run, as seen by the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CONTROL
@@ -205,7 +196,6 @@ def request_changes(
     """Send changes to a run and wait for its answer.
 
     Args:
-        run: The folder of the run.
         changes: The changes, see `instrument.spec.run_changes.parse_changes`.
         on_long_wait: Called once if the current step takes more than two seconds. Default: nothing is called.
         seconds: The time after which the changes are withdrawn. Default: no limit.

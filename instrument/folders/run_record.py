@@ -30,10 +30,6 @@ PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", 
 def read_record(path: Path, where: str) -> dict[str, Any]:
     """Read the run.json of a folder.
 
-    Args:
-        path: The folder of the run.
-        where: The configuration key of the folder, for error messages.
-
     Raises:
         ConfigError: The file does not exist, is not JSON, or was not written by this package.
     """
@@ -49,22 +45,13 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the numbers of completed steps of a run's checkpoints, in ascending order.
-
-    Args:
-        folder: The folder of the run.
-    """
+    """Return the numbers of completed steps of a run's checkpoints, in ascending order."""
     files = sorted((folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
     return [int(file.stem.partition("-")[2]) for file in files]
 
 
 def end_if_running(folder: Path, **entries: Any) -> None:
-    """Add entries to run.json, if its status is `running`. Call it only if the process that writes it is gone.
-
-    Args:
-        folder: The folder of the run.
-        entries: The entries, with the final status.
-    """
+    """Add entries to run.json, if its status is `running`. Call it only if the process that writes it is gone."""
     path = folder / "run.json"
     record = None
     with suppress(ValueError):  # The file is damaged; `load` reports it.
@@ -75,12 +62,7 @@ def end_if_running(folder: Path, **entries: Any) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write a JSON file atomically: the previous file remains until the new one is complete.
-
-    Args:
-        path: The file.
-        record: Its content.
-    """
+    """Write a JSON file atomically: the previous file remains until the new one is complete."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(temporary, path)
@@ -90,7 +72,6 @@ def final_entries(status: Status, error: BaseException | str | None) -> dict[str
     """Return the entries of run.json at the end of a run.
 
     Args:
-        status: The final status.
         error: The exception that ended the run, or the rule that stopped it; None without one.
     """
     message = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
@@ -153,10 +134,6 @@ def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, A
     """Return the differences between the environments of two runs, the decisive ones first.
 
     An entry that the first run does not have is not compared.
-
-    Args:
-        recorded: The content of run.json of the first run.
-        present: That of the second run.
     """
     pairs = [("device", recorded.get("device"), present.get("device"), True)]
     for section in ("hardware", "versions", "code"):

@@ -24,11 +24,9 @@ class RemoteCopy:
     Use it as a context manager: the remaining files are uploaded at the end of the block.
 
     Args:
-        folder: The folder of the run.
         sink: The `sink` section: the remote address and whether local files are kept.
         warn: Called with the text of each warning.
         uploaded: Called with the remote address and the number of bytes when the upload is complete. Default: nothing is called.
-        where: The configuration key of the address, for error messages. Default: `sink.remote`.
 
     Attributes:
         address: The address of the remote folder of this run; None without a remote address.

@@ -34,12 +34,7 @@ class _LayoutBounds(NamedTuple):
 
 
 class StepBounds:
-    """The bounds of the rules that do not have to read each step.
-
-    Args:
-        rules: All rules by name.
-        locations: The locations of the run.
-    """
+    """The bounds of the rules that do not have to read each step."""
 
     def __init__(self, rules: Mapping[str, Rule], locations: Locations) -> None:
         self._rules = rules

@@ -74,9 +74,7 @@ def _is_of_softmax(loss: float, largest: float, classes: float) -> bool:
     """Return whether a loss is in the range of the cross-entropy of probabilities, and its gradient too.
 
     Args:
-        loss: The loss.
         largest: The largest gradient of a probability, times the number of samples.
-        classes: The number of classes.
     """
     low, high = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
     smallest = 1 - math.e / (math.e + classes - 1)  # of the true class, if its probability is 1
@@ -87,7 +85,6 @@ def _is_of_sigmoid(loss: float, rms: float, largest: float) -> bool:
     """Return whether a loss is in the range of the binary cross-entropy of probabilities, and its gradient too.
 
     Args:
-        loss: The loss.
         rms: The root mean square of the gradients of the probabilities, times their number.
         largest: The largest one, times their number.
     """

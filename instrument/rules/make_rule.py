@@ -12,9 +12,6 @@ from .watch import WatchMetric, WatchStatistic
 def make_rule(spec: RuleBase) -> Rule:
     """Build a rule.
 
-    Args:
-        spec: Its entry in the configuration.
-
     Raises:
         ConfigError: A custom rule cannot be imported or built, or lacks the method `update`.
     """

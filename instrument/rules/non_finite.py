@@ -112,10 +112,6 @@ def _may_be_mask(location: Location, loss: float | None) -> bool:
     """Return whether infinities at a location can be a mask.
 
     Infinities that are not a mask reach the loss, which then is not finite. Without a loss, those of an argument are taken as a mask.
-
-    Args:
-        location: The location, which has no NaN.
-        loss: The loss of the step; None if it is unknown.
     """
     if KINDS[location.kind].family != "module" or location.is_gradient:
         return False

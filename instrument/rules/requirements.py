@@ -37,8 +37,6 @@ def check_rules(
     A rule that is optional may be inactive.
 
     Args:
-        rules: The rules by name.
-        hooks: The hooks by name.
         has_targets: Whether the table `samples` has rows.
         evaluations: The number of evaluations; None if it is unknown.
         steps: The number of steps; None if it is unknown.

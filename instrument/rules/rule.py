@@ -64,11 +64,7 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, rows: StepRows) -> Iterable[Firing]:
-        """Read the rows of one step and phase, and return what begins to hold. It is called once for each, in order.
-
-        Args:
-            rows: The rows.
-        """
+        """Read the rows of one step and phase, and return what begins to hold. It is called once for each, in order."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries. Default: no state."""
@@ -112,11 +108,7 @@ PersistentT = TypeVar("PersistentT", bound=PersistentRule)
 
 
 class CatalogueRule(Rule, Generic[SpecT]):
-    """A rule of the catalogue.
-
-    Args:
-        spec: Its entry in the configuration.
-    """
+    """A rule of the catalogue."""
 
     fields: ClassVar[type[RuleBase]]
     """The model of its entry in the configuration."""
@@ -199,11 +191,7 @@ class LocatedRule(CatalogueRule[SpecT]):
         return self.reads(location) and self.selects(location)
 
     def slots_of(self, locations: Sequence[Location]) -> IndexArray:
-        """Return the index of the state of each location, int64 [locations]; -1 for a location that the rule does not read.
-
-        Args:
-            locations: The locations of the run by number.
-        """
+        """Return the index of the state of each location, int64 [locations]; -1 for a location that the rule does not read."""
         new = locations[len(self._slot_of_number) :]
         if new:
             slots = [self._slots.setdefault(each, len(self._slots)) if self._reads(each) else -1 for each in new]

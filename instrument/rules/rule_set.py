@@ -46,12 +46,8 @@ class RuleSet:
     """The rules of a run.
 
     Args:
-        specs: The rules by name.
         write: Called with each event.
         frozen_layers: The layers whose parameters are all frozen.
-
-    Attributes:
-        specs: See above.
     """
 
     def __init__(
@@ -79,8 +75,6 @@ class RuleSet:
 
         Args:
             rows: The identity of each row in any form, which must not be modified later.
-            phase: The phase.
-            site_of: Converts an identity to a site.
         """
         if rows is self._latest[0] and phase == self._latest[1]:
             return self._latest[2]

@@ -50,13 +50,8 @@ class Location(NamedTuple):
     """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps.
 
     Attributes:
-        hook: The hook.
         layer: The name of the module; empty for the root.
-        module_type: Its class.
-        kind: The kind of the hook.
-        role: The role of the tensor.
         path: The path of the tensor, or the name of the parameter.
-        phase: The phase.
     """
 
     hook: str
@@ -106,7 +101,6 @@ class Chosen:
     Attributes:
         rows: The indices of the rows, int64 [chosen rows].
         slots: The index of the state of each location, int64 [chosen locations].
-        locations: The locations.
         index: The index in `locations` of each row, int64 [chosen rows]; None if each location has one row.
     """
 
@@ -138,9 +132,6 @@ class Locations:
 
     A budget samples other rows in every step. What depends on a location only is therefore computed once for each location,
     and not for each layout.
-
-    Attributes:
-        all: The locations by number.
     """
 
     def __init__(self) -> None:
@@ -150,13 +141,7 @@ class Locations:
         self._rows: dict[tuple[str, Hashable], tuple[int, bool]] = {}  # number, and whether it is recomputed
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
-        """Return the layout of the rows of a step.
-
-        Args:
-            rows: The identity of each row in any form, in the order in which the rows were recorded.
-            phase: The phase.
-            site_of: Converts an identity to a site.
-        """
+        """Return the layout of the rows of a step."""
         known = self._rows
         for row in rows:
             if (phase, row) not in known:
@@ -179,13 +164,9 @@ class RowLayout:
     """The locations of the rows of a step. Most steps have the layout of an earlier step.
 
     Args:
-        locations: The locations of the run by number.
         numbers: The number of the location of each row, int64 [rows].
         recomputed: Whether a row is of a recomputed forward pass, bool [rows].
         limits: The number of NaN and infinite elements, as a fraction, from which a row is invalid, float64 [rows].
-
-    Attributes:
-        numbers, limits: See above.
     """
 
     def __init__(
@@ -210,7 +191,6 @@ class RowLayout:
         """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
 
         Args:
-            key: The rule; the result is kept for it.
             slots: Returns the index of the state of each location of the run; -1 for a location that the rule does not read.
         """
         if key not in self._chosen:

@@ -44,8 +44,6 @@ class Upload:
     """Sends completed parts during a run, and all other files at the end.
 
     Args:
-        folder: The folder of the run.
-        remote: The destination.
         rank: The process whose parts are sent. Rank 0 also sends run.json, and all other files at the end.
         keep_local: Whether parts are kept locally after they are sent. Default: True.
     """
@@ -90,11 +88,7 @@ class Upload:
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def end(self) -> TransferResult:
-        """Send the remaining files, and wait while there is progress.
-
-        Returns:
-            What was sent, and what could not be sent.
-        """
+        """Send the remaining files, and wait while there is progress."""
         self._ended.set()
         before, since = self.remote.moved, time.monotonic()
         while self._thread.is_alive() and time.monotonic() - since < STALL_SECONDS:

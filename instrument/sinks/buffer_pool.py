@@ -17,9 +17,6 @@ class Pool:
     """Byte buffers with a limit on the total size of used and idle ones.
 
     A tensor larger than the limit gets a buffer as soon as no other one is in use.
-
-    Args:
-        limit: The limit in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,8 +30,6 @@ class Pool:
         """Return a buffer of at least `size` bytes, dtype uint8.
 
         Args:
-            size: The required size in bytes.
-            pinned: Whether a GPU writes to the buffer.
             wait: Called repeatedly while no buffer is available; it raises an exception if none will become available.
                 None: do not wait.
 

@@ -68,12 +68,7 @@ def _checksum_of(file: BinaryIO, start: int, size: int) -> int:
 
 
 def column_ranges(metadata: pq.FileMetaData, names: Collection[str] | None = None) -> list[tuple[int, int]]:
-    """Return the position and the size in bytes of each column of each row group.
-
-    Args:
-        metadata: The content of the footer.
-        names: The names of the columns; None for all.
-    """
+    """Return the position and the size in bytes of each column of each row group."""
     ranges = []
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
@@ -87,9 +82,6 @@ class CheckedFile(io.RawIOBase):
     """A Parquet file that verifies what is read.
 
     Each thread has its own position, so that several threads can read.
-
-    Args:
-        file: The file.
 
     Raises:
         DamagedFileError: From the constructor and `read`: the content does not match its checksums.
@@ -148,8 +140,6 @@ class CheckedFile(io.RawIOBase):
         """Verify the columns that overlap a range of bytes.
 
         Args:
-            start: The position of the first byte.
-            end: The position after the last byte.
             content: The bytes of the range; others are read.
 
         Raises:

@@ -51,9 +51,6 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
         ends: By rank and table, the number of a part that must not be merged with the parts before it: a run that
             resumes from a checkpoint removes the parts from this number on.
 
-    Returns:
-        The number of files before and after, and problems.
-
     Raises:
         OSError: A file cannot be written. No row is lost.
     """

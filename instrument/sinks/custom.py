@@ -19,13 +19,6 @@ METHODS = ("write", "keep", "end_step", "close")
 class CustomSink:
     """Passes everything to a custom sink. After an exception of the sink, only `close` is called.
 
-    Args:
-        sink: The custom sink.
-        where: The config key or the argument that contains it, for messages.
-
-    Attributes:
-        name: The class of the custom sink.
-
     Raises:
         ConfigError: It is a class, or lacks a method of `instrument.Sink`.
         SinkError: From all methods: the custom sink raised an exception, or returned an invalid value.

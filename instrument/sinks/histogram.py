@@ -25,8 +25,6 @@ class Histogram(NamedTuple):
     """Counts in equal-width bins.
 
     Attributes:
-        low: The smallest value.
-        high: The largest value.
         counts: The count of each bin, ascending. If all values are equal, all are in the first bin.
     """
 

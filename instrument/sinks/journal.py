@@ -41,7 +41,6 @@ class Journal:
 
     Args:
         path: The file. It must not exist.
-        schema: The schema of the batches.
         fsync: Whether rows survive a power failure, in addition to the end of the process.
 
     Raises:
@@ -112,7 +111,6 @@ class JournalReader:
     """The content of a journal.
 
     Attributes:
-        path: The file.
         schema: The schema of the batches; None if it cannot be read.
         torn: Whether the last message is incomplete: it was being written, or the process ended while writing it.
         problem: A message about any other damage; None if there is none.
@@ -134,7 +132,6 @@ class JournalReader:
         """Open a journal.
 
         Args:
-            path: The file.
             exclusive: Whether no other process writes to it. It is then memory-mapped instead of read into memory.
             after: An earlier reading of the same file, which has only grown since. Only the new content is read.
 

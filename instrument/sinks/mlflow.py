@@ -31,7 +31,6 @@ class Mlflow:
 
     Args:
         run: The run. A resumed run creates a new MLflow run that starts at the first repeated step.
-        folder: Not used.
     """
 
     shows_images = False

@@ -182,12 +182,7 @@ def lost_journals(folder: Path, table: str) -> dict[Path, str]:
 
 
 def foreign_files(folder: Path, subfolder: str) -> list[Path]:
-    """Return the files in a folder of a run that no run has written and no reader uses.
-
-    Args:
-        folder: The folder of the run.
-        subfolder: The name of a table's folder, or of the folder of journals.
-    """
+    """Return the files in a folder of a run that no run has written and no reader uses."""
     names = names_in(folder / subfolder)
     if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
@@ -213,9 +208,6 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     """Convert a journal to a part and remove it. A damaged journal is kept under another name.
 
     Args:
-        folder: The folder of the run.
-        table: The table.
-        part: The part.
         written: The minimum number of rows that were written to the journal; 0 if unknown.
         fsync: Whether the part survives a power failure. Default: False.
 
@@ -245,11 +237,6 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
     """Remove everything that one process wrote after each table had a certain number of parts.
 
     Removed are later parts, journals, and temporary files.
-
-    Args:
-        folder: The folder of the run.
-        rank: The process.
-        counts: The number of parts of each table to keep.
 
     Raises:
         OSError: A file cannot be removed, or a merged part contains rows to keep and rows to remove.

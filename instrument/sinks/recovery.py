@@ -43,12 +43,6 @@ class RecoveryResult:
 def recover(folder: Path) -> RecoveryResult:
     """Convert all journals of a run without a process to parts, and remove its temporary files.
 
-    Args:
-        folder: The folder of the run.
-
-    Returns:
-        What was recovered, and problems.
-
     Raises:
         OSError: A file cannot be written. The files not yet processed are unchanged.
     """

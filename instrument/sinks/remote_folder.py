@@ -83,10 +83,6 @@ def check_address(address: str, where: str) -> None:
 def check_no_secret(text: str, where: str) -> None:
     """Refuse an address that contains credentials, without repeating it.
 
-    Args:
-        text: The address, or a text that contains it.
-        where: The config key or argument, for the message.
-
     Raises:
         ConfigError: There are credentials.
     """
@@ -220,11 +216,7 @@ def remote_address_of(folder: Path, remote: str) -> str:
 
 
 def moved_to(info: Mapping[str, Any]) -> str | None:
-    """Return the address to which the parts of a run were moved; None if they were not moved.
-
-    Args:
-        info: The content of run.json.
-    """
+    """Return the address to which the parts of a run were moved; None if they were not moved."""
     config = info.get("config")
     sink = config.get("sink") if isinstance(config, dict) else None
     return info.get("remote") if isinstance(sink, dict) and sink.get("keep_local") is False else None
@@ -232,10 +224,6 @@ def moved_to(info: Mapping[str, Any]) -> str | None:
 
 class RemoteFolder:
     """A remote folder.
-
-    Args:
-        address: The address, without credentials.
-        where: The config key or argument that contains it, for messages.
 
     Attributes:
         moved: The number of bytes sent, including those of incomplete files.
@@ -312,12 +300,6 @@ def check_is_local(
     fix: str = f"set {REMOTE_KEY}=protocol://bucket/folder",
 ) -> None:
     """Refuse an address where a local folder is required.
-
-    Args:
-        path: The path or address.
-        where: The config key or argument, for the message.
-        message: Why an address cannot be used.
-        fix: What to use instead.
 
     Raises:
         ConfigError: It is an address.

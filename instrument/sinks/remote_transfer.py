@@ -31,8 +31,6 @@ class TransferResult:
     """The result of sending a run's files.
 
     Attributes:
-        files: The number of files sent.
-        bytes: The number of bytes sent.
         failed: The files that could not be sent, each with the reason.
     """
 
@@ -86,12 +84,7 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
     """Send all files that do not exist in the remote folder.
 
     Args:
-        folder: The folder of the run.
-        remote: The destination.
         sent: An earlier result, to which this adds. Default: a new one.
-
-    Returns:
-        What was sent, and what could not be sent.
 
     Raises:
         UploadError: The remote folder contains another run.

@@ -40,7 +40,6 @@ def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Tab
     """Convert plain rows to the dtypes of the files, with labels as dictionaries.
 
     Args:
-        table: The table.
         plain: Batches of rows, or rows that have their positions if the table requires them.
     """
     if not isinstance(plain, pa.Table):

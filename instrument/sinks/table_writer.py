@@ -20,8 +20,6 @@ class TableWriter:
     """Writes batches of plain rows.
 
     Args:
-        folder: The folder of the run.
-        table: The table.
         journal_bytes: The size at which a journal becomes a part, in bytes.
         first: The number of the first part.
         fsync: Whether rows survive a power failure.

@@ -39,9 +39,6 @@ class Scalar(NamedTuple):
     """One number of a row.
 
     Attributes:
-        tag: The tag.
-        step: The optimizer step, from 0.
-        value: The number.
         fold: Combines several values with the same tag and step.
     """
 

@@ -24,7 +24,6 @@ class TensorBoard:
 
     Args:
         run: The run. If it is resumed, TensorBoard discards the steps that are repeated.
-        folder: The folder of the event files.
     """
 
     shows_images = True

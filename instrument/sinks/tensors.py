@@ -47,8 +47,6 @@ class CopiedTensor(NamedTuple):
         row: The columns before the values.
         flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
         as_list: Whether it is stored in `values`.
-        buffer: The buffer.
-        copy: The copy into the buffer.
     """
 
     row: Row
@@ -62,7 +60,6 @@ class TensorWriter:
     """Copies tensors and writes them in a thread.
 
     Args:
-        writer: The writer of the `tensors` table.
         tensors: `list`: as float32 lists if those are exact. `bytes`: always as bytes.
         when_full: What a hook does if no buffer is available: `wait` for the thread, or `drop` the tensor.
     """
@@ -115,9 +112,6 @@ class TensorWriter:
 
     def _pass_on(self, *, wait: bool = False) -> None:
         """Pass the tensors whose copies are complete to the thread, in order.
-
-        Args:
-            wait: Whether to wait for the other copies.
 
         Raises:
             OSError: A GPU could not copy a tensor.

@@ -36,10 +36,8 @@ class TrackedRun:
     """The description of a run that a tracker receives.
 
     Attributes:
-        folder: The folder of the run.
         name: The run's `name`: its project or experiment.
         title: Distinguishes it from other runs of that name.
-        config: The resolved configuration.
         resumed_at: The first repeated step of a resumed run; None for a new run.
     """
 
@@ -76,10 +74,6 @@ class Tracker(Protocol):
 
 class TrackingSink:
     """A sink that passes rows to a tracker and stores none.
-
-    Args:
-        tracker: The tracker.
-        name: Its name in messages.
 
     Attributes:
         outcome: How the run ended, according to its events.
@@ -161,12 +155,7 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
 
     Args:
         name: One of `instrument.spec.config.TRACKERS`.
-        run: The description of the run.
-        where: The config key that requests it, for messages.
         tracker_folder: The folder for files of the tracker. Default: in the run's folder.
-
-    Returns:
-        A sink that passes rows to the tracker.
 
     Raises:
         ConfigError: The package is missing, or the service is not available.
