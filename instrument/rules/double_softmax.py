@@ -32,8 +32,6 @@ class DoubleSoftmaxRule(PersistentRule):
 
 @RULES.register("double_softmax")
 class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
-    """See `DoubleSoftmaxRule`: the gradient and the loss that probabilities have as logits, 3 times in succession."""
-
     fields = DoubleSoftmaxRule
     what = "softmax applied twice"
     advice = "Remove this layer, and pass its input to the loss function, which expects logits."

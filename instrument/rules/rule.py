@@ -6,6 +6,7 @@ import base64
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -137,8 +138,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.saved:
-            is_array = isinstance(getattr(self, f"_{name}"), np.ndarray)
-            setattr(self, f"_{name}", _unpacked(state[name]) if is_array else copy(state[name]))
+            setattr(self, f"_{name}", _unpacked(state[name], getattr(self, f"_{name}")))
 
     def bounds(self) -> Bounds | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
@@ -301,15 +301,25 @@ def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.nda
 
 def _packed(value: Any) -> Any:
     """Return a copy of a value that JSON can represent."""
-    if not isinstance(value, np.ndarray):
-        return copy(value)
-    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {"dtype": str(value.dtype), "shape": list(value.shape), "data": data}
+    if isinstance(value, np.ndarray):
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "data": data}
+    if isinstance(value, set):
+        return sorted(list(each) if isinstance(each, Location) else each for each in value)
+    if isinstance(value, Counter):
+        return [list(item) for item in value.items()]
+    return list(value) if isinstance(value, deque) else copy(value)
 
 
-def _unpacked(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Restore an array from the result of `_packed`."""
-    return np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"]).copy()
+def _unpacked(packed: Any, like: Any) -> Any:
+    """Restore a value of the type of `like` from the result of `_packed`."""
+    if isinstance(like, np.ndarray):
+        return np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"]).copy()
+    if isinstance(like, set):
+        return {Location(*each) if isinstance(each, list) else each for each in packed}
+    if isinstance(like, Counter):
+        return Counter(dict(packed))
+    return deque(packed, like.maxlen) if isinstance(like, deque) else copy(packed)
 
 
 WEIGHTED = frozenset([
