@@ -76,12 +76,7 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterat
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Container:
-    """A container that is visited.
-
-    Attributes:
-        replaced: The new leaves, by the index of their entry.
-        new: The container that replaces it.
-    """
+    """A container that is visited, with its new leaves by the index of their entry, and the container that replaces it."""
 
     value: Any
     entries: Sequence[tuple[Any, Any]]

@@ -406,18 +406,12 @@ class Archive:
         raise NotImplementedError
 
 
-class Action(Protocol):
+class Action:
     """The action of one spec. It is called for the tensors of all sites of the spec."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Receive all tensors of the spec before it is called for each of them.
-
-        Only kinds that have all tensors at once call it.
-        """
+        """Receive all tensors of the spec before each call. Only kinds that have all tensors at once call it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor | None:
-        """Process one tensor.
-
-        Returns:
-            The tensor that replaces it, or None to keep it.
-        """
+        """Process one tensor. Return the tensor that replaces it, or None to keep it."""
+        raise NotImplementedError

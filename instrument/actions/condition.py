@@ -117,13 +117,7 @@ class SiteCondition:
 
 
 class _HostValues:
-    """The values of the previous firings, on the host. NaN stands for no value.
-
-    Args:
-        values: The values; the oldest one is overwritten next, at `firings % window`.
-        firings: The number of firings.
-        count: The number of firings with a value.
-    """
+    """The values of the previous firings, on the host: a ring of `window` values, NaN for no value; `count` have a value."""
 
     def __init__(self, condition: Condition, values: list[float], firings: int, count: int) -> None:
         self.condition = condition
@@ -167,11 +161,7 @@ class _HostValues:
 
 
 class _DeviceValues:
-    """The values of the previous firings, on a device; see `_HostValues`.
-
-    Attributes:
-        values: [window], NaN for no value.
-    """
+    """The values of the previous firings, on a device, [window]; see `_HostValues`."""
 
     def __init__(self, condition: Condition, values: Tensor, firings: int, count: Tensor) -> None:
         self.condition = condition

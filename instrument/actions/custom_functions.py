@@ -14,7 +14,7 @@ from ..errors import ConfigError, HookError, Problem
 from ..spec.field_types import Target
 from ..targets import locate
 from .base import Context
-from .intervention import describe, versioned_copy
+from .intervention import describe, with_version
 
 
 def custom_function(target: Target, where: str, *arguments: str, trial: bool = True) -> Callable[..., Any]:
@@ -42,16 +42,11 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
         function: Any = found(**further) if inspect.isclass(found) else found
         _check_arguments(function, len(arguments), bound, trial=trial)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                where,
-                f"{target.target} cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}",
-                given=further or target.target,
-            )
-        ) from None
+        message = f"cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}"
+        raise ConfigError(Problem(where, f"{target.target} {message}", further or target.target)) from None
     except Exception as error:
         message = f"{target.target} could not be built: {type(error).__name__}: {error}"
-        raise ConfigError(Problem(where, message, given=further or target.target)) from error
+        raise ConfigError(Problem(where, message, further or target.target)) from error
     return check_random_state(partial(function, **bound))
 
 
@@ -61,7 +56,7 @@ def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *fur
     Raises:
         HookError: The function modified the tensor in place.
     """
-    given = versioned_copy(tensor) if tensor.is_inference() else tensor.detach()
+    given = with_version(tensor).detach()
     version = given._version
     with torch.no_grad():
         result = function(given, *further)

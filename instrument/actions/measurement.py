@@ -98,9 +98,8 @@ class Measurement:
     def dead_units(self, tensor: Tensor, context: Context) -> Tensor | None:
         """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
         along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
-        if along is None or _has_distinct_units(context, along):
-            return None
-        return dead_units(_strided_or_sparse(tensor), along)
+        has_distinct_units = context.scope == "shard" and along == 0  # `fully_shard` shards along dimension 0
+        return None if along is None or has_distinct_units else dead_units(_strided_or_sparse(tensor), along)
 
 
 def measure_in_context(
@@ -136,21 +135,14 @@ def _norm(parameter: Tensor) -> Number:
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:
-    """Return the result of a custom statistic.
-
-    Raises:
-        HookError: The function failed, modified its tensor, or did not return a number.
-    """
+    """Return the result of a custom statistic; see `Measurement.custom_numbers`."""
     found = observe(function, to_dense(tensor, describe(context)), context)
     if isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex():
         return float(found) if is_on_host(found) else found.detach()
     if found is None or isinstance(found, Real):
         return None if found is None else float(found)
-    what = (
-        f"a tensor of shape {list(found.shape)} and {found.dtype}"
-        if isinstance(found, Tensor)
-        else type(found).__name__
-    )
+    is_tensor = isinstance(found, Tensor)
+    what = f"a tensor of shape {list(found.shape)} and {found.dtype}" if is_tensor else type(found).__name__
     raise HookError(f"{describe(context)}: the statistic {name!r} must return one real number, but returned {what}")
 
 
@@ -179,11 +171,7 @@ def _strided_or_sparse(tensor: Tensor) -> Tensor:
 
 
 def _unit_dim_of(tensor: Tensor, context: Context, dim: int | None) -> int | None:
-    """Return the dimension of a tensor's units; None if it has no units.
-
-    Raises:
-        HookError: The tensor has no such dimension.
-    """
+    """Return the dimension of a tensor's units; None if it has no units. Raise HookError if it has no such dimension."""
     if tensor.is_nested:
         return None
     of_parameter = KINDS[context.kind].family != "module"
@@ -191,8 +179,3 @@ def _unit_dim_of(tensor: Tensor, context: Context, dim: int | None) -> int | Non
     if along is not None and not -tensor.dim() <= along < tensor.dim():
         raise HookError(f"{describe(context)}: unit_dim {along} is out of range for shape {list(tensor.shape)}")
     return along
-
-
-def _has_distinct_units(context: Context, along: int) -> bool:
-    """Return whether each process has other units: `fully_shard` shards along dimension 0."""
-    return context.scope == "shard" and along == 0

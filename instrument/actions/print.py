@@ -9,19 +9,16 @@ from torch import Tensor
 from ..nested import shape_of
 from ..spec.record import PrintSpec
 from ..spec.statistics import COUNTS
-from .base import Context, Rows
+from .base import Action, Context, Rows
 from .measurement import Measurement
 
 
-class Print:
+class Print(Action):
     """The print action of a spec."""
 
     def __init__(self, spec: PrintSpec, rows: Rows) -> None:
         self.measurement = Measurement(spec)
         self.rows = rows
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: each tensor is printed independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
