@@ -68,10 +68,10 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterat
         path, value = waiting.pop()
         if is_leaf(value):
             yield path, value
-        elif id(value) not in known and (found := entries(value)):
+        elif id(value) not in known and (children := entries(value)):
             known[id(value)] = value
             prefix = f"{path}." if path else ""
-            waiting += [(f"{prefix}{key}", child) for key, child in reversed(found)]
+            waiting += [(f"{prefix}{key}", child) for key, child in reversed(children)]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -127,11 +127,13 @@ def map_leaves(
             continue
         container = known.get(id(child))
         if container is None:
-            if not (found := entries(child)):
+            if not (children := entries(child)):
                 continue
-            container = known[id(child)] = _Container(child, found)
+            container = known[id(child)] = _Container(child, children)
             prefix = f"{path}." if path else ""
-            waiting += [(f"{prefix}{found[i][0]}", found[i][1], container, i) for i in reversed(range(len(found)))]
+            waiting += [
+                (f"{prefix}{children[i][0]}", children[i][1], container, i) for i in reversed(range(len(children)))
+            ]
         if user is not None:
             container.parents.append(user)
     if changed:
@@ -170,15 +172,15 @@ def _replace(known: Mapping[int, _Container], changed: Sequence[_Container], in_
 
 def _containers_in(value: Any) -> set[int]:
     """Return the `id` of each container in a value."""
-    found: set[int] = set()
+    ids: set[int] = set()
 
     def note(child: Any) -> bool:
-        found.add(id(child))
+        ids.add(id(child))
         return False
 
     for _ in leaves(value, note):
         pass
-    return found
+    return ids
 
 
 def _new_children(container: _Container, known: Mapping[int, _Container]) -> Iterator[Any]:
@@ -255,7 +257,7 @@ class CopiedContainer(NamedTuple):
 
 def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> list[CopiedContainer]:
     """Return the containers in arguments that `map_leaves` copied, without tuples and read-only mappings."""
-    found: dict[int, CopiedContainer] = {}
+    copies: dict[int, CopiedContainer] = {}
     visited: set[int] = set()
     waiting = [(old, new[name]) for name, old in original.items()]
     while waiting:
@@ -265,8 +267,8 @@ def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> li
         visited.add(id(copied))
         waiting += [(child, new) for (_, child), (_, new) in zip(entries(old), entries(copied), strict=True)]
         if is_modifiable(old):
-            found[id(copied)] = CopiedContainer(old, copied, _contents(copied))
-    return [*found.values()]
+            copies[id(copied)] = CopiedContainer(old, copied, _contents(copied))
+    return [*copies.values()]
 
 
 def _contents(container: Any) -> dict[Hashable, Any]:

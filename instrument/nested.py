@@ -77,8 +77,8 @@ def split_arguments(joined: Mapping[str, Any], positional: int) -> tuple[tuple[A
 
 def shapes(value: Any) -> str:
     """Return the shapes of the tensors of a nested value for messages, such as `[64, 1, 28, 28]`."""
-    found = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]
-    return ", ".join(found) if found else type(value).__name__
+    texts = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]
+    return ", ".join(texts) if texts else type(value).__name__
 
 
 def structure(value: Any) -> str:
@@ -89,15 +89,15 @@ def structure(value: Any) -> str:
 def _structure(value: Any, visited: set[int]) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {[*shape_of(value)]}"
-    found = entries(value)[: MAX_ENTRIES + 1]
-    if not found and not isinstance(value, Mapping | tuple | list):
+    items = entries(value)[: MAX_ENTRIES + 1]
+    if not items and not isinstance(value, Mapping | tuple | list):
         return type(value).__name__
     if id(value) in visited or len(visited) >= MAX_CONTAINERS:
         return "..."
     visited.add(id(value))
-    children = [(key, _structure(child, visited)) for key, child in found[:MAX_ENTRIES]]
+    children = [(key, _structure(child, visited)) for key, child in items[:MAX_ENTRIES]]
     texts = [text for _, text in children]
-    more = ["..."] * (len(found) > MAX_ENTRIES)
+    more = ["..."] * (len(items) > MAX_ENTRIES)
     if isinstance(value, Mapping):
         return f"{{{', '.join([f'{str(key)!r}: {text}' for key, text in children] + more)}}}"
     if isinstance(value, list):

@@ -64,6 +64,6 @@ def first_elements(tensor: Tensor, count: int) -> Tensor:
     starts *= size
     is_first = starts < count
     places = starts[is_first, None] + torch.arange(size, device=tensor.device)
-    found = values.new_zeros(count + size)
-    found[places.reshape(-1)] = values[is_first].reshape(-1)
-    return found[:count]
+    elements = values.new_zeros(count + size)
+    elements[places.reshape(-1)] = values[is_first].reshape(-1)
+    return elements[:count]

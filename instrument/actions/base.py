@@ -220,17 +220,17 @@ class Effect:
         """
         if fetched is None and self.numbers:
             return [math.nan] * len(EFFECT)
-        found: list[float] = [self.numel]
+        numbers: list[float] = [self.numel]
         for number in self._given:
             if isinstance(number, Measured):
                 assert fetched is not None, "the sums are on a device"
                 sums = on_host([number], np.array([next(fetched)]))
-                found.append(float(Measured(sums[0]).statistic("l2")))
+                numbers.append(float(Measured(sums[0]).statistic("l2")))
             elif isinstance(number, Tensor) and fetched is not None:
-                found += next(fetched)
+                numbers += next(fetched)
             else:
-                found.append(math.nan if number is None else float(number))
-        return found
+                numbers.append(math.nan if number is None else float(number))
+        return numbers
 
 
 class Effects(Protocol):
@@ -361,7 +361,7 @@ class Archive:
         """Check that a run exists and contains tensors of a hook.
 
         Raises:
-            ConfigError: The run or its tensors cannot be found.
+            ConfigError: The run or its tensors do not exist.
         """
         message = "this probe was created without an archive of other runs"
         raise ConfigError(Problem(f"{where}.{field}", message, given=run))

@@ -35,11 +35,11 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
         ConfigError: It does not exist, cannot be called with these arguments, is a generator or asynchronous, or the
             constructor of the class raises an exception.
     """
-    found: Callable[..., Any] = target.function or locate(target.target, where)
+    imported: Callable[..., Any] = target.function or locate(target.target, where)
     further = target.model_extra or {}
-    bound = {} if inspect.isclass(found) else further
+    bound = {} if inspect.isclass(imported) else further
     try:
-        function: Any = found(**further) if inspect.isclass(found) else found
+        function: Any = imported(**further) if inspect.isclass(imported) else imported
         _check_arguments(function, len(arguments), bound, trial=trial)
     except (TypeError, ValueError) as error:
         message = f"cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}"

@@ -136,13 +136,13 @@ def _norm(parameter: Tensor) -> Number:
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:
     """Return the result of a custom statistic; see `Measurement.custom_numbers`."""
-    found = observe(function, to_dense(tensor, describe(context)), context)
-    if isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex():
-        return float(found) if is_on_host(found) else found.detach()
-    if found is None or isinstance(found, Real):
-        return None if found is None else float(found)
-    is_tensor = isinstance(found, Tensor)
-    what = f"a tensor of shape {list(found.shape)} and {found.dtype}" if is_tensor else type(found).__name__
+    number = observe(function, to_dense(tensor, describe(context)), context)
+    if isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex():
+        return float(number) if is_on_host(number) else number.detach()
+    if number is None or isinstance(number, Real):
+        return None if number is None else float(number)
+    is_tensor = isinstance(number, Tensor)
+    what = f"a tensor of shape {list(number.shape)} and {number.dtype}" if is_tensor else type(number).__name__
     raise HookError(f"{describe(context)}: the statistic {name!r} must return one real number, but returned {what}")
 
 

@@ -59,5 +59,5 @@ class TensorSelection:
 def _as_slice(indices: tuple[int, ...]) -> slice | None:
     """Return the slice of increasing indices with a constant distance; None for others."""
     first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
-    found = range(first, first + step * len(indices), step) if step > 0 else None
-    return slice(first, found.stop, step) if found is not None and tuple(found) == indices else None
+    steps = range(first, first + step * len(indices), step) if step > 0 else None
+    return slice(first, steps.stop, step) if steps is not None and tuple(steps) == indices else None

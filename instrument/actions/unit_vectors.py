@@ -114,11 +114,11 @@ class UnitVectors:
         if spec.fn == "mean_ablate":
             return mean_of_units(sources["run"]())[None]
         components = spec.components or 1
-        found = principal_components(sources["run"]())
-        if components > len(found):
-            message = f"{self._name(context)} has {len(found)} components"
-            raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(found)}"))
-        return found[:components]
+        directions = principal_components(sources["run"]())
+        if components > len(directions):
+            message = f"{self._name(context)} has {len(directions)} components"
+            raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(directions)}"))
+        return directions[:components]
 
     def _recorded(self, run: str, field: str, context: Context) -> Iterator[Tensor]:
         """Yield the recorded tensors of a site as [units, elements], float64."""
@@ -226,12 +226,12 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
             Problem(f"{where}.vector", "this file does not exist", path, similar=similar_names(path, others))
         )
     try:
-        found = readers[file.suffix]()
+        array = readers[file.suffix]()
     except (ValueError, OSError, TypeError) as error:
         raise ConfigError(Problem(f"{where}.vector", f"cannot read the file: {error}", given=path)) from None
-    vectors = found.to(torch.float64) if not found.is_complex() else found
+    vectors = array.to(torch.float64) if not array.is_complex() else array
     if vectors.is_complex() or vectors.dim() not in (1, 2) or not vectors.numel() or not vectors.isfinite().all():
-        message = f"the array has shape {list(found.shape)} and {found.dtype}"
+        message = f"the array has shape {list(array.shape)} and {array.dtype}"
         raise ConfigError(
             Problem(f"{where}.vector", message, path, "finite real numbers of shape [units] or [vectors, units]")
         )
@@ -255,5 +255,5 @@ def _from_safetensors(file: Path, key: str | None, where: str) -> Tensor:
         allowed = [f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())]
         message = "requires the name of a tensor in the file" if key is None else "the file has no such tensor"
         raise ConfigError(Problem(f"{where}.key", message, key, allowed, similar_names(key or "", tensors)))
-    found: Tensor = tensors[key]
-    return found
+    tensor: Tensor = tensors[key]
+    return tensor

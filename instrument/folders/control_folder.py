@@ -109,11 +109,11 @@ class ControlFolder:
             raise MessageError(f"{self.folder} is not a folder to which only the user of the run can write")
         listed_at = time.time()
         try:
-            found = sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
+            messages = sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
         except OSError as error:
             raise MessageError(f"{self.folder} cannot be read: {error.strerror}") from None
         self._listed = changed, listed_at
-        return found
+        return messages
 
     def read(self, message: Path) -> list[str]:
         """Return the changes of a message.
@@ -177,13 +177,13 @@ class ControlFolder:
 
         An incomplete line, from a process that was killed, is ignored.
         """
-        found = []
+        changes = []
         with suppress(FileNotFoundError):
             for line in (self.folder / LOG).read_text().splitlines():
                 with suppress(ValueError, TypeError, KeyError):
                     entry = json.loads(line)
-                    found.append((int(entry["step"]), list(entry["changes"])))
-        return sorted(found, key=lambda entry: entry[0])
+                    changes.append((int(entry["step"]), list(entry["changes"])))
+        return sorted(changes, key=lambda entry: entry[0])
 
 
 def request_changes(

@@ -197,11 +197,7 @@ class RunFolder:
             self._lock.release()
 
     def _write(self) -> None:
-        """Write run.json.
-
-        Raises:
-            SinkError: The file cannot be written, and `on_error` is `stop`.
-        """
+        """Write run.json. Raise SinkError if it cannot be written and `on_error` is `stop`."""
         try:
             write_json(self.path / "run.json", self.record)
         except OSError as error:

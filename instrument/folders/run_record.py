@@ -151,8 +151,8 @@ def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, A
     if weights and own_weights:
         pairs.append(("content of init_from", weights["sha256"], own_weights["sha256"], True))
     pairs.append(("git_revision", recorded.get("git_revision"), present.get("git_revision"), False))
-    found = [EnvironmentDifference(*pair) for pair in pairs if pair[1] != pair[2]]
-    return sorted(found, key=lambda difference: not difference.is_decisive)
+    differences = [EnvironmentDifference(*pair) for pair in pairs if pair[1] != pair[2]]
+    return sorted(differences, key=lambda difference: not difference.is_decisive)
 
 
 def _text(value: object) -> str:

@@ -46,10 +46,10 @@ class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
         return is_read and location.module_type in ("Softmax", "Sigmoid") and location.phase == "train"
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        found = np.zeros(len(chosen.locations), np.bool_)
+        holds = np.zeros(len(chosen.locations), np.bool_)
         loss = rows.metric("loss")
         if loss is None:
-            return found
+            return holds
         means, rms, largest = (chosen.values(rows.column(name), self.merge) for name in self.statistics)
         numel = chosen.values(rows.counts("numel"), self.merge)
         outputs = {location.layer: at for at, location in enumerate(chosen.locations) if location.is_output}
@@ -58,10 +58,10 @@ class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
             if not location.is_gradient or output is None:
                 continue
             if location.module_type == "Sigmoid":
-                found[at] = _is_of_sigmoid(loss, rms[at] * numel[at], largest[at] * numel[at])
+                holds[at] = _is_of_sigmoid(loss, rms[at] * numel[at], largest[at] * numel[at])
             elif abs(means[at]) < ZERO_MEAN * rms[at]:
-                found[at] = _is_of_softmax(loss, largest[at] * numel[at] * means[output], 1 / means[output])
-        return found
+                holds[at] = _is_of_softmax(loss, largest[at] * numel[at] * means[output], 1 / means[output])
+        return holds
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         text = f"loss {rows.metric('loss'):.4g} and the gradient are those of probabilities as logits"

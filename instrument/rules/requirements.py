@@ -66,7 +66,7 @@ def check_rules(
             evaluations=evaluations,
             steps=steps,
         )
-    problems += _cycle_problems(required, hooks, {name: found for name, found in read.items() if found})
+    problems += _cycle_problems(required, hooks, {name: names for name, names in read.items() if names})
     if problems:
         raise ConfigError(*problems)
 
@@ -181,16 +181,16 @@ def _cycle_problems(
     rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], read: Mapping[str, list[str]]
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that reads only hooks that are off until it, or a rule like it, fires."""
-    waiting = {name: found for name, found in read.items() if {*found} <= turned_on_by_rules(rules, hooks)}
+    waiting = {name: names for name, names in read.items() if {*names} <= turned_on_by_rules(rules, hooks)}
     while waiting:
         others = {name: rule for name, rule in rules.items() if name not in waiting}
-        ready = [name for name, found in waiting.items() if {*found} & turned_on_by_rules(others, hooks)]
+        ready = [name for name, names in waiting.items() if {*names} & turned_on_by_rules(others, hooks)]
         if not ready:
             break
         for name in ready:
             del waiting[name]
-    for name, found in waiting.items():
+    for name, names in waiting.items():
         message = "can never fire: it reads only hooks that are off until it fires"
         yield Problem(
-            f"rules.{name}", message, found, fix="read another hook, or remove 'enable' or 'when' of these hooks"
+            f"rules.{name}", message, names, fix="read another hook, or remove 'enable' or 'when' of these hooks"
         )

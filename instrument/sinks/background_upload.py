@@ -189,8 +189,7 @@ class Upload:
     def _changed_parts(self) -> Iterator[Path]:
         """Yield the parts of tables whose folders changed since the check before the last one.
 
-        Not since the last one: modification times have a limited resolution, so a part that follows a check immediately
-        may not change the time.
+        Modification times have a limited resolution: a part that follows a check immediately may not change the time.
         """
         for table in TABLES:
             table_folder = self.folder / table

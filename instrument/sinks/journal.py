@@ -88,10 +88,10 @@ class Journal:
             OSError: The folder cannot be read.
         """
         try:
-            found = os.stat(self.path)
+            stat = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return os.path.samestat(found, os.fstat(self._file.fileno())) and found.st_size >= self.size
+        return os.path.samestat(stat, os.fstat(self._file.fileno())) and stat.st_size >= self.size
 
     def close(self) -> None:
         """Close the file."""

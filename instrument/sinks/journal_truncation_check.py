@@ -75,8 +75,8 @@ def read_counts(path: Path) -> dict[tuple[str, int], int] | None:
         pairs, checksum = content[: -CHECKSUM.size], content[-CHECKSUM.size :]
         if pairs and len(pairs) % PAIR.size == 0 and checksum == CHECKSUM.pack(zlib.crc32(pairs)):
             # An earlier version wrote fewer tables: the first ones.
-            found = ((table, *pair) for table, pair in zip(TABLES, PAIR.iter_unpack(pairs), strict=False))
-            return {(table, part): rows for table, part, rows in found if rows}
+            numbered = ((table, *pair) for table, pair in zip(TABLES, PAIR.iter_unpack(pairs), strict=False))
+            return {(table, part): rows for table, part, rows in numbered if rows}
     return None
 
 

@@ -83,6 +83,7 @@ class ParquetSink:
         self.failure: str | None = None
         # Of the folder. Set with the first rows, since the folder may be created after the sink.
         self._folder_stat: os.stat_result | None = None
+        self._reserve = disk_reserve_file(folder, own_rank())
         self._has_reserve = False
         self._step: int | None = None  # the last step whose rows were written
         self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
@@ -124,17 +125,14 @@ class ParquetSink:
             self._fail(error)
             return None
 
-    def end_step(self) -> None:
+    def end_step(self, *, wait: bool = False) -> None:
         """Write the rows and tensors of the step to the operating system.
 
-        Tensors that a GPU is still copying follow at the end of a later step.
+        Tensors that a GPU is still copying follow at the end of a later step, unless `wait` is True.
 
         Raises:
             SinkError: They cannot be written.
         """
-        self._end_step()
-
-    def _end_step(self, *, wait: bool = False) -> None:
         if self.failure is not None:
             return
         try:
@@ -183,7 +181,7 @@ class ParquetSink:
         Raises:
             SinkError: A part cannot be written. Rows in journals are kept.
         """
-        self._end_step(wait=True)
+        self.end_step(wait=True)
         self._tensors.stop()
         try:
             if self.failure is None:
@@ -203,10 +201,6 @@ class ParquetSink:
     def _count(self) -> None:
         """Write the number of rows in each journal to the row count file."""
         self._counts.write((writer.part.number, writer.rows) for writer in self._writers.values())
-
-    @property
-    def _reserve(self) -> Path:
-        return disk_reserve_file(self.folder, own_rank())
 
     def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""

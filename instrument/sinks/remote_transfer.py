@@ -43,12 +43,8 @@ def files_of(folder: Path) -> Iterator[str]:
     """Yield the files of a run that are sent, run.json last. Journals, locks and temporary files are excluded."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if (
-            file.is_file()
-            and name != RECORD
-            and not name.startswith((LOCK, f"{JOURNALS}/"))
-            and not name.endswith(".tmp")
-        ):
+        is_excluded = name == RECORD or name.startswith((LOCK, f"{JOURNALS}/")) or name.endswith(".tmp")
+        if file.is_file() and not is_excluded:
             yield name
     yield RECORD
 
@@ -115,30 +111,20 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
     if not sent.failed:
-        remote.sizes()  # refreshes the listing
-        remove_merged(remote)
-        _remove_old_checkpoints(folder, remote)
+        _remove_replaced(folder, remote)
     return sent
 
 
-def _remove_old_checkpoints(folder: Path, remote: RemoteFolder) -> None:
-    """Remove remote checkpoints that were replaced by newer ones."""
-    local = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
-    for name in remote.sizes() if local else ():
-        if name.startswith(CHECKPOINTS) and name not in local:
-            remote.remove(name)
-
-
-def remove_merged(remote: RemoteFolder) -> None:
-    """Remove the remote parts whose rows are in a remote merged part.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
-    folder = folder_at(remote.address)
+def _remove_replaced(folder: Path, remote: RemoteFolder) -> None:
+    """Remove the remote parts whose rows are in a remote merged part, and the checkpoints that newer ones replaced."""
+    names, remote_parts = remote.sizes(), folder_at(remote.address)
     for table in TABLES:
-        for part in written_parts(folder, table).keys() - part_files(folder, table).keys():
-            remote.remove(f"{table}/{part.file(folder, table).name}")
+        for part in written_parts(remote_parts, table).keys() - part_files(remote_parts, table).keys():
+            remote.remove(f"{table}/{part.file(remote_parts, table).name}")
+    checkpoints = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
+    for name in names if checkpoints else ():
+        if name.startswith(CHECKPOINTS) and name not in checkpoints:
+            remote.remove(name)
 
 
 def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:
@@ -166,14 +152,11 @@ def send_with_retries(folder: Path, remote: RemoteFolder, name: str) -> None:
     Raises:
         Exception: The service cannot be reached; clients raise exceptions of many types.
     """
-    for attempt in range(ATTEMPTS):
-        try:
+    for failures in range(1, ATTEMPTS):
+        with suppress(Exception):
             return remote.put(folder / name, name)
-        except Exception:
-            if attempt == ATTEMPTS - 1:
-                raise
-            time.sleep(pause_after(attempt + 1))
-    return None
+        time.sleep(pause_after(failures))
+    return remote.put(folder / name, name)
 
 
 def pause_after(failures: int) -> float:

@@ -111,11 +111,8 @@ class TrackingSink:
             self._collector.add_tensor(key, tensor, dtype)
         return 0
 
-    def end_step(self) -> None:
-        """Pass the collected summaries to the tracker."""
-        self._log()
-
-    def _log(self, *, wait: bool = False) -> None:
+    def end_step(self, *, wait: bool = False) -> None:
+        """Pass the collected summaries to the tracker. With `wait`, also those whose pictures a GPU is still copying."""
         for step, summary in self._collector.take(wait=wait):
             with _calling(self.name):
                 self.tracker.log(step, summary)
@@ -123,7 +120,7 @@ class TrackingSink:
     def close(self) -> None:
         """Pass on the remaining summaries and end the run."""
         try:
-            self._log(wait=True)
+            self.end_step(wait=True)
         finally:
             with _calling(self.name):
                 self.tracker.close(self.outcome)
@@ -161,11 +158,10 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
         ConfigError: The package is missing, or the service is not available.
     """
     require({name: where})
+    tracker_folder = tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")
     try:
         with _same_random_numbers():
-            return TrackingSink(
-                TRACKERS[name](run, tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")), name
-            )
+            return TrackingSink(TRACKERS[name](run, tracker_folder), name)
     except Exception as error:
         message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
         raise ConfigError(Problem(where, message, fix="check the environment variables in docs/export.md")) from error

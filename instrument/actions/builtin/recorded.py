@@ -95,10 +95,10 @@ class RecordedSpec(ModifySpec):
         def replace(tensor: Tensor, context: Context) -> Tensor:
             if self.match == "id":
                 complete = tensor.shape if context.selection is None else context.selection.shape
-                found = with_shape(archive.of_samples(run, self.hook, self.step, context), complete, tensor.shape)
+                values = with_shape(archive.of_samples(run, self.hook, self.step, context), complete, tensor.shape)
             else:
-                found = archive.find(run, self.hook, self.step, context, pinned=tensor.is_cuda)
-            return patch(tensor, found, context.selection)
+                values = archive.find(run, self.hook, self.step, context, pinned=tensor.is_cuda)
+            return patch(tensor, values, context.selection)
 
         return replace
 
