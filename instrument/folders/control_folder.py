@@ -11,6 +11,7 @@ who runs the run, and only this user can write to it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import time
@@ -54,14 +55,7 @@ class Answer:
 
 
 def send(folder: Path, changes: Sequence[str]) -> Path:
-    """Send changes to a run.
-
-    Returns:
-        The file of the message, for `answer_to`.
-
-    Raises:
-        OSError: The folder is not writable.
-    """
+    """Send changes to a run. Return the file of the message, for `answer_to`."""
     control = folder / CONTROL
     control.mkdir(mode=0o700, exist_ok=True)
     message = control / f"{time.time_ns()}-{os.getpid()}{MESSAGE}"
@@ -75,13 +69,6 @@ def answer_to(message: Path) -> Answer | None:
         return Answer(**json.loads(message.with_suffix(ANSWER).read_text()))
     except FileNotFoundError:
         return None
-
-
-def withdraw(message: Path) -> None:
-    """Remove a message that the run has not read, or the answer to it."""
-    for suffix in (MESSAGE, ANSWER):
-        with suppress(FileNotFoundError):
-            message.with_suffix(suffix).unlink()
 
 
 class ControlFolder:
@@ -124,9 +111,9 @@ class ControlFolder:
         """
         try:
             descriptor = os.open(message, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
             raise MessageError(f"it cannot be opened: {error.strerror}") from None
         with os.fdopen(descriptor, "rb") as file:
             about = os.fstat(descriptor)
@@ -151,11 +138,7 @@ class ControlFolder:
         message.unlink(missing_ok=True)
 
     def record(self, step: int, changes: Sequence[str]) -> None:
-        """Add changes to the log, so that a resumed run makes them again.
-
-        Raises:
-            OSError: The log cannot be written.
-        """
+        """Add changes to the log, so that a resumed run makes them again."""
         entry = json.dumps({"step": step, "changes": list(changes)}) + "\n"
         with (self.folder / LOG).open("a+b") as log:
             if log.tell():
@@ -165,11 +148,7 @@ class ControlFolder:
             log.write(entry.encode())
 
     def remove_log(self) -> None:
-        """Remove the log of an earlier run in the same folder.
-
-        Raises:
-            OSError: It cannot be removed.
-        """
+        """Remove the log of an earlier run in the same folder."""
         (self.folder / LOG).unlink(missing_ok=True)
 
     def recorded(self) -> list[tuple[int, list[str]]]:
@@ -187,11 +166,7 @@ class ControlFolder:
 
 
 def request_changes(
-    run: str,
-    changes: Sequence[str],
-    on_long_wait: Callable[[], None] = lambda: None,
-    *,
-    seconds: float = float("inf"),
+    run: str, changes: Sequence[str], on_long_wait: Callable[[], None] = lambda: None, *, seconds: float = math.inf
 ) -> Answer:
     """Send changes to a run and wait for its answer.
 
@@ -230,7 +205,8 @@ def request_changes(
     try:
         return _wait(folder, message, on_long_wait, seconds)
     finally:
-        withdraw(message)
+        for suffix in (MESSAGE, ANSWER):
+            message.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _wait(folder: Path, message: Path, on_long_wait: Callable[[], None], seconds: float) -> Answer:

@@ -58,9 +58,8 @@ def check_process_count(record: Mapping[str, Any], present: int, where: str, com
     """
     count = record.get("ranks", 1)
     if count != present:
-        many, program = (
-            ("one process", "python") if count == 1 else (f"{count} processes", f"torchrun --nproc-per-node {count}")
-        )
+        many = "one process" if count == 1 else f"{count} processes"
+        program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
         message = f"the run was started with {many}, and the same number is required"
         raise ConfigError(Problem(where, message, given=present, allowed=str(count), fix=f"run {program} -m {command}"))
 

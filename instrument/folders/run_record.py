@@ -9,11 +9,10 @@ import os
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError, Problem
 
@@ -69,11 +68,7 @@ def write_json(path: Path, record: Any) -> None:
 
 
 def final_entries(status: Status, error: BaseException | str | None) -> dict[str, Any]:
-    """Return the entries of run.json at the end of a run.
-
-    Args:
-        error: The exception that ended the run, or the rule that stopped it; None without one.
-    """
+    """Return the entries of run.json at the end of a run, which an exception ended, or a rule stopped."""
     message = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
     return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": message}
 
@@ -84,18 +79,10 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the working directory; None outside a git checkout.
-
-    The suffix `-dirty` marks uncommitted changes.
-    """
+    """Return the commit of the working directory, with `-dirty` for uncommitted changes; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
@@ -110,15 +97,10 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class EnvironmentDifference:
-    """A difference between the environments of two runs.
+class EnvironmentDifference(NamedTuple):
+    """A difference between the environments of two runs: an entry of run.json, such as `versions.torch`, and its values.
 
-    Attributes:
-        what: The entry of run.json, such as `versions.torch`.
-        recorded: Its value in the first run.
-        present: Its value in the second run.
-        is_decisive: Whether the second run cannot be expected to give the same bits.
+    A decisive one means that the second run cannot be expected to give the same bits.
     """
 
     what: str
@@ -127,7 +109,8 @@ class EnvironmentDifference:
     is_decisive: bool
 
     def __str__(self) -> str:
-        return f"{self.what} is {_text(self.present)}, but was {_text(self.recorded)}"
+        recorded, present = ("missing" if value is None else value for value in (self.recorded, self.present))
+        return f"{self.what} is {present}, but was {recorded}"
 
 
 def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[EnvironmentDifference]:
@@ -153,7 +136,3 @@ def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, A
     pairs.append(("git_revision", recorded.get("git_revision"), present.get("git_revision"), False))
     differences = [EnvironmentDifference(*pair) for pair in pairs if pair[1] != pair[2]]
     return sorted(differences, key=lambda difference: not difference.is_decisive)
-
-
-def _text(value: object) -> str:
-    return "missing" if value is None else str(value)
