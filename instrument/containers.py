@@ -59,8 +59,7 @@ def _field_names(value: Any) -> Sequence[str]:
 def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each leaf, in order. A leaf that occurs several times has several paths.
 
-    Args:
-        is_leaf: Whether a value is a leaf. Other values without entries are skipped.
+    Other values without entries are skipped.
     """
     known: dict[int, Any] = {}  # contains the containers, so that no other object gets their `id`
     waiting = [(path, value)]
@@ -244,11 +243,7 @@ def _write(container: Any, key: Any, child: Any) -> None:
 
 
 class CopiedContainer(NamedTuple):
-    """A container that a module gets instead of the original.
-
-    Attributes:
-        contents: What the copy contains before the module runs.
-    """
+    """A container that a module gets instead of the original, and what the copy contains before the module runs."""
 
     original: Any
     copy: Any

@@ -213,11 +213,7 @@ class Effect:
         return (*self.measures, self.factor, self.held)
 
     def row(self, fetched: Iterator[list[float]] | None = None) -> list[float]:
-        """Return the numbers in the order of `EFFECT`.
-
-        Args:
-            fetched: The `numbers` on the host. Without them, these are NaN.
-        """
+        """Return the numbers in the order of `EFFECT`. `fetched` are the `numbers` on the host; without them, these are NaN."""
         if fetched is None and self.numbers:
             return [math.nan] * len(EFFECT)
         numbers: list[float] = [self.numel]
@@ -254,22 +250,10 @@ class Rows(Effects, Protocol):
         measured: Measured,
         custom: Mapping[str, float | Tensor | None],
     ) -> None:
-        """Add the statistics of one tensor.
-
-        Args:
-            names: The names of the statistics: built-in ones in column order, then custom ones.
-            custom: The custom statistics: numbers, or scalars on a device.
-        """
+        """Add the statistics of one tensor: built-in ones in column order, then custom ones, which may be scalars on a device."""
 
     def slab_of(self, context: Context) -> Slab | None:
-        """Return the slab for the statistics of plain tensors of a site.
-
-        Args:
-            context: Any call of the site. Its moment is ignored.
-
-        Returns:
-            The slab. None if another process writes the same rows, or without the compiled kernel.
-        """
+        """Return the slab for plain tensors of a site; None if another process writes its rows, or without the kernel."""
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
         """Return the slot of the rows of a call, for `slab_of` and `record_plain_effect`.
@@ -282,13 +266,9 @@ class Rows(Effects, Protocol):
         """
 
     def set_scale(self, scale: Tensor) -> bool:
-        """Set the scale by which scaled rows of this step are divided. Call it before each of them.
+        """Set the scale by which scaled rows of this step are divided: always the same tensor. Call it before each of them.
 
-        Args:
-            scale: The scale of the gradient scaler: always the same tensor, which the scaler changes in place.
-
-        Returns:
-            Whether the rows of this step so far have the same scale. If not, the row has to be measured without the scale.
+        Return whether the rows of this step so far have the same scale. If not, the row has to be measured without it.
         """
 
     def batched_launch(self) -> AbstractContextManager[None]:
@@ -336,23 +316,11 @@ class Rows(Effects, Protocol):
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """Add a copy of a tensor.
-
-        It is copied before this returns, since the tensor may be modified in place afterwards.
-
-        Args:
-            source_shape: The shape of the complete tensor.
-            tensor: The tensor, or a part of it.
-            dtype: The dtype of the copy; None keeps the tensor's dtype.
-        """
+        """Copy a tensor, or a part of one with `source_shape`, before this returns: it may be modified in place afterwards."""
 
 
 class Archive:
-    """Provides the recorded tensors of other runs. This one, of a probe that was created without an archive, has none.
-
-    Attributes:
-        memo: What was computed from recorded tensors, so that it is computed only once.
-    """
+    """Provides the recorded tensors of other runs. This one, of a probe that was created without an archive, has none."""
 
     def __init__(self) -> None:
         self.memo: dict[Hashable, Tensor] = {}

@@ -63,11 +63,7 @@ class Record(Action):
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
 
     def without_most_expensive(self) -> tuple[Record, str] | None:
-        """Return a copy of this action without its most expensive part.
-
-        Returns:
-            The copy and the name of the part; None if no expensive part is left.
-        """
+        """Return a copy without the most expensive part, and its name; None if no expensive part is left."""
         reduced = copy(self)
         if self.keeps_tensors:
             reduced.keeps_tensors = False

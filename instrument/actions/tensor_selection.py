@@ -41,11 +41,7 @@ class TensorSelection:
         return part
 
     def into(self, tensor: Tensor, new: Tensor) -> Tensor:
-        """Return a copy of a tensor with another selected part. Gradients flow to the new part and to the rest.
-
-        Args:
-            new: The new values of the part, in the dtype of the tensor.
-        """
+        """Return a copy of a tensor with another selected part of its dtype. Gradients flow to the new part and to the rest."""
         parts = [tensor[self.index]]
         for dim, indices in self.lists[:-1]:
             parts.append(parts[-1].index_select(dim, constants(indices, torch.int64, tensor.device)))

@@ -155,14 +155,7 @@ class UnitVectors:
 
 
 def mean_of_units(tensors: Iterator[Tensor]) -> Tensor:
-    """Return the mean of each unit over all elements of several tensors.
-
-    Args:
-        tensors: At least one tensor, float64, each [units, elements].
-
-    Returns:
-        float64 [units].
-    """
+    """Return the mean of each unit, float64 [units], over at least one tensor, each float64 [units, elements]."""
     total, count = torch.zeros(()), 0
     for tensor in tensors:
         total, count = total + tensor.sum(1), count + tensor.shape[1]

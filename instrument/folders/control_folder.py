@@ -42,12 +42,7 @@ class MessageError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a run to a message.
-
-    Attributes:
-        step: The number of completed steps when the message was read.
-        problem: Why the message was refused; None if the changes were made.
-    """
+    """The answer of a run to a message: the number of completed steps, and the changes, or why they were refused."""
 
     step: int
     changes: list[str] = field(default_factory=list)

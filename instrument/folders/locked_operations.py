@@ -31,10 +31,9 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 def for_each_run(
     arguments: Sequence[str] | None, operation: Operation, *, name: str, description: str, metavar: str, reason: str
 ) -> int:
-    """Apply an operation to each run that the command line names.
+    """Apply an operation to each run that the command line names. Return the exit code.
 
-    Returns:
-        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
+    It is 0 for success, 1 if an operation failed or reported a problem, and 2 if a folder is invalid.
     """
     parser = argparse.ArgumentParser(prog=program(name), description=description)
     parser.add_argument(

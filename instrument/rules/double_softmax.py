@@ -69,23 +69,14 @@ class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
 
 
 def _is_of_softmax(loss: float, largest: float, classes: float) -> bool:
-    """Return whether a loss is in the range of the cross-entropy of probabilities, and its gradient too.
-
-    Args:
-        largest: The largest gradient of a probability, times the number of samples.
-    """
+    """Return whether a loss and the largest gradient, times the number of samples, are in the range for probabilities."""
     low, high = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
     smallest = 1 - math.e / (math.e + classes - 1)  # of the true class, if its probability is 1
     return _within(loss, low, high) and _within(largest, smallest, 1.0)
 
 
 def _is_of_sigmoid(loss: float, rms: float, largest: float) -> bool:
-    """Return whether a loss is in the range of the binary cross-entropy of probabilities, and its gradient too.
-
-    Args:
-        rms: The root mean square of the gradients of the probabilities, times their number.
-        largest: The largest one, times their number.
-    """
+    """Return whether a loss, and the rms and the largest gradient, times their number, are in the range for probabilities."""
     low, high = -math.log(SIGMOID_OF_ONE), -math.log(1 - SIGMOID_OF_ONE)
     is_bounded = _within(largest, 1 - SIGMOID_OF_ONE, SIGMOID_OF_ONE) and _within(
         rms, 1 - SIGMOID_OF_ONE, SIGMOID_OF_ONE

@@ -7,20 +7,12 @@ from collections.abc import Iterator, Mapping
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.rules import (
-    RULES,
-    CustomRule,
-    DisableAction,
-    EnableAction,
-    PersistentRule,
-    RuleBase,
-    WatchRule,
-)
+from ..spec.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
 from ..spec.schedule import STEP_PHASES
 from .loss_spike import LossSpikeRule
-from .make_rule import make_rule
 from .non_finite import NonFiniteRule
 from .rule import LocatedRule
+from .rule_set import make_rule
 from .step_rows import Location
 
 
@@ -57,15 +49,10 @@ def check_rules(
     required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
     read = {name: _hooks_read(rule, hooks) for name, rule in required.items()}
     for name, rule in required.items():
-        problems += _requirement_problems(
-            f"rules.{name}",
-            rule,
-            hooks,
-            read[name],
-            has_targets=has_targets,
-            evaluations=evaluations,
-            steps=steps,
+        problems += _count_problems(
+            f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations, steps=steps
         )
+        problems += _record_problems(f"rules.{name}", rule, hooks, read[name], steps)
     problems += _cycle_problems(required, hooks, {name: names for name, names in read.items() if names})
     if problems:
         raise ConfigError(*problems)
@@ -90,10 +77,8 @@ def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) ->
     if isinstance(rule, WatchRule) and not rule.is_of_metrics:
         named += [("watch", name) for name in rule.watch]
     for action in rule.actions:
-        if isinstance(action, EnableAction):
-            named.append(("then", action.enable))
-        elif isinstance(action, DisableAction):
-            named.append(("then", action.disable))
+        if isinstance(action, EnableAction | DisableAction):
+            named.append(("then", action.enable if isinstance(action, EnableAction) else action.disable))
     for field, name in named:
         if name not in hooks:
             allowed = [*hooks, *(["metrics"] if field == "watch" else [])]
@@ -126,16 +111,10 @@ def _candidates(rule: LocatedRule[RuleBase], hooks: Mapping[str, HookSpec]) -> d
     }
 
 
-def _requirement_problems(
-    where: str,
-    rule: RuleBase,
-    hooks: Mapping[str, HookSpec],
-    read: list[str] | None,
-    *,
-    has_targets: bool,
-    evaluations: int | None,
-    steps: int | None,
+def _count_problems(
+    where: str, rule: RuleBase, *, has_targets: bool, evaluations: int | None, steps: int | None
 ) -> Iterator[Problem]:
+    """Yield a problem if a run has too few targets, evaluations or steps for a rule."""
     source = RULES[str(rule.rule)].source if hasattr(rule, "rule") else "steps"
     if source == "targets" and not has_targets:
         fix = "set data.ids=all, or 'tensors: true' in a record hook"
@@ -147,6 +126,12 @@ def _requirement_problems(
     if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:
         message = f"cannot be reached: the run has {steps} steps"
         yield Problem(f"{where}.after", message, rule.after, fix="reduce 'after'")
+
+
+def _record_problems(
+    where: str, rule: RuleBase, hooks: Mapping[str, HookSpec], read: list[str] | None, steps: int | None
+) -> Iterator[Problem]:
+    """Yield a problem if no hook records what a rule reads, or in too few steps."""
     if read is None:
         return
     if not read:

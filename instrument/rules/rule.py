@@ -94,10 +94,8 @@ class Bounds(NamedTuple):
 class QuietSteps(NamedTuple):
     """Successive steps within the bounds of the rules that have not read them.
 
-    Attributes:
-        losses: The losses of the training steps that have one.
-        tables: The layout and the statistics of successive steps with rows: float64 [steps, rows, statistics]; see
-            `StepRows.numbers`.
+    They are the losses of training steps, and the layouts and `StepRows.numbers` of successive steps with rows: float64
+    [steps, rows, statistics].
     """
 
     losses: Sequence[float]
@@ -156,12 +154,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
 
 class LocatedRule(CatalogueRule[SpecT]):
-    """A rule with one state for each location of a tensor.
-
-    Attributes:
-        statistics: The names of the statistics, each of which the rule requires.
-        merge: How several values of a location in one step are combined: fmax or fmin.
-    """
+    """A rule on statistics with one state for each location. `merge` combines several values of a location in one step."""
 
     statistics: tuple[str, ...] = ()
     merge: np.ufunc = np.fmax
@@ -251,12 +244,7 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
 
 
 class BoundsRule(PersistentLocatedRule[PersistentT]):
-    """A statistic that has to stay within bounds.
-
-    Attributes:
-        above: The value exceeds this number, if it is not None.
-        below: The value is below this number, if it is not None.
-    """
+    """A statistic that may not exceed `above` or be below `below`; None for no bound."""
 
     def __init__(self, spec: PersistentT) -> None:
         super().__init__(spec)

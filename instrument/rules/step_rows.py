@@ -110,14 +110,9 @@ class Chosen:
     index: IndexArray | None
 
     def values(self, column: FloatArray, merge: np.ufunc) -> FloatArray:
-        """Return one value per location. Several rows of a location are merged; NaN, a missing value, is ignored.
+        """Return one value per location, float64 [..., chosen locations]. NaN, a missing value, is ignored in merging.
 
-        Args:
-            column: A statistic of all rows of a step, or of each of several steps: float64 [..., rows].
-            merge: How several rows of a location are merged.
-
-        Returns:
-            float64 [..., chosen locations].
+        `column` is a statistic of all rows of a step, or of each of several steps: float64 [..., rows].
         """
         values = column[..., self.rows]
         if self.index is None:
@@ -190,8 +185,7 @@ class RowLayout:
     def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
         """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
 
-        Args:
-            slots: Returns the index of the state of each location of the run; -1 for a location that the rule does not read.
+        `slots` returns the index of the state of each location of the run; -1 for a location that the rule does not read.
         """
         if key not in self._chosen:
             self._chosen[key] = self._choose(slots(self._locations))

@@ -29,12 +29,7 @@ class Pool:
     def take(self, size: int, *, pinned: bool, wait: Callable[[], None] | None) -> Tensor | None:
         """Return a buffer of at least `size` bytes, dtype uint8.
 
-        Args:
-            wait: Called repeatedly while no buffer is available; it raises an exception if none will become available.
-                None: do not wait.
-
-        Returns:
-            The buffer; None if none is available and `wait` is None.
+        Until one is available, `wait` is called repeatedly, and may raise an exception. Without `wait`, the result is then None.
         """
         size = max(1, -(-size // SIZE_STEP)) * SIZE_STEP
         with self._changed:

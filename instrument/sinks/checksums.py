@@ -137,10 +137,7 @@ class CheckedFile(io.RawIOBase):
         return content
 
     def verify(self, start: int, end: int, content: bytes = b"") -> None:
-        """Verify the columns that overlap a range of bytes.
-
-        Args:
-            content: The bytes of the range; others are read.
+        """Verify the columns that overlap a range of bytes, of which `content` is known.
 
         Raises:
             DamagedFileError: The content does not match its checksums.

@@ -30,13 +30,7 @@ UNREADABLE = (pa.ArrowException, OSError)
 
 @dataclass
 class CompactionResult:
-    """The result of merging the parts of a run.
-
-    Attributes:
-        before: The number of Parquet files before, by table.
-        after: The number of Parquet files after, by table.
-        problems: Messages about unreadable files, which are kept unchanged.
-    """
+    """The numbers of Parquet files before and after, by table, and messages about unreadable files, which are kept."""
 
     before: Counter[str] = field(default_factory=Counter)
     after: Counter[str] = field(default_factory=Counter)

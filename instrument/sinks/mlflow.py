@@ -27,11 +27,7 @@ STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
 class Mlflow:
-    """Logs one batch per step and waits for the response.
-
-    Args:
-        run: The run. A resumed run creates a new MLflow run that starts at the first repeated step.
-    """
+    """Logs one batch per step. A resumed run creates a new MLflow run that starts at the first repeated step."""
 
     shows_images = False
 

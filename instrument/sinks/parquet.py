@@ -109,10 +109,7 @@ class ParquetSink:
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Copy a tensor into a buffer that a thread writes during the step.
-
-        Returns:
-            The size of the stored values in bytes; None if the tensor was dropped.
+        """Copy a tensor into a buffer that a thread writes. Return the number of stored bytes; None if the tensor was dropped.
 
         Raises:
             SinkError: Tensors cannot be written.
@@ -157,10 +154,7 @@ class ParquetSink:
         return self._templates[table].message(len(rows), columns)
 
     def finish_parts(self) -> dict[str, int]:
-        """Convert all journals to parts.
-
-        Returns:
-            The number of parts of each table.
+        """Convert all journals to parts. Return the number of parts of each table.
 
         Raises:
             SinkError: A part cannot be written.

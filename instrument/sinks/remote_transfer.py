@@ -1,7 +1,7 @@
 """Transfer of a run's files to a remote folder: which files are sent, which exist already, and which are removed.
 
 A part never changes, so an existing one is not sent again. Journals stay local; their rows are sent when they are in a
-part. Files are sent from disk, one by one.
+part. Files are sent from disk, one by one. If the service cannot be reached, clients raise exceptions of many types.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ CHECKPOINTS = "checkpoints/"  # these files never change, like parts
 
 @dataclass
 class TransferResult:
-    """The result of sending a run's files.
-
-    Attributes:
-        failed: The files that could not be sent, each with the reason.
-    """
+    """The numbers of files and bytes sent, and the files that could not be sent, each with the reason."""
 
     files: int = 0
     bytes: int = 0
@@ -77,14 +73,10 @@ def check_same_run(folder: Path, remote: RemoteFolder) -> None:
 
 
 def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = None) -> TransferResult:
-    """Send all files that do not exist in the remote folder.
-
-    Args:
-        sent: An earlier result, to which this adds. Default: a new one.
+    """Send all files that do not exist in the remote folder. Add to an earlier result, if there is one.
 
     Raises:
         UploadError: The remote folder contains another run.
-        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     sent = TransferResult() if sent is None else sent
     check_same_run(folder, remote)
@@ -128,11 +120,7 @@ def _remove_replaced(folder: Path, remote: RemoteFolder) -> None:
 
 
 def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:
-    """Remove the local parts that exist completely in the remote folder, of one process or of all.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
+    """Remove the local parts that exist completely in the remote folder, of one process or of all."""
     remote_sizes = remote.sizes()
     for file in local_parts(folder, rank):
         if remote_sizes.get(file.relative_to(folder).as_posix()) == file.stat().st_size:
@@ -147,11 +135,7 @@ def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, remote_size
 
 
 def send_with_retries(folder: Path, remote: RemoteFolder, name: str) -> None:
-    """Send a file, with retries.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
+    """Send a file, with retries."""
     for failures in range(1, ATTEMPTS):
         with suppress(Exception):
             return remote.put(folder / name, name)
@@ -165,13 +149,7 @@ def pause_after(failures: int) -> float:
 
 
 def remove_parts_after(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
-    """Remove the remote parts of one process after a number of parts per table.
-
-    See `instrument.sinks.parts.remove_rows_after_checkpoint` for local parts.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
+    """Remove the remote parts of one process after a number of parts per table; see `remove_rows_after_checkpoint`."""
     folder = folder_at(remote.address)
     for table, count in counts.items():
         for part, file in written_parts(folder, table).items():

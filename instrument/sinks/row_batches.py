@@ -37,11 +37,7 @@ def with_positions(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:
-    """Convert plain rows to the dtypes of the files, with labels as dictionaries.
-
-    Args:
-        plain: Batches of rows, or rows that have their positions if the table requires them.
-    """
+    """Convert plain rows, in batches or with their positions, to the dtypes of the files, with labels as dictionaries."""
     if not isinstance(plain, pa.Table):
         empty = pa.RecordBatch.from_pylist([], table.plain_schema)
         plain = pa.Table.from_batches([with_positions(table, batch) for batch in [*plain, empty]])

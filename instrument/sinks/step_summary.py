@@ -69,9 +69,7 @@ class SummaryCollector:
     def take(self, *, wait: bool = False) -> Iterator[tuple[int, StepSummary]]:
         """Yield the collected summaries in the order of the steps. Steps without content are omitted.
 
-        Args:
-            wait: Whether to wait for pictures that a GPU is still copying, and to include a step of which only pictures
-                are known. Default: these steps and later ones remain.
+        With `wait`, wait for pictures that a GPU is still copying, and include a step of which only pictures are known.
         """
         for step in sorted(self._steps):
             if not wait and not self._steps[step].is_complete:

@@ -36,11 +36,7 @@ _KEY = {column.name: index for index, column in enumerate(IDENTITY)}
 
 
 class Scalar(NamedTuple):
-    """One number of a row.
-
-    Attributes:
-        fold: Combines several values with the same tag and step.
-    """
+    """One number of a row. `fold` combines several values with the same tag and step."""
 
     tag: str
     step: int

@@ -20,11 +20,7 @@ FLUSH_SECONDS, QUEUE = 5, 100  # what a killed process may lose: seconds, or ste
 
 
 class TensorBoard:
-    """Writes one event per step.
-
-    Args:
-        run: The run. If it is resumed, TensorBoard discards the steps that are repeated.
-    """
+    """Writes one event per step. In a resumed run, TensorBoard discards the steps that are repeated."""
 
     shows_images = True
 

@@ -85,10 +85,7 @@ class TensorWriter:
     # ------------------------------------------------------------------------------------------------ the hook's side
 
     def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
-        """Copy a tensor and pass it to the thread.
-
-        Returns:
-            The size of the stored values in bytes; None if the tensor was dropped.
+        """Copy a tensor and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped.
 
         Raises:
             OSError: An earlier tensor could not be written.
@@ -125,10 +122,7 @@ class TensorWriter:
                 raise OSError(f"the GPU could not copy a recorded tensor: {error}") from error
 
     def end_step(self, *, wait: bool = False) -> None:
-        """Wait until all tensors are written, except those that a GPU is still copying.
-
-        Args:
-            wait: Whether to wait for the copies as well.
+        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying.
 
         Raises:
             OSError: They could not be written.
@@ -214,9 +208,8 @@ class TensorWriter:
 def rows_of(tensors: Iterable[tuple[Row, Tensor, bool]]) -> pa.Table:
     """Return plain rows of the `tensors` table. Their values share the memory of the tensors.
 
-    Args:
-        tensors: For each tensor the columns before the values, the elements on the CPU (a vector), and whether they are
-            stored in `values`, as float32, or in `data`, as any dtype.
+    Each tensor has the columns before the values, its elements on the CPU (a vector), and whether they are stored in
+    `values`, as float32, or in `data`, as any dtype.
     """
     table = TABLES["tensors"]
     rows, flat, as_list = zip(*tensors, strict=True)

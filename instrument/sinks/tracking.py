@@ -73,10 +73,7 @@ class Tracker(Protocol):
 
 
 class TrackingSink:
-    """A sink that passes rows to a tracker and stores none.
-
-    Attributes:
-        outcome: How the run ended, according to its events.
+    """A sink that passes rows to a tracker and stores none. `outcome` is how the run ended, according to its events.
 
     Raises:
         SinkError: From `end_step` and `close`: the tracker failed.
@@ -127,10 +124,7 @@ class TrackingSink:
 
 
 def require(packages: Mapping[str, str]) -> None:
-    """Check that trackers can be imported.
-
-    Args:
-        packages: By name of the tracker, the config key that requires it.
+    """Check that trackers can be imported. Each is given with the config key that requires it.
 
     Raises:
         ConfigError: A package is missing.
