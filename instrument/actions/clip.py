@@ -173,13 +173,8 @@ class Clip:
         if spec.ratio is not None:
             assert context.value is not None, "clipping by ratio requires the weight"
             return clip_ratio(tensor, context.value, spec.ratio), None
-        return clip_values(tensor, *self._bounds), None
-
-    @property
-    def _bounds(self) -> tuple[float | None, float | None]:
-        """The bounds of the values. Both are None for other clips. `instrument.control` may change them during a run."""
-        spec = self.spec
-        return (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
+        low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
+        return clip_values(tensor, low, high), None
 
     def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
         if self.spec.norm_scope == "all":

@@ -111,14 +111,10 @@ class Selector:
         if spec.slice is not None:
             index = parse_slice(spec.slice)
             first = getattr(spec, "samples", None)
-            if isinstance(first, int) and shape:
-                index = (_limited(index[0], min(first, shape[0])), *index[1:])
+            if isinstance(first, int) and shape:  # an index of the first samples becomes one of all samples
+                size, along = min(first, shape[0]), index[0]
+                index = (range(size)[along] if isinstance(along, int) else slice(*along.indices(size)), *index[1:])
             return TensorSelection(shape, index)
         of_parameter = KINDS[spec.kind].family != "module"
         units = unit_dim(len(shape), self.module, of_parameter=of_parameter)
         return TensorSelection.of_indices(shape, selected_indices(spec, shape, units))
-
-
-def _limited(part: slice | int, size: int) -> slice | int:
-    """Return an index of the first `size` elements as an index of all elements."""
-    return range(size)[part] if isinstance(part, int) else slice(*part.indices(size))

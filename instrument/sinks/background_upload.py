@@ -106,18 +106,14 @@ class Upload:
         try:
             if self.rank == 0:
                 send_all(self.folder, self.remote, self.sent)
-            else:
-                self._send_own()
+            else:  # rank 0 may already have sent everything else
+                for file in local_parts(self.folder, self.rank):
+                    if self._remote_files is None or file not in self._remote_files:
+                        send_with_retries(self.folder, self.remote, file.relative_to(self.folder).as_posix())
             if not self.keep_local:
                 remove_sent(self.folder, self.remote, self.rank or None)
         except Exception as error:
             self.sent.failed[""] = safe_message(error)
-
-    def _send_own(self) -> None:
-        """Send the last parts of this process. Rank 0 may already have sent everything else."""
-        for file in local_parts(self.folder, self.rank):
-            if self._remote_files is None or file not in self._remote_files:
-                send_with_retries(self.folder, self.remote, file.relative_to(self.folder).as_posix())
 
     def _send_during_run(self) -> None:
         """Send completed parts repeatedly, until the run ends or the remote folder turns out to contain another run."""
