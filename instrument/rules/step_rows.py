@@ -231,15 +231,12 @@ class StepRows:
         *,
         numbers: FloatArray | None = None,
     ) -> None:
-        self.step = step
-        self.phase = phase
-        self.layout = layout
-        self.metrics = metrics
+        self.step, self.phase = step, phase
+        self.layout, self.metrics = layout, metrics
         self.targets = _NO_TARGETS if targets is None else targets
         self.numbers = numbers
         self._statistic = statistic
         self._columns: dict[str, FloatArray] = {}
-        self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -251,7 +248,7 @@ class StepRows:
     def column(self, name: str) -> FloatArray:
         """Return a statistic of all rows, float64 [rows]. Rows with many non-finite elements have no value (NaN)."""
         if name not in self._columns:
-            values, invalid = self._statistic(name), self._find_invalid()
+            values, invalid = self._statistic(name), self._invalid
             self._columns[name] = np.where(invalid, np.nan, values) if len(invalid) else values
         return self._columns[name]
 
@@ -264,14 +261,13 @@ class StepRows:
         """Whether any row counts NaN or infinite elements."""
         return bool((self.counts("nan_count") > 0).any() or (self.counts("inf_count") > 0).any())
 
-    def _find_invalid(self) -> BoolArray:
-        if self._invalid is None:
-            self._invalid = np.empty(0, np.bool_)
-            if self.has_non_finite:
-                counts = self.non_finite()
-                numel = np.nan_to_num(self.counts("numel"))
-                self._invalid = (counts > 0) & (counts >= self.layout.limits * numel)
-        return self._invalid
+    @cached_property
+    def _invalid(self) -> BoolArray:
+        """Which rows have many non-finite elements; empty if no row has."""
+        if not self.has_non_finite:
+            return np.empty(0, np.bool_)
+        counts, numel = self.non_finite(), np.nan_to_num(self.counts("numel"))
+        return (counts > 0) & (counts >= self.layout.limits * numel)
 
     def metric(self, name: str) -> float | None:
         """Return a metric of the step; None if there is no value."""
