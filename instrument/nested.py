@@ -131,20 +131,15 @@ def number_of_samples(batch: Any) -> int:
     counts = {count for _, count in sizes}
     if len(counts) == 1:
         return counts.pop()
-    if counts:
-        message = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous"
-        given = ", ".join(description for description, _ in sizes)
-    else:
-        message = "a batch contains no tensor with a dimension 0, so its number of samples is unknown"
-        given = type(batch).__name__
-    raise ConfigError(
-        Problem(
-            "data.dataset",
-            f"{message}: {given}",
-            allowed="tensors [samples, ...] with the same number of samples",
-            fix="pass values that all samples share as numbers, zero-dimensional tensors, or arguments of the task",
-        )
+    message = (
+        f"a batch contains no tensor with a dimension 0, so its number of samples is unknown: {type(batch).__name__}"
     )
+    if counts:
+        message = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous: "
+        message += ", ".join(description for description, _ in sizes)
+    allowed = "tensors [samples, ...] with the same number of samples"
+    fix = "pass values that all samples share as numbers, zero-dimensional tensors, or arguments of the task"
+    raise ConfigError(Problem("data.dataset", message, allowed=allowed, fix=fix))
 
 
 def _sizes(batch: Any) -> Iterator[tuple[str, int]]:

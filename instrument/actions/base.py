@@ -229,15 +229,11 @@ class Effect:
         return numbers
 
 
-class Effects(Protocol):
-    """Receives the effects of interventions."""
+class Rows(Protocol):
+    """Receives the rows of an action."""
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
-
-
-class Rows(Effects, Protocol):
-    """Receives the rows of an action."""
 
     def memory(self, device: torch.device) -> Tensor | None:
         """Return memory for the sums of one tensor on a device; None for the CPU."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..nested import to_device
 from ..stats.portable import constants
 
 
@@ -57,3 +58,24 @@ def _as_slice(indices: tuple[int, ...]) -> slice | None:
     first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
     steps = range(first, first + step * len(indices), step) if step > 0 else None
     return slice(first, steps.stop, step) if steps is not None and tuple(steps) == indices else None
+
+
+def patch(tensor: Tensor, recorded: Tensor, selection: TensorSelection | None = None) -> Tensor:
+    """Replace a tensor by a recorded one. No gradient flows through it.
+
+    Args:
+        tensor: The tensor: complete, or the selected part.
+        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the complete tensor.
+        selection: The part of the complete tensor; None if the tensor is complete.
+
+    Raises:
+        ValueError: The recorded tensor has neither of these shapes.
+    """
+    new = to_device(recorded, tensor.device).to(tensor.dtype)
+    if selection is not None and new.shape == selection.shape:
+        new = selection.of(new)
+    if new.shape != tensor.shape:
+        raise ValueError(
+            f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
+        )
+    return torch.where(torch.ones((), dtype=torch.bool, device=tensor.device), new, tensor)
