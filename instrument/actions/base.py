@@ -229,11 +229,15 @@ class Effect:
         return numbers
 
 
-class Rows(Protocol):
-    """Receives the rows of an action."""
+class Effects(Protocol):
+    """Receives the effects of interventions."""
 
     def add_effect(self, context: Context, effect: Effect) -> None:
         """Add the effect of one intervention."""
+
+
+class Rows(Effects, Protocol):
+    """Receives the rows of an action."""
 
     def memory(self, device: torch.device) -> Tensor | None:
         """Return memory for the sums of one tensor on a device; None for the CPU."""

@@ -15,7 +15,7 @@ from ..stats.flatten import is_on_host
 from ..stats.kernel import effect_of_plain
 from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
-from .base import Action, Context, Effect, Rows
+from .base import Action, Context, Effect, Effects
 
 
 class Change(Protocol):
@@ -41,7 +41,7 @@ class Change(Protocol):
 class Intervention(Action):
     """Replaces a tensor by the validated result of a change, and records the effect."""
 
-    def __init__(self, change: Change, rows: Rows) -> None:
+    def __init__(self, change: Change, rows: Effects) -> None:
         self.change = change
         self.rows = rows
 
@@ -79,7 +79,7 @@ def accept_result(
     tensor: Tensor,
     new: Tensor,
     context: Context,
-    rows: Rows,
+    rows: Effects,
     *,
     factor: float | Tensor | None = None,
     numel: int | None = None,

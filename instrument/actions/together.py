@@ -11,7 +11,7 @@ from ..errors import HookResultError
 from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.modify import FunctionSpec
-from .base import Action, Context, Rows
+from .base import Action, Context, Effects
 from .custom_functions import custom_function
 from .intervention import accept_result, describe, sparse_error, with_version
 from .straight_through import straight_through
@@ -20,7 +20,7 @@ from .straight_through import straight_through
 class Together(Action):
     """Replaces the tensors of a call by the validated results of one function, and records an effect for each."""
 
-    def __init__(self, spec: FunctionSpec, rows: Rows) -> None:
+    def __init__(self, spec: FunctionSpec, rows: Effects) -> None:
         self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensors", "context")
         self.straight_through = spec.straight_through
         self.rows = rows
