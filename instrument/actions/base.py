@@ -30,19 +30,12 @@ SampleIds = Tensor | Sequence[int] | Sequence[str]
 
 
 class StepContext(NamedTuple):
-    """The time at which a hook runs.
+    """The time at which a hook runs."""
 
-    Attributes:
-        step: The optimizer step, from 0.
-        micro_step: The index of the micro-step within the step, from 0.
-        epoch: The epoch, from 0.
-        phase: `train`, `forward`, `eval` or `probe`.
-    """
-
-    step: int
-    micro_step: int
-    epoch: int
-    phase: str
+    step: int  # the optimizer step, from 0
+    micro_step: int  # the index of the micro-step within the step, from 0
+    epoch: int  # the epoch, from 0
+    phase: str  # `train`, `forward`, `eval` or `probe`
 
 
 class NotKeptError(LookupError):

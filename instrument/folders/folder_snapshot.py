@@ -24,17 +24,12 @@ RECORDS = ("run.json", "instrument.log", ".hydra/config.yaml", ".hydra/hydra.yam
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The names of the files in a folder, and the content of the files that a run overwrites or appends to.
-
-    Attributes:
-        missing: The folder and its parents that do not exist, the innermost first.
-        records: The content of its record files, by relative path.
-    """
+    """The names of the files in a folder, and the content of the files that a run overwrites or appends to."""
 
     folder: Path
-    missing: tuple[Path, ...]
+    missing: tuple[Path, ...]  # the folder and its parents that do not exist, the innermost first
     names: frozenset[str]
-    records: dict[str, bytes]
+    records: dict[str, bytes]  # the content of its record files, by relative path
 
     @classmethod
     def take(cls, folder: Path) -> Snapshot:

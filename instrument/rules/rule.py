@@ -76,19 +76,13 @@ class Rule(ABC):
 
 
 class Bounds(NamedTuple):
-    """Bounds of a statistic or of a metric within which a rule does not fire.
+    """Bounds of a statistic or of a metric within which a rule does not fire."""
 
-    Attributes:
-        name: The name of the statistic (for a `LocatedRule`) or of the metric.
-        low: The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
-        high: The largest value.
-        steps: For how many steps this is certain. Default: all.
-    """
-
-    name: str
+    name: str  # the name of the statistic (for a `LocatedRule`) or of the metric
+    # The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
     low: float | FloatArray = -math.inf
-    high: float | FloatArray = math.inf
-    steps: int = sys.maxsize
+    high: float | FloatArray = math.inf  # the largest value
+    steps: int = sys.maxsize  # for how many steps this is certain
 
 
 class QuietSteps(NamedTuple):

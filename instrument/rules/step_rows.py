@@ -47,19 +47,14 @@ def location_name(layer: str, path: str, kind: str) -> str:
 
 
 class Location(NamedTuple):
-    """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps.
-
-    Attributes:
-        layer: The name of the module; empty for the root.
-        path: The path of the tensor, or the name of the parameter.
-    """
+    """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps."""
 
     hook: str
-    layer: str
+    layer: str  # the name of the module; empty for the root
     module_type: str
     kind: str
     role: str
-    path: str
+    path: str  # the path of the tensor, or the name of the parameter
     phase: str
 
     def __str__(self) -> str:
@@ -96,17 +91,12 @@ class RowSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows that a rule reads in all steps with the same layout.
+    """The rows that a rule reads in all steps with the same layout."""
 
-    Attributes:
-        rows: The indices of the rows, int64 [chosen rows].
-        slots: The index of the state of each location, int64 [chosen locations].
-        index: The index in `locations` of each row, int64 [chosen rows]; None if each location has one row.
-    """
-
-    rows: IndexArray
-    slots: IndexArray
+    rows: IndexArray  # the indices of the rows, int64 [chosen rows]
+    slots: IndexArray  # the index of the state of each location, int64 [chosen locations]
     locations: list[Location]
+    # The index in `locations` of each row, int64 [chosen rows]; None if each location has one row.
     index: IndexArray | None
 
     def values(self, column: FloatArray, merge: np.ufunc) -> FloatArray:

@@ -104,22 +104,15 @@ def _appending(path: str, flags: int) -> int:
 
 @dataclass
 class JournalReader:
-    """The content of a journal.
-
-    Attributes:
-        schema: The schema of the batches; None if it cannot be read.
-        torn: Whether the last message is incomplete: it was being written, or the process ended while writing it.
-        problem: A message about any other damage; None if there is none.
-        rows: The number of rows read so far, including earlier readings.
-        end: The number of bytes up to the end of the last message that was read.
-    """
+    """The content of a journal."""
 
     path: Path
-    schema: pa.Schema | None = None
+    schema: pa.Schema | None = None  # the schema of the batches; None if it cannot be read
+    # Whether the last message is incomplete: it was being written, or the process ended while writing it.
     torn: bool = False
-    problem: str | None = None
-    rows: int = 0
-    end: int = 0
+    problem: str | None = None  # a message about any other damage; None if there is none
+    rows: int = 0  # the number of rows read so far, including earlier readings
+    end: int = 0  # the number of bytes up to the end of the last message that was read
     _source: pa.NativeFile | None = field(default=None, repr=False)
 
     @classmethod

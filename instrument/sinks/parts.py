@@ -45,17 +45,11 @@ _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
 class Part(NamedTuple):
-    """One part of a table, or several merged ones.
+    """One part of a table, or several merged ones."""
 
-    Attributes:
-        rank: The process that wrote it, from 0.
-        number: The number of the part, or of the first merged one.
-        last: The number of the last merged one; -1 for a single part.
-    """
-
-    rank: int
-    number: int
-    last: int = -1
+    rank: int  # the process that wrote it, from 0
+    number: int  # the number of the part, or of the first merged one
+    last: int = -1  # the number of the last merged one; -1 for a single part
 
     @property
     def end(self) -> int:

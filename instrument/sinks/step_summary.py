@@ -24,19 +24,13 @@ _KIND = TABLES["tensors"].names.index("kind")
 
 @dataclass
 class StepSummary:
-    """The summary of one step, by tag.
+    """The summary of one step, by tag."""
 
-    Attributes:
-        scalars: Numbers. Several values of a tag are combined as the statistic defines (`merged`), or by their mean.
-        histograms: Histograms. Several of a tag are added.
-        pictures: The first picture of each tag.
-        texts: Events, one per line.
-    """
-
+    # Numbers. Several values of a tag are combined as the statistic defines (`merged`), or by their mean.
     scalars: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    pictures: dict[str, Image] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # several of a tag are added
+    pictures: dict[str, Image] = field(default_factory=dict)  # the first picture of each tag
+    texts: dict[str, str] = field(default_factory=dict)  # events, one per line
 
 
 class SummaryCollector:

@@ -41,17 +41,11 @@ FITS_FLOAT32 = (
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor that was copied into a buffer of the pool.
+    """A tensor that was copied into a buffer of the pool."""
 
-    Attributes:
-        row: The columns before the values.
-        flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
-        as_list: Whether it is stored in `values`.
-    """
-
-    row: Row
-    flat: Tensor
-    as_list: bool
+    row: Row  # the columns before the values
+    flat: Tensor  # the elements, on the CPU: float32 for `values`, any dtype for `data`
+    as_list: bool  # whether it is stored in `values`
     buffer: Tensor
     copy: HostCopy
 

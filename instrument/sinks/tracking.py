@@ -33,19 +33,13 @@ TRACKER_FOLDERS = {"tensorboard": "tensorboard"}  # subfolders of the run's fold
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The description of a run that a tracker receives.
-
-    Attributes:
-        name: The run's `name`: its project or experiment.
-        title: Distinguishes it from other runs of that name.
-        resumed_at: The first repeated step of a resumed run; None for a new run.
-    """
+    """The description of a run that a tracker receives."""
 
     folder: Path
-    name: str
-    title: str
+    name: str  # the run's `name`: its project or experiment
+    title: str  # distinguishes it from other runs of that name
     config: Mapping[str, Any]
-    resumed_at: int | None = None
+    resumed_at: int | None = None  # the first repeated step of a resumed run; None for a new run
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None) -> TrackedRun:
