@@ -49,19 +49,12 @@ def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
 
 
 class ParquetSink:
-    """Writes rows and tensors to the folder of a run.
+    """Writes rows and tensors to the folder of a run, which has to exist when the first rows are written.
+
+    The options are those of `instrument.spec.config.SinkConfig`. Dtypes that float32 cannot represent exactly are always
+    stored as bytes.
 
     Args:
-        folder: The folder of the run. It must exist when the first rows are written.
-        tensors: `list` (default) stores values as `list<float>`, which every Parquet reader supports. `bytes` stores
-            raw bytes, which is several times faster. Dtypes that float32 cannot represent exactly are always stored as
-            bytes.
-        when_full: What to do if tensors arrive faster than they are written: `wait` (default) for the disk, or `drop`
-            them. Dropped tensors are counted in `coverage`.
-        durability: What the rows of completed steps survive: the end of the `process` for any reason (default), or a
-            `power` failure, which requires one fsync per step and table.
-        on_error: What to do if a file cannot be written: `stop` (default) with an error, or `continue` without
-            recording.
         report: Called with a message if it continues. Default: issue a warning.
         parts: The number of existing parts of each table. Default: none.
     """

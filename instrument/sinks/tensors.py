@@ -51,12 +51,7 @@ class CopiedTensor(NamedTuple):
 
 
 class TensorWriter:
-    """Copies tensors and writes them in a thread.
-
-    Args:
-        tensors: `list`: as float32 lists if those are exact. `bytes`: always as bytes.
-        when_full: What a hook does if no buffer is available: `wait` for the thread, or `drop` the tensor.
-    """
+    """Copies tensors and writes them in a thread. The options are those of `instrument.sinks.parquet.ParquetSink`."""
 
     def __init__(
         self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]
