@@ -196,7 +196,7 @@ class RowLayout:
 class StepRows:
     """The rows of one step and phase.
 
-    Args:
+    Attributes:
         step: The step.
         phase: The phase.
         layout: The locations of the rows of statistics, in the order in which they were recorded.
@@ -205,9 +205,6 @@ class StepRows:
         targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
         numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics], if no row has further built-in ones.
             None if there is no such matrix.
-
-    Attributes:
-        step, phase, layout, metrics, targets, numbers: See above.
     """
 
     def __init__(

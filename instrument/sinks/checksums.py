@@ -159,26 +159,21 @@ class CheckedFile(io.RawIOBase):
             self._verified.add(position)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of this thread."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.size}[whence]
         self._position.value = base + offset
         return base + offset
 
     def tell(self) -> int:
-        """Return the position of this thread."""
         position: int = getattr(self._position, "value", 0)
         return position
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         super().close()
 
@@ -213,21 +208,17 @@ class _LocalHandler(FSSpecHandler):  # type: ignore[misc]
     """Opens local files as checked files; its other methods are those of Arrow's local file system."""
 
     def get_type_name(self) -> str:
-        """Return the name of the kind of file system."""
         return "checked"
 
     def get_file_info(self, paths: list[str]) -> list[FileInfo]:
-        """Return what Arrow needs to know about files."""
         infos: list[FileInfo] = self.fs.get_file_info(paths)
         return infos
 
     def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
-        """Return what Arrow needs to know about the files in a folder."""
         infos: list[FileInfo] = self.fs.get_file_info(selector)
         return infos
 
     def open_input_file(self, path: str) -> PythonFile:
-        """Open a file for random access."""
         return PythonFile(open_checked(path), mode="r")
 
 

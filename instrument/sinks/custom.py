@@ -36,18 +36,15 @@ class CustomSink:
         self._has_failed = False
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Pass on rows."""
         self._call("write", table, rows)
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Pass on a tensor."""
         stored: int | None = self._call("keep", key, source_shape, tensor, dtype)
         return stored
 
     def end_step(self) -> None:
-        """End the step."""
         self._call("end_step")
 
     def close(self) -> None:

@@ -39,7 +39,6 @@ class TensorBoard:
         self.events.add_summary(Summary(value=values), step)
 
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002
-        """Write the remaining events."""
         self.writer.close()
 
 

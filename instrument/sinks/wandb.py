@@ -45,7 +45,6 @@ class WeightsAndBiases:
         self.run.log(shown, step=step)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until everything is sent or written."""
         self.run.finish(exit_code=0 if outcome == "done" else 1)
 
 

@@ -73,7 +73,6 @@ class RecordedSpec(ModifySpec):
         return self.run is None or self.match == "id"
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Check the index of the sample."""
         size = complete[0] if complete else 0
         if self.from_sample is not None and not -size <= self.from_sample < size:
             yield "from_sample", f"{self.from_sample} is out of range for dimension 0 of", f"{-size} to {size - 1}"

@@ -100,7 +100,6 @@ class AddSpec(_VectorSpec):
         return lambda tensor, _: tensor + number
 
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
-        """Add the vector."""
         return tensor + (_along(tensor, vectors, dim) * self.scale).to(tensor.dtype)
 
 
@@ -150,7 +149,6 @@ class MeanAblateSpec(_VectorSpec):
     hook: str | None = Field(None, description=_HOOK)
 
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
-        """Replace the values of each unit."""
         from ..tensor_selection import patch
 
         return patch(tensor, _along(tensor, vectors, dim).expand(tensor.shape))
