@@ -67,17 +67,21 @@ class RuleSet:
         self._fired: dict[str, RuleEvent] = {}
         self._locations = Locations()
         self._layouts: dict[tuple[Any, ...], tuple[Sequence[Any], RowLayout]] = {}
+        self._latest: tuple[Sequence[Any], str, RowLayout] = ((), "", self._locations.layout((), "", lambda row: row))
         self._bounds = StepBounds(self._rules, self._locations)
         self._active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
         """Return the layout of rows, which must not be modified later; that of an earlier step, if it had the same rows."""
+        if rows is self._latest[0] and phase == self._latest[1]:
+            return self._latest[2]
         key = (phase, len(rows), rows[0], rows[-1]) if rows else (phase, 0)
         known = self._layouts.get(key)
-        if known is None or (known[0] is not rows and known[0] != rows):
+        if known is None or known[0] != rows:
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
             known = self._layouts[key] = (rows, self._locations.layout(rows, phase, site_of))
+        self._latest = (rows, phase, known[1])
         return known[1]
 
     def update(self, rows: StepRows) -> None:
