@@ -21,9 +21,6 @@ Operation = Callable[[Path], tuple[str, Sequence[str]]]
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
 
-    Args:
-        folder: The folder of the run.
-
     Raises:
         InstrumentError: A process of the run still writes to the folder.
         OSError: The folder is not writable.
@@ -34,18 +31,9 @@ def locked(folder: Path) -> AbstractContextManager[None]:
 def for_each_run(
     arguments: Sequence[str] | None, operation: Operation, *, name: str, description: str, metavar: str, reason: str
 ) -> int:
-    """Apply an operation to each run that the command line names.
+    """Apply an operation to each run that the command line names. Return the exit code.
 
-    Args:
-        arguments: The command-line arguments; None uses those of the process.
-        operation: The operation. Called with the folder of each run.
-        name: The name of the module, for `--help`.
-        description: The description of the command, for `--help`.
-        metavar: The name of the folder argument, for `--help`.
-        reason: Why the command requires a local folder, for error messages.
-
-    Returns:
-        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
+    It is 0 for success, 1 if an operation failed or reported a problem, and 2 if a folder is invalid.
     """
     parser = argparse.ArgumentParser(prog=program(name), description=description)
     parser.add_argument(

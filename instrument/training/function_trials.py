@@ -226,14 +226,11 @@ def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:
     return copy.requires_grad_().clone() if tensor.requires_grad and has_graph else copy
 
 
-class _CustomStatistics:
+class _CustomStatistics(Action):
     """Computes the custom statistics of a spec and records none."""
 
     def __init__(self, spec: StatisticsSpec) -> None:
         self.measurement = Measurement(spec)
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: each tensor is measured independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         self.measurement.custom_numbers(tensor, context)

@@ -73,7 +73,6 @@ class ScaleSpec(InterventionSpec):
         return self
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("intervention:Intervention")(implementation("scale:Scale")(self), rows)
 
     @property
@@ -82,7 +81,6 @@ class ScaleSpec(InterventionSpec):
         return isinstance(self.factor, tuple) or super().depends_on_batch_size
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Check the dimension and the number of factors."""
         if not isinstance(self.factor, tuple):
             return
         dims, given = len(shape), len(self.factor)
