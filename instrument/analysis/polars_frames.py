@@ -16,12 +16,12 @@ from ..pip_extras import pip_command
 from ..sinks.remote_folder import is_address
 from ..spec.tables import CUSTOM, TABLES
 from .frames import column_names
-from .query_sources import RunsToQuery, TableFiles
+from .query_sources import FILE, RunsToQuery, TableFiles
 
 if TYPE_CHECKING:
     import polars as pl
 
-FILE, RUN = "file of the run", "number of the run"  # temporary columns; other columns have no blanks in their names
+RUN = "number of the run"  # temporary column; see FILE
 CHUNK = 2**18  # rows per frame; the overhead of a frame is that of some thousand rows
 READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 

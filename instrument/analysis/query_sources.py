@@ -16,6 +16,7 @@ from ..spec.tables import TABLES
 from .frames import column_names
 from .run_files import RunFiles
 
+FILE = "file of the run"  # name of a temporary column; other columns have no blanks in their names
 Columns = dict[str, pa.Array]
 """Arrays with one value per run, by column name."""
 _KINDS = (
