@@ -6,19 +6,18 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
-from .confidence_interval import adjusted, bootstrapped, student
+from .confidence_interval import adjusted, student
 from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, averaged_columns, keys_of, means_of
 from .run_matching import RunMatches, match_runs
 from .run_tables import RunTables
 
 MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
-Interval = Literal["t", "bootstrap"]
 
 
 def effects_of(
@@ -29,18 +28,15 @@ def effects_of(
     by: str | Sequence[str],
     steps: Steps,
     confidence: float,
-    interval: Interval,
 ) -> pd.DataFrame:
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(Problem("confidence", "must be between 0 and 1", confidence))
-    if interval not in (allowed := get_args(Interval)):
-        raise InstrumentError(Problem("interval", "is unknown", interval, " or ".join(allowed)))
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
     _warn_unpaired(run, run_matches)
-    differences = {table: _Differences(table, averaged_columns(run, table), interval) for table in MEASURED_TABLES}
+    differences = {table: _Differences(table, averaged_columns(run, table)) for table in MEASURED_TABLES}
     for seed in run_matches.by_seed():
         for baseline_index, matches in seed.items():
             baseline_means = _means_of_run(run, baseline_index, steps)
@@ -110,12 +106,10 @@ class _Differences:
     Args:
         table: The table.
         columns: The columns of the table that are averaged in any run.
-        interval: The kind of the intervals.
     """
 
-    def __init__(self, table: str, columns: Sequence[str], interval: Interval) -> None:
+    def __init__(self, table: str, columns: Sequence[str]) -> None:
         self.table = table
-        self.interval = interval
         self.columns = {name: index for index, name in enumerate(columns)}
         self.locations: dict[tuple[str, ...], int] = {}
         self.comparisons: dict[str, _Comparison] = {}
@@ -124,7 +118,7 @@ class _Differences:
         """Add one pair."""
         for location in (*before.locations, *after.locations):
             self.locations.setdefault(location, len(self.locations))
-        added_to = self.comparisons.setdefault(comparison, _Comparison(len(self.columns), self.interval))
+        added_to = self.comparisons.setdefault(comparison, _Comparison(len(self.columns)))
         added_to.add(*self._dense(before), *self._dense(after))
 
     def end_seed(self) -> None:
@@ -164,8 +158,7 @@ class _Comparison:
             [3, locations, columns] each, NaN without a pair.
     """
 
-    def __init__(self, columns: int, interval: Interval) -> None:
-        self.interval = interval
+    def __init__(self, columns: int) -> None:
         self.counts = np.zeros((3, 0, columns), np.int64)
         self.seeds: list[np.ndarray] = []
         self._pairs_of_seed: list[np.ndarray] = []
@@ -191,13 +184,9 @@ class _Comparison:
         before, after, difference = _mean(seeds)
         seed_counts = (~np.isnan(seeds[:, 2])).sum(0)
         with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
-            if self.interval == "bootstrap":
-                flat = bootstrapped(seeds[:, 2].reshape(len(seeds), -1), confidence)
-                low, high, p_value = (values.reshape(difference.shape) for values in flat)
-            else:
-                squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
-                width, p_value = student(difference, squares, seed_counts, confidence)
-                low, high = difference - width, difference + width
+            squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
+            width, p_value = student(difference, squares, seed_counts, confidence)
+            low, high = difference - width, difference + width
         return {
             "n": seed_counts,
             "mean_baseline": before,

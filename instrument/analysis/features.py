@@ -148,11 +148,7 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
 
 
 def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
-    """Return the rows of the selected tensors, without their values, one per batch.
-
-    Raises:
-        ConfigError: No tensor matches, or the selection is ambiguous.
-    """
+    """Return the rows of the selected tensors, without their values, one per batch."""
     layer = "" if selection.layer == "." else selection.layer
     rows: pd.DataFrame = plain_labels(files.read("tensors", _INDEX, _firings_at(layer))).to_pandas()
     if rows.empty:
@@ -207,11 +203,7 @@ def _shown(values: Sequence[Any]) -> list[str]:
 
 
 def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the table `samples` of the steps of the selected tensors, in the order of the batches.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """Return the rows of the table `samples` of the steps of the selected tensors, in the order of the batches."""
     steps = ds.field("step").isin(pa.array(rows["step"].unique()))
     condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
     samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
@@ -234,16 +226,7 @@ def _settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
 
 
 def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -> Array | None:
-    """Return the index in the batch of each entry of dimension 0 of a recorded tensor.
-
-    Args:
-        recorded: The shape of the recorded tensor.
-        shape: The shape of the tensor in the model.
-        spec: The settings of the hook, which may select a part of the tensor.
-
-    Returns:
-        The indices; None if dimension 0 of the recorded tensor is not that of the samples.
-    """
+    """Return the index in the batch of each entry of dimension 0 of a recorded tensor; None if these are not samples."""
     if not shape:
         return None
     # A view in which each element has the index of its sample: its stride is 0 along all other dimensions.
@@ -270,11 +253,7 @@ def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) 
 def _batches(
     files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
 ) -> Iterator[_Batch]:
-    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example.
-
-    Raises:
-        ConfigError: The tensors have no samples in dimension 0, or no batch has known samples.
-    """
+    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
     groups = samples.groupby(_BATCH, sort=False).indices
     spec = _settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
@@ -309,13 +288,7 @@ def _batches(
 
 
 def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tuple[Array, Array]:
-    """Return the ids in the order of the result, and the position in `samples` of each.
-
-    Integers are sorted. Strings keep the order in which they were recorded.
-
-    Raises:
-        ConfigError: A sample occurs in several steps.
-    """
+    """Return the ids in the order of the result, and the position in `samples` of each."""
     are_names = samples["id"].notna().any()
     if are_names:
         numbers = samples["sample"].astype("Int64").astype("string")  # of batches that have integers
@@ -372,11 +345,7 @@ def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
 
 
 def _common_shape(batches: Sequence[_Batch], selection: FeatureSelection) -> Shape:
-    """Return the shape of the features of one sample.
-
-    Raises:
-        ConfigError: It differs between batches.
-    """
+    """Return the shape of the features of one sample."""
     shapes = list(dict.fromkeys(batch.shape[1:] for batch in batches))
     if len(shapes) > 1:
         message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
@@ -401,18 +370,7 @@ def _copy_values(
     destinations: Mapping[tuple[int, int, int], Array],
     features: Array,
 ) -> None:
-    """Copy the values of each tensor to its place.
-
-    Args:
-        files: The files of the run.
-        selection: The tensors.
-        rows: The rows of the selected tensors.
-        destinations: For each batch, the index in the result of each entry of dimension 0; -1 for entries left out.
-        features: The result.
-
-    Raises:
-        InstrumentError: A tensor cannot be read.
-    """
+    """Copy each tensor to the indices of its batch in `destinations`; entries with index -1 are left out."""
     condition = _firings_at("" if selection.layer == "." else selection.layer)
     for name in ("hook", "role", "phase", "path", "call", "step"):
         condition &= ds.field(name).isin(pa.array(rows[name].unique()))

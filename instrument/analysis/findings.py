@@ -95,10 +95,7 @@ def findings(run: RunTables) -> list[Finding]:
 
 
 def _rules(run: RunTables) -> Iterator[Finding]:
-    """Return the findings of the rules.
-
-    A run of an earlier version has no rules; its rows are passed to the default rules.
-    """
+    """Return the findings of the rules."""
     config = run.info.get("config") or {}
     if "rules" in config:
         rules = config["rules"] or {}
@@ -273,11 +270,7 @@ def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) ->
 
 
 def _largest(run: RunTables) -> dict[str, _Row]:
-    """Return the first finite statistics row with the largest value of each statistic, by its name.
-
-    The gradient norm is that of gradients, `zero_fraction` that of outputs of a ReLU, and the other statistics those of
-    all outputs. A statistic without values is missing.
-    """
+    """Return the first finite statistics row with the largest value of each statistic, by its name."""
     best: dict[str, _Row] = {}
     columns = ("l2", "dead_fraction", "zero_fraction", "saturated_fraction")
     output = (ds.field("kind") == "forward") & (ds.field("role") == "output")

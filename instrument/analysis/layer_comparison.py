@@ -140,10 +140,7 @@ class _Centered:
 
 
 def _product_norm(one: _Centered, two: _Centered) -> float:
-    """Return the Frobenius norm of XᵀY, with as few operations as possible.
-
-    That of p x q products of features, or of n x n products of samples: ||XᵀY||² is the sum of the elements of XXᵀ * YYᵀ.
-    """
+    """Return the Frobenius norm of XᵀY, from p x q products of features or n x n products of samples, whichever are fewer."""
     n, p, q = len(one.samples), one.features.shape[1], two.features.shape[1]
     step = min(one.step, two.step)
     if p * q <= n * (p + q):

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -90,7 +90,6 @@ class Run(RunTables):
         by: str | Sequence[str] = (),
         steps: tuple[int | None, int | None] = (None, None),
         confidence: float = 0.95,
-        interval: Literal["t", "bootstrap"] = "t",
     ) -> pd.DataFrame:
         """Estimate the effect of one configuration key on metrics and statistics; needs several runs.
 
@@ -103,9 +102,7 @@ class Run(RunTables):
 
         where s(d) is the standard deviation with n - 1 degrees of freedom and t(p, m) is the p-quantile of Student's
         distribution with m degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2,
-        https://doi.org/10.18434/M32189). It assumes that the differences have a normal distribution. For skewed metrics,
-        `interval="bootstrap"` gives the bootstrap-t interval (B. Efron and R. J. Tibshirani, An Introduction to the
-        Bootstrap, 1993, section 12.5).
+        https://doi.org/10.18434/M32189). It assumes that the differences have a normal distribution.
 
         Many intervals are formed at once, and some miss the true difference by chance. `p_adjusted` accounts for their
         number: among the rows with `survives`, the expected share of rows without an effect is at most 1 - confidence
@@ -125,7 +122,6 @@ class Run(RunTables):
             steps: Half-open range of steps (first, end); None leaves a side open. For evaluations, the number of steps
                 done before the evaluation counts.
             confidence: Confidence level of the intervals, between 0 and 1.
-            interval: `t` for Student's interval, or `bootstrap`, which needs at least 5 seeds.
 
         Returns:
             One row for each value, location and statistic with at least one pair:
@@ -154,7 +150,7 @@ class Run(RunTables):
         """
         from .config_key_effects import effects_of
 
-        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence, interval=interval)
+        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
 
     def features(
         self,

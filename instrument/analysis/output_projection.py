@@ -106,14 +106,7 @@ def logit_lens(
 
 
 def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -> dict[str, Any]:
-    """Return the columns with the predictions, block by block.
-
-    Args:
-        residual: [rows, features].
-        logits_of: Maps a tensor [rows, features] to logits [rows, vocabulary].
-        targets: int64 [rows], negative for none.
-        top: Number of most probable tokens.
-    """
+    """Return the columns with the predictions from a residual stream [rows, features] and targets [rows], block by block."""
     import torch
 
     tokens, log_probs, target_log_probs, ranks = [], [], [], []
@@ -155,11 +148,7 @@ def _targets(
     tokens: Any,
     targets: Any,
 ) -> Array:
-    """Return the target of each recorded position, int64 [samples * positions], negative for none.
-
-    Raises:
-        InstrumentError: Given tokens or targets do not have one row per sample.
-    """
+    """Return the target of each recorded position, int64 [samples * positions], negative for none."""
     shape, complete = (len(streams.ids), len(positions)), (len(streams.ids), length)
     if targets is not None:
         wanted = np.asarray(targets)

@@ -226,10 +226,7 @@ class _Collection:
         return read.with_columns(run_value_columns).filter(self.conditions).select(self.columns)
 
     def _arrow_conditions(self) -> list[pl.Expr]:
-        """Return the conditions on columns of the table only.
-
-        Conditions on floats are excluded: polars treats NaN as the largest number, and Arrow does not.
-        """
+        """Return the conditions on columns of the table only, without floats, whose NaN Arrow compares in another way."""
         table_schema = self.source.table_schema
         return [
             condition

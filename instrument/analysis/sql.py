@@ -121,10 +121,7 @@ class _Views:
             connection.execute(f"create view {name} as {rows}")
 
     def _with_custom_columns(self, rows: str, table: str) -> str:
-        """Return the query of rows with one column per custom statistic or metric.
-
-        The remainders of 64-bit integers are columns if the query names them: most tables have none.
-        """
+        """Return the query of rows with one column per custom statistic or metric, and per remainder that the query names."""
         remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
         custom = [*self.queried.custom(table), *remainders]
         before, after = self.queried.columns(table)

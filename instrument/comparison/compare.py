@@ -178,14 +178,7 @@ def _nothing_in_common(
     steps: Sequence[Sequence[int]],
     suggestion: tuple[str, str] | None,
 ) -> Problem:
-    """Return the problem that no value has a counterpart in the other run, with the likely reason.
-
-    Args:
-        places: The locations of each run.
-        comparison: The comparison of the locations that both runs recorded.
-        steps: The recorded steps of each run.
-        suggestion: An entry of `rename`; None without one.
-    """
+    """Return the problem that no value has a counterpart in the other run, with the likely reason."""
     locations = comparison.locations
     layers, series, scopes = (
         [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]

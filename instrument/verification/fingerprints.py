@@ -148,12 +148,7 @@ class _RecordsOutputs:
 
 @contextmanager
 def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
-    """Compute digests of the model outputs inside the block.
-
-    Args:
-        model: The model. Its class is replaced inside the block.
-        outputs: The list to which the digests of each call are appended.
-    """
+    """Compute digests of the model outputs inside the block."""
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
     watched = new_class(own.__name__, (_RecordsOutputs, own), exec_body=lambda body: body.update(names))
@@ -165,13 +160,7 @@ def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator
 
 
 def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
-    """Compute the fingerprint of the present state.
-
-    Args:
-        experiment: The experiment.
-        progress: The progress after the step or evaluation.
-        calls: For each call of the model in the evaluation, the digests of its output tensors.
-    """
+    """Compute the fingerprint of the present state."""
     compared = progress.metrics.keys() - set(IGNORED_METRICS)
     metrics = {(f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name in compared}
     outputs = {
