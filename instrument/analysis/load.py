@@ -14,7 +14,6 @@ from ..errors import ConfigError, InstrumentWarning, Problem
 from ..spec.statistics import REMAINDERS
 from .folders import find_runs
 from .polars_frames import scan
-from .query_sources import RunsToQuery
 from .run_tables import RunTables, check_table
 from .sql import run_query
 
@@ -211,14 +210,14 @@ class Run(RunTables):
         from .features import FeatureSelection, features_of
 
         selection = FeatureSelection(layer, hook, role, phase, step, epoch, call, path)
-        if not self._is_sweep:
-            return features_of(self._files[0], selection, None if out is None else Path(out))
+        if not self.is_sweep:
+            return features_of(self.files[0], selection, None if out is None else Path(out))
         if out is not None:
             fix = "load one of them, or leave 'out' out"
             raise ConfigError(Problem("out", f"the folder contains {len(self.folders)} runs", str(out), fix=fix))
         features: dict[str, Features] = {}
         problems: dict[str, ConfigError] = {}
-        for name, files in zip(self.names, self._files, strict=True):
+        for name, files in zip(self.names, self.files, strict=True):
             try:
                 features[name] = features_of(files, selection)
             except ConfigError as error:
@@ -247,7 +246,7 @@ class Run(RunTables):
             ConfigError: The query is invalid.
             InstrumentError: DuckDB is not installed, or the query fails while it runs.
         """
-        return run_query(self._queried(), query)
+        return run_query(self, query)
 
     def lazy(self, table: str, *, remainders: bool = False) -> pl.LazyFrame:
         """Return a table as a polars LazyFrame.
@@ -269,9 +268,4 @@ class Run(RunTables):
         check_table(table)
         if remainders and table != "stats":
             raise ValueError(f"the table {table!r} has no remainders: pass remainders=True only for 'stats'")
-        return scan(self._queried(), table, tuple(REMAINDERS.values()) if remainders else ())
-
-    def _queried(self) -> RunsToQuery:
-        return RunsToQuery(
-            self._files, self.names if self._is_sweep else None, self._given, self.runs, self.custom_columns
-        )
+        return scan(self, table, tuple(REMAINDERS.values()) if remainders else ())

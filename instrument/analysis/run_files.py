@@ -206,7 +206,9 @@ class RunFiles:
             columns: Names of the columns; None for all.
             condition: Filter expression; None for all rows.
         """
-        return self.retry_if_merged(lambda: self._read(TABLES[name], columns, condition), name)
+        return self.retry_if_merged(
+            lambda: self._read(TABLES[name], columns or TABLES[name].schema.names, condition), name
+        )
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
@@ -270,21 +272,7 @@ class RunFiles:
         """Add data that a reader cannot handle to the problems."""
         self._problem(self.folder / table, f"{what}: skipped")
 
-    def _read(self, table: Table, columns: Sequence[str] | None, condition: ds.Expression | None) -> pa.Table:
-        self.check_footers(table.name)
-        files, journals = self.table_files(table.name)
-        wanted = None if columns is None else _with_keys(table, columns)
-        try:
-            read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
-        except FileNotFoundError:
-            raise
-        except UNREADABLE:
-            return self._read_one_by_one(table, columns or table.schema.names, condition)
-        read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
-        return _in_written_order(table, pa.concat_tables(read), columns or table.schema.names)
-
-    def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
-        """Read the files one by one, and skip those with damaged contents."""
+    def _read(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
         for file, piece in self._fragments(table):

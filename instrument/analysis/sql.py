@@ -20,8 +20,10 @@ from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
 from ..spec.statistics import REMAINDERS
 from ..spec.tables import CUSTOM, TABLES
-from .query_sources import FILE, RunsToQuery, TableFiles, columns_of_runs
+from . import query_sources
+from .query_sources import FILE, TableFiles, all_columns, columns_of_runs, run_columns
 from .run_files import RunFiles
+from .run_tables import RunTables
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,7 +37,7 @@ _UNKNOWN = re.compile(
 )
 
 
-def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
+def run_query(run: RunTables, query: str) -> pd.DataFrame:
     """Run a query with DuckDB; only files of the tables that the query names are opened.
 
     Raises:
@@ -49,8 +51,8 @@ def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
         raise InstrumentError(f"run.sql requires DuckDB: {pip_command('sql')}") from None
     from .duckdb_files import DuckDBFiles
 
-    files = DuckDBFiles(queried.files[0].folder)
-    views = _Views(queried, query, files)
+    files = DuckDBFiles(run.folders[0])
+    views = _Views(run, query, files)
     problems = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
         try:
@@ -81,12 +83,12 @@ class _Views:
     checked, and finally all files are read.
     """
 
-    def __init__(self, queried: RunsToQuery, query: str, files: DuckDBFiles) -> None:
-        self.queried = queried
+    def __init__(self, run: RunTables, query: str, files: DuckDBFiles) -> None:
+        self.run = run
         self.files = files
         self.query = query
         self.names: list[str] = []
-        self.remote = is_address(queried.files[0].folder)
+        self.remote = is_address(run.folders[0])
         self._listed: list[Path] = []
         self._uses_runs = False
         self._deleted: list[Path] = []
@@ -105,11 +107,11 @@ class _Views:
         self._uses_runs = RUNS in named
         self._listed = []
         if self._uses_runs:
-            connection.register(RUNS, pa.table(columns_of_runs(self.queried.runs)))
+            connection.register(RUNS, pa.table(columns_of_runs(self.run.runs)))
         for name in self.names:
-            files = self.queried.table_files(name)
+            files = query_sources.table_files(self.run, name)
             self._listed += files.paths
-            first = self.queried.files[files.owners[0]] if files.paths else None
+            first = self.run.files[files.owners[0]] if files.paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
             selections = [self._selection(connection, files, name, by_name=by_name)] if files.paths else []
             if len(files.unwritten) or not files.paths or by_name:
@@ -123,9 +125,8 @@ class _Views:
     def _with_custom_columns(self, rows: str, table: str) -> str:
         """Return the query of rows with one column per custom statistic or metric, and per remainder that the query names."""
         remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
-        custom = [*self.queried.custom(table), *remainders]
-        before, after = self.queried.columns(table)
-        names = [*before, *self.queried.own_columns(table), *remainders, *after]
+        custom = [*self.run.custom_columns(table), *remainders]
+        names = [*all_columns(self.run, table), *remainders]
         expressions = [
             f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
             for name in names
@@ -145,7 +146,7 @@ class _Views:
         if remedy is None or (only_heads and remedy is RunFiles.check_contents):
             return False
         self._union_by_name = True
-        for files in self.queried.files:
+        for files in self.run.files:
             for name in self.names:
                 with suppress(FileNotFoundError):  # the file was merged and will be listed under its new name
                     remedy(files, name)
@@ -160,18 +161,14 @@ class _Views:
         if unknown["table"] is not None:
             names = [*TABLES, RUNS]
             return ConfigError(Problem(WHERE, message, self.query, names, similar_names(unknown["table"], names)))
-        columns = [name for table in self.names for name in self._columns(table)]
-        columns += columns_of_runs(self.queried.runs) if self._uses_runs else []
+        columns = [name for table in self.names for name in all_columns(self.run, table)]
+        columns += columns_of_runs(self.run.runs) if self._uses_runs else []
         columns = list(dict.fromkeys(columns))
         return ConfigError(Problem(WHERE, message, self.query, columns, similar_names(unknown["column"], columns)))
 
-    def _columns(self, table: str) -> list[str]:
-        before, after = self.queried.columns(table)
-        return [*before, *self.queried.own_columns(table), *after]
-
     def _selection(self, connection: duckdb.DuckDBPyConnection, files: TableFiles, table: str, *, by_name: bool) -> str:
         """Return the query of the rows of Parquet files."""
-        before, after = self.queried.columns(table)
+        before, after = run_columns(self.run, table)
         names = [self.files.name(path) for path in files.paths]
         options = f"hive_partitioning = false, union_by_name = {str(by_name).lower()}"
         rows = f"read_parquet([{', '.join(map(_quoted_string, names))}], {options})"

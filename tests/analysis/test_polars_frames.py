@@ -18,8 +18,8 @@ from tiers import tiered
 
 import instrument
 from instrument import InstrumentError, InstrumentWarning
-from instrument.analysis import polars_frames
-from instrument.analysis.query_sources import RunsToQuery, TableFiles
+from instrument.analysis import polars_frames, query_sources
+from instrument.analysis.query_sources import TableFiles
 from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover
@@ -202,9 +202,9 @@ def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkey
 def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = RunsToQuery.table_files
+    original = query_sources.table_files
 
-    def merged(queried: RunsToQuery, table: str, runs: Iterable[int] | None = None) -> TableFiles:
+    def merged(queried: instrument.Run, table: str, runs: Iterable[int] | None = None) -> TableFiles:
         found = original(queried, table, runs)
         if part(folder, 1).exists():
             pq.write_table(
@@ -214,7 +214,7 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(RunsToQuery, "table_files", merged)
+    monkeypatch.setattr(query_sources, "table_files", merged)
     assert run.lazy("stats").select(pl.len(), STEP.max()).collect().rows() == [(12, 5)]
     assert run.problems == []
 

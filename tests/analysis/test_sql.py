@@ -253,13 +253,13 @@ def test_conditions_on_run_columns_equal_those_on_rows(
 def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     table_files: list[str] = []
-    original = query_sources.RunsToQuery.table_files
+    original = query_sources.table_files
 
-    def noted(queried: query_sources.RunsToQuery, table: str) -> query_sources.TableFiles:
+    def noted(queried: instrument.Run, table: str) -> query_sources.TableFiles:
         table_files.append(table)
         return original(queried, table)
 
-    monkeypatch.setattr(query_sources.RunsToQuery, "table_files", noted)
+    monkeypatch.setattr(query_sources, "table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
     assert table_files == ["stats"]
     run.sql(
@@ -321,9 +321,9 @@ def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[
 def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = query_sources.RunsToQuery.table_files
+    original = query_sources.table_files
 
-    def merged(queried: query_sources.RunsToQuery, table: str) -> query_sources.TableFiles:
+    def merged(queried: instrument.Run, table: str) -> query_sources.TableFiles:
         found = original(queried, table)
         if part(folder, 1).exists():
             pq.write_table(
@@ -333,7 +333,7 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(query_sources.RunsToQuery, "table_files", merged)
+    monkeypatch.setattr(query_sources, "table_files", merged)
     assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
     assert run.problems == []
 
