@@ -104,7 +104,6 @@ class _Differences:
     """Paired differences at all locations of one table.
 
     Args:
-        table: The table.
         columns: The columns of the table that are averaged in any run.
     """
 

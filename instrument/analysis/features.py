@@ -114,8 +114,6 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     """Join the tensors of one run.
 
     Args:
-        files: The files of the run.
-        selection: The tensors.
         out: A `.npy` file to which the features are written; the array is mapped from it. Default: None, in memory.
 
     Raises:

@@ -107,7 +107,6 @@ def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
     """Return the events that rules wrote during the run, in order.
 
     Args:
-        run: One run.
         names: The names of the rules.
     """
     columns = ["rule", "step", "message", "severity", "layer", "location", "value", "threshold"]

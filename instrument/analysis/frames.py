@@ -54,7 +54,6 @@ def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index:
     An override with the name of a column of the table becomes `override.<name>`.
 
     Args:
-        frame: Rows of the run.
         run: Folder of the run.
         overrides: Overrides of all runs, so that a column has the same type in all of them.
         index: Index of the run in `overrides`.

@@ -26,8 +26,6 @@ class Cell:
     """A run in the grid.
 
     Attributes:
-        row: Index of the row.
-        column: Index of the column.
         treated: Index of the run with the intervention.
         baseline: Index of the run without it that has the same seed and is equal otherwise; None without such a run.
     """
@@ -101,7 +99,6 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
     Runs that differ only in their seed share a cell. Of runs that are equal, the last one counts.
 
     Args:
-        run: Several runs.
         intervention: Name of the intervention. Default: the only one whose fields differ.
 
     Raises:
@@ -249,8 +246,6 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
     """Return the mean of a statistic over the steps of one of several runs.
 
     Args:
-        run: Several runs.
-        index: Index of the run.
         statistic: Name of the statistic.
         where: Conditions on `layer`, `hook` and other columns that identify a location; None for any.
 

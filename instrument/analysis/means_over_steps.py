@@ -31,7 +31,6 @@ class Means:
     """Means of one table of one run.
 
     Attributes:
-        columns: Names of the columns.
         locations: The locations, as tuples of those columns in LOCATION_COLUMNS that the table has.
         values: float64, shape [locations, columns]; not finite if any of the numbers is not finite, 0 if there are none.
         counts: Number of averaged numbers, shape [locations, columns].
@@ -49,7 +48,6 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
     Rows of recomputed forward passes are ignored.
 
     Args:
-        run: One run.
         table: One of `MEASURED_TABLES`.
         steps: Half-open range of steps (first, end); None leaves a side open.
     """

@@ -27,7 +27,6 @@ class MemoryFiles(RunFiles):
     """The rows of a `MemorySink` as Arrow tables. New rows are converted when a table is read.
 
     Args:
-        sink: The sink.
         info: Returns the content that run.json would have.
     """
 

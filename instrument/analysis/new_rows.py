@@ -58,8 +58,6 @@ class NewRows:
 
     Args:
         folder: The folder of the run. A remote folder has no journals: rows appear with each uploaded file.
-        table: The name of the table.
-        columns: The names of the columns to read.
         moved: Whether files disappear after they were uploaded, instead of being removed by a resumed run.
 
     Attributes:

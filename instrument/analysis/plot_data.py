@@ -34,9 +34,6 @@ class RecordedSeries:
     """The data that one record hook recorded in one phase.
 
     Attributes:
-        hook: Name of the hook.
-        kind: Kind of the hook.
-        role: Role of the tensor.
         phase: `train` or `eval`.
     """
 
@@ -82,15 +79,10 @@ class PlottedTensor:
     """The identity of a row of the tensors table.
 
     Attributes:
-        series: The series that recorded it.
-        layer: Name of the module.
         path: Path of the tensor in the value of the module, such as `softmax.0`; or name of the parameter.
         call: Index of the call of the module.
         backward: Index of the backward pass.
         batch: The batch that it belongs to.
-        dtype: Its dtype in PyTorch.
-        shape: Its recorded shape.
-        source_shape: Its shape in the model.
     """
 
     series: RecordedSeries
@@ -191,7 +183,6 @@ def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
     """Return the location of each row as an ordered categorical.
 
     Args:
-        frame: Rows of one series.
         order: Layer names from `forward_order`; other layers come last, in order of first appearance.
     """
     rank = rank_in(order)
@@ -288,8 +279,6 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
     the smallest for minima, the mean for the others. Non-finite rows (see `finite`) contribute only their counts.
 
     Args:
-        frame: Rows of one series.
-        columns: Names of the columns.
         order: Layer names from `forward_order`.
         most: Maximum number of groups of steps.
     """

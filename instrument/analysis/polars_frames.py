@@ -32,8 +32,6 @@ def scan(run: RunTables, table: str, extra_custom: Sequence[str] = ()) -> pl.Laz
     """Return a table as a LazyFrame that reads the files when it is collected.
 
     Args:
-        run: The runs.
-        table: Name of the table.
         extra_custom: Names of additional custom statistics to return as columns.
 
     Raises:

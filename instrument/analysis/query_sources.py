@@ -62,8 +62,6 @@ def table_files(run: RunTables, table: str, runs: Iterable[int] | None = None) -
     """Return the files of a table.
 
     Args:
-        run: One run or several.
-        table: Name of the table.
         runs: Indices of the runs; None for all.
     """
     paths: list[Path] = []

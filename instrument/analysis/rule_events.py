@@ -31,10 +31,6 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
     """Return the events that rules write for the rows of a run in any state. The state of the rules is not kept.
 
     Each process of a distributed run has its own rows, and so its own rules. The run is read in batches.
-
-    Args:
-        run: One run.
-        rules: The rules by name.
     """
     events: list[RuleEvent] = []
     frozen_layers = _frozen_layers(run)

@@ -60,7 +60,6 @@ class RunFiles:
     """The files of one run. Damaged files are added to `problems` and skipped.
 
     Attributes:
-        folder: The folder of the run.
         problems: Descriptions of the problems, each beginning with the name of the file.
 
     Raises:
@@ -162,10 +161,6 @@ class RunFiles:
 
         Damaged files are no longer listed. Of remote files, only footers are checked. Columns that were verified before are not read again.
 
-        Args:
-            name: Name of the table.
-            columns: Names of the columns.
-
         Raises:
             FileNotFoundError: A file was deleted in the meantime.
         """
@@ -202,7 +197,6 @@ class RunFiles:
         """Read the rows of a table in the order in which they were written.
 
         Args:
-            name: Name of the table.
             columns: Names of the columns; None for all.
             condition: Filter expression; None for all rows.
         """
@@ -219,8 +213,6 @@ class RunFiles:
         ordered by layer.
 
         Args:
-            name: Name of the table.
-            columns: Names of the columns.
             condition: Filter expression; None for all rows.
         """
         table = TABLES[name]
@@ -247,7 +239,6 @@ class RunFiles:
 
         Args:
             operation: A function that reads the files of the table.
-            name: Name of the table.
 
         Raises:
             FileNotFoundError: A file was deleted without being merged.

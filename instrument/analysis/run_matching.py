@@ -31,7 +31,6 @@ class RunMatch:
     Attributes:
         value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
             text for other lists and mappings.
-        index: Index of the run.
         baseline: Index of the baseline run.
         seed: Seed of both runs.
         by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
@@ -79,7 +78,6 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
     the same other overrides.
 
     Args:
-        run: Several runs.
         key: Configuration key or override: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`, `exp`.
         baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
             before true); else the first value.

@@ -62,13 +62,7 @@ def _stored(columns: Sequence[str], custom: Sequence[str], *, has_remainders: bo
 
 
 class RunTables:
-    """The tables and records of one run, or of several runs in one folder; see `instrument.Run`.
-
-    Args:
-        path: The folder that was opened.
-        folders: The folders of the runs.
-        files: The files of each run. Default: those in the folders.
-    """
+    """The tables and records of one run, or of several runs in one folder; see `instrument.Run`."""
 
     def __init__(self, path: Path, folders: Sequence[Path], files: Sequence[RunFiles] | None = None) -> None:
         self.path = path

@@ -40,8 +40,6 @@ def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
     """Return one of the saved weights.
 
     Args:
-        weights: The saved weights.
-        name: Its name.
         where: The argument that gives the name, for the message.
 
     Raises:

@@ -60,8 +60,6 @@ def check_choice(word: str, options: Sequence[str], where: str, message: str, fi
     """Check that a word is one of the options.
 
     Args:
-        word: The given word.
-        options: The allowed words.
         where: Name of the argument, for the message.
         message: What is wrong.
         fix: How to fix the problem, for the message.
@@ -98,7 +96,6 @@ def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tup
     """Return the one series that matches and has rows at a location.
 
     Args:
-        frame: Rows of a table.
         name: A location, or a layer with a single location.
         wanted: Arguments of `select_series`.
 

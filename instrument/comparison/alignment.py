@@ -48,7 +48,6 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
     """Return what a run recorded in a table. Only the columns that identify tensors are read.
 
     Args:
-        run: One run.
         table: `stats` or `tensors`.
         steps: The condition that selects the steps; None for all.
     """
@@ -107,10 +106,6 @@ def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str,
 
     The corresponding hook has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and
     role.
-
-    Args:
-        one: The locations of the first run.
-        other: The locations of the other run.
     """
     series = ["hook", "kind", "role"]
     first, second = (list(dict.fromkeys(frame[series].itertuples(index=False, name=None))) for frame in (one, other))
@@ -130,7 +125,6 @@ def paired_locations(
 
     Args:
         one: The locations of the first run, in the order of execution.
-        other: The locations of the other run.
         layers: The name of each layer of the first run in the other run.
         hooks: The result of `paired_hooks`.
 
@@ -163,7 +157,6 @@ def aligned(
     Rows that several processes write about the same values are matched with those of a single process.
 
     Args:
-        runs: The two runs.
         table: `stats` or `tensors`.
         columns: The columns to read in addition to the identity columns.
         locations: The result of `paired_locations`.

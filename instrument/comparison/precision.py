@@ -58,7 +58,6 @@ def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Seque
     never need more binary digits than a type has, the elements were rounded to this type.
 
     Args:
-        info: The content of run.json.
         extremes: Rows of statistics, with the columns `location`, `min`, `max` and `abs_max`.
         dtypes: The dtypes of the recorded tensors, which may be rounded. They count if there are no extremes.
     """

@@ -38,8 +38,6 @@ class FirstDifference:
     """The first tensor in time and execution order whose difference exceeds the tolerance.
 
     Attributes:
-        step: The step.
-        phase: The phase, such as `train`.
         location: The index of its row in `Diff.layers`.
         call: The index of the module's call.
         statistic: The statistic that differs most, or `values` for a recorded tensor.
@@ -64,7 +62,6 @@ class Comparison:
     """Compares the tables of two runs. Each method reads a table once, in groups of steps.
 
     Args:
-        runs: The two runs.
         locations: The locations that both runs recorded, in the order of execution.
         tables: What each run recorded, by table.
         tolerance: The relative difference above which tensors differ; None for that of the coarser precision.

@@ -34,7 +34,6 @@ def relative_differences(
 
     Args:
         rows: Matched rows, with the columns of both runs.
-        names: The statistics.
         floors: The number of the group of each row; -1 for no group. None if no row has a group.
         floor: The lower limit of the size of a row in a group, relative to the largest size of the group.
 

@@ -115,8 +115,6 @@ def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: 
     """Return the first difference between two trainings; None if they are equal.
 
     Args:
-        first: The fingerprints of one training.
-        second: The fingerprints of the other training.
         hook: The name of the hook to report as the cause. Default: empty.
     """
     for left, right in zip_longest(first, second):

@@ -71,7 +71,6 @@ def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: in
     """Train an experiment and compute a fingerprint after each step and each evaluation.
 
     Args:
-        config: The experiment.
         hooks: The hooks to attach instead of those in the configuration.
         max_fingerprints: The number of fingerprints after which the training stops. Default: None, no limit.
     """

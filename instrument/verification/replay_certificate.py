@@ -54,7 +54,6 @@ class ReplayCertificate:
     """The result of a replay.
 
     Attributes:
-        source: The folder of the run.
         begin: The number of completed steps at which the replay began.
         stop: The step after the last one of the window.
         steps: The number of compared steps.
@@ -97,7 +96,6 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
     """Compare the metrics of a replay with the recorded ones.
 
     Args:
-        source: The folder of the run.
         replay: The folder of the replay. It has ended.
         changes_evaluation: Whether a counterfactual changes the evaluation before its first step. Default: False.
 
