@@ -62,13 +62,6 @@ class RunMatches:
     matches: list[RunMatch]
     left_out: dict[int, str]
 
-    def by_seed(self) -> list[dict[int, list[RunMatch]]]:
-        """Return the matches of each seed by baseline run, so that each run is read only once."""
-        seeds: dict[int, dict[int, list[RunMatch]]] = {}
-        for match in self.matches:
-            seeds.setdefault(match.seed, {}).setdefault(match.baseline, []).append(match)
-        return list(seeds.values())
-
 
 def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:
     """Match the runs that differ in one key, comparing each value with a baseline.
