@@ -286,32 +286,24 @@ def _batches(
 
 
 def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tuple[Array, Array]:
-    """Return the ids in the order of the result, and the position in `samples` of each."""
-    are_names = samples["id"].notna().any()
-    if are_names:
-        numbers = samples["sample"].astype("Int64").astype("string")  # of batches that have integers
-        values = samples["id"].astype("string").fillna(numbers).to_numpy(object)
-    else:
-        values = samples["sample"].to_numpy(np.int64)
-    codes, unique = pd.factorize(values, sort=not are_names)
-    order = np.argsort(codes, kind="stable")
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = codes[order][1:] != codes[order][:-1]
-    if len(unique) < len(codes):
-        steps = samples["step"].to_numpy()[order]
-        differs = np.flatnonzero(~is_first & (steps != np.roll(steps, 1)))
-        if len(differs):
-            repeated = values[[order[differs[0]]]].tolist()[0]
-            occurrences = sorted({int(step) for step in samples["step"].to_numpy()[values == repeated]})
-            message = (
-                f"the samples occur in several steps: sample {repeated!r} in steps {', '.join(_shown(occurrences))}"
-            )
-            known = sorted(map(int, samples["step"].unique()))
-            fix = f"pass step={occurrences[-1]}, several steps as a list or a range, or epoch="
+    """Return the ids in the order of the result, integers sorted, and the position in `samples` of each."""
+    samples = samples.reset_index(drop=True)
+    are_names = bool(samples["id"].notna().any())
+    ids = samples["sample"]
+    if are_names:  # other batches may have integers
+        ids = samples["id"].astype("string").fillna(ids.astype("Int64").astype("string"))
+    is_repeated = ids.duplicated()
+    if is_repeated.any():
+        counts = samples["step"].groupby(ids, sort=not are_names).nunique()
+        for name in counts.index[counts > 1][:1].tolist():
+            steps = sorted(samples["step"][ids == name].unique().tolist())
+            message = f"the samples occur in several steps: sample {name!r} in steps {', '.join(_shown(steps))}"
+            known = sorted(samples["step"].unique().tolist())
+            fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
             raise ConfigError(Problem("step", message, selection.step, _shown(known), fix=fix))
-    first = order[is_first]
-    ids = values[first]
-    return (ids.astype(np.str_) if are_names else ids), first
+    first = ids[~is_repeated]
+    first = first if are_names else first.astype(np.int64).sort_values()
+    return np.array(first, np.str_ if are_names else np.int64), first.index.to_numpy()
 
 
 def _targets(samples: pd.DataFrame) -> Array | None:

@@ -239,7 +239,7 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
     effects = changed(run)
     specs = (hooks_of(run.info) or {}) if effects else {}
     for hook, effect in effects.items():
-        locations = f"{len(effect.locations)} location{'s' if len(effect.locations) > 1 else ''}"
+        locations = f"{effect.locations} location{'s' if effect.locations > 1 else ''}"
         norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
         few = 0 < effect.changed_fraction < FEW
         amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
