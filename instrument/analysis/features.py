@@ -227,25 +227,16 @@ def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) 
     """Return the index in the batch of each entry of dimension 0 of a recorded tensor; None if these are not samples."""
     if not shape:
         return None
-    # A view in which each element has the index of its sample: its stride is 0 along all other dimensions.
-    samples = np.arange(shape[0])
     chosen, part, most = (spec.get(name) for name in ("samples", "slice", "max_elements"))
+    samples = np.arange(shape[0])
     samples = samples[chosen] if isinstance(chosen, list) else samples[:chosen]
-    index = np.broadcast_to(samples.reshape(-1, *[1] * (len(shape) - 1)), (len(samples), *shape[1:]))
-    index = index if part is None else index[parse_slice(part)]
-    if most is not None and index.size > most and len(recorded) == 1:
-        return index[:most] if index.ndim == 1 else None
-    if not index.ndim or any(
-        stride for size, stride in zip(index.shape[1:], index.strides[1:], strict=True) if size > 1
-    ):
+    parts = () if part is None else parse_slice(part)
+    if parts and isinstance(parts[0], int):
         return None
-    if not index.size:
-        return np.empty(0, np.int64) if not len(index) else None
-    if len(index) > 1 and not index.strides[0]:  # an integer of the slice has removed the dimension of the samples
-        return None
-    while index.ndim > 1:
-        index = index[:, 0]
-    return index
+    samples = samples[parts[0]] if parts else samples
+    if len(shape) - sum(isinstance(each, int) for each in parts) == 1:
+        return samples[:most]
+    return None if len(recorded) == 1 else samples  # `max_elements` has flattened it
 
 
 def _batches(
