@@ -248,7 +248,6 @@ def test_features_are_exported_with_ids(
 ) -> None:
     expected = make_features(tmp_path / "run", targets=targets, ids=ids)
     monkeypatch.setattr("instrument.analysis.exports.CHUNK_BYTES", 16)  # two samples
-    monkeypatch.setattr("instrument.analysis.exports.ROWS", 4)
     for to in ("csv", "npz", "zarr"):
         assert (
             export.main([str(tmp_path / "run"), "--to", to, "--features", "0", "--select", "hook=f", "step=0:2"]) == 0

@@ -19,7 +19,6 @@ from .run_files import RunFiles
 from .run_tables import RunTables
 
 CHUNK_BYTES = 16 * 2**20
-ROWS = 1024  # rows of a CSV file that are converted at once
 
 
 def write_csv(files: RunFiles, folder: Path) -> None:
@@ -57,22 +56,12 @@ def write_features_csv(features: Features, file: Path) -> None:
         ConfigError: The features are complex numbers.
         OSError: The file cannot be written.
     """
-    flat = features.flat
-    if np.iscomplexobj(flat):
+    if np.iscomplexobj(features.X):
         raise ConfigError(Problem("--to", "CSV has no complex numbers", "csv", "npz, zarr"))
-    flat = flat.astype(np.float32) if flat.dtype == np.float16 else flat  # Arrow writes no float16
-    columns = {"sample": features.ids, **({} if features.y is None else {"target": features.y})}
-    fields = [pa.field(name, _arrow(values[:0]).type) for name, values in columns.items()]
-    schema = pa.schema([*fields, *(pa.field(f"f{i}", _arrow(flat[:0, i]).type) for i in range(flat.shape[1]))])
-    with pyarrow.csv.CSVWriter(file, schema) as writer:
-        for start in range(0, len(flat), ROWS):
-            rows = slice(start, start + ROWS)
-            arrays = [*(_arrow(values[rows]) for values in columns.values()), *map(_arrow, flat[rows].T)]
-            writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
-
-
-def _arrow(values: np.ndarray[Any, Any]) -> pa.Array:
-    return pa.array(values.astype(object), pa.string()) if values.dtype.kind == "U" else pa.array(values)
+    if features.X.dtype == np.float16:  # Arrow writes no float16
+        features = features._replace(X=features.X.astype(np.float32))
+    rows = pa.Table.from_pandas(features.to_frame().reset_index(), preserve_index=False)
+    pyarrow.csv.write_csv(rows, file)
 
 
 def write_npz(features: Features, file: Path) -> None:
