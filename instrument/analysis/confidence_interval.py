@@ -19,7 +19,6 @@ def student(
         means: The means; any shape.
         squares: Sum of the squared distances of the numbers to their mean, (n - 1) s^2; same shape.
         counts: How many numbers there are, n; same shape.
-        confidence: Confidence level between 0 and 1.
 
     Returns:
         Both in the same shape; NaN for fewer than two numbers.
@@ -40,9 +39,6 @@ def adjusted(p_values: np.ndarray) -> np.ndarray:
 
     The method is that of Y. Benjamini and Y. Hochberg, Journal of the Royal Statistical Society B 57 (1995), 289-300, from
     `scipy.stats.false_discovery_control`.
-
-    Args:
-        p_values: P-values [tests]; NaN for no test.
 
     Returns:
         The adjusted p-values [tests]; NaN for no test.

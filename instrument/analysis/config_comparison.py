@@ -121,21 +121,13 @@ def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) ->
 
 
 def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
-    """Return the overrides in which several runs differ, without those that do not affect training.
-
-    Args:
-        indices: Indices of the runs to compare; None for all.
-    """
+    """Return the overrides in which several runs differ, without those that do not affect training."""
     infos = [info for index, info in enumerate(run.infos) if indices is None or index in indices]
     return differing_keys([info["overrides"] for info in infos])
 
 
 def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys in whose values runs differ, without those that do not affect training.
-
-    Args:
-        runs: The overrides of each run, by key.
-    """
+    """Return the keys in whose values runs differ, without those that do not affect training."""
     keys = dict.fromkeys(key for overrides in runs for key in _relevant(overrides))
     return [key for key in keys if len({str(overrides.get(key)) for overrides in runs}) > 1]
 

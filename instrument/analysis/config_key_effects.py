@@ -92,11 +92,7 @@ class _Numbers:
     """The numbers of all compared runs in one table.
 
     Attributes:
-        table: The table.
-        columns: The columns that are averaged in any run.
-        locations: The locations of all runs.
         values: float64 [runs, locations, columns].
-        has_value: Which of them exist; the same shape.
         row_of: The index of each run in the first dimension, by its index in the sweep.
     """
 

@@ -22,11 +22,7 @@ CHUNK_BYTES = 16 * 2**20
 
 
 def write_csv(files: RunFiles, folder: Path) -> None:
-    """Write all tables except `tensors` into an existing folder; lists are written as JSON.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Write all tables except `tensors` into an existing folder; lists are written as JSON."""
     run = RunTables(files.folder, [files.folder], [files])
     for name, table in TABLES.items():
         if name == "tensors":
@@ -54,7 +50,6 @@ def write_features_csv(features: Features, file: Path) -> None:
 
     Raises:
         ConfigError: The features are complex numbers.
-        OSError: The file cannot be written.
     """
     if np.iscomplexobj(features.X):
         raise ConfigError(Problem("--to", "CSV has no complex numbers", "csv", "npz, zarr"))
@@ -65,21 +60,13 @@ def write_features_csv(features: Features, file: Path) -> None:
 
 
 def write_npz(features: Features, file: Path) -> None:
-    """Write the arrays `X`, `ids`, and `y` if there are targets; `numpy.load` reads them.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write the arrays `X`, `ids`, and `y` if there are targets; `numpy.load` reads them."""
     with file.open("wb") as stream:
         np.savez(stream, **_arrays(features))  # type: ignore[arg-type]
 
 
 def write_zarr(features: Features, folder: Path) -> None:
-    """Write a Zarr group (format 2, uncompressed) with the arrays `X`, `ids`, and `y` if there are targets.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Write a Zarr group (format 2, uncompressed) with the arrays `X`, `ids`, and `y` if there are targets."""
     folder.mkdir()
     (folder / ".zgroup").write_text(json.dumps({"zarr_format": 2}))
     for name, array in _arrays(features).items():

@@ -101,7 +101,6 @@ class _Batch(NamedTuple):
 
     Attributes:
         key: Step, micro-step and rank.
-        shape: The recorded shape.
         samples: For each entry of dimension 0, the index of its sample among all samples that were read.
     """
 

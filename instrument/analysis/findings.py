@@ -53,10 +53,7 @@ class Finding:
     """One observation about a run.
 
     Attributes:
-        what: A short description.
-        where: The layer, parameter or hook.
         when: The step; None if the observation is about the run as a whole.
-        value: The value as text.
         severity: `info`, `warning`, or `error` if the training is unusable.
         number: The value as a number, if it is numeric.
         advice: What to do next, in one sentence; empty for an observation that is not a problem.
@@ -104,23 +101,14 @@ def _rules(run: RunTables) -> Iterator[Finding]:
 
 
 def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
-    """Return the events that rules wrote during the run, in order.
-
-    Args:
-        names: The names of the rules.
-    """
+    """Return the events that rules wrote during the run, in order."""
     columns = ["rule", "step", "message", "severity", "layer", "location", "value", "threshold"]
     fired = ds.field("rule").isin(pa.array([*names], pa.string())) & ds.field("value").is_valid()
     return [RuleEvent(**row) for batch in run.scan("events", columns, fired) for row in batch.to_pylist()]
 
 
 def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield one finding for each rule that fired: its first event, and how many more there are.
-
-    Args:
-        events: The events in order.
-        advice: See `advice_by_rule`.
-    """
+    """Yield one finding for each rule that fired: its first event, and how many more there are."""
     groups: dict[tuple[str, bool], list[RuleEvent]] = {}
     for event in events:
         if event.value is not None:
@@ -143,12 +131,7 @@ def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Ite
 
 
 def advice_by_rule(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, str]:
-    """Return what to do next if a rule fires, by its name.
-
-    Args:
-        rules: The entries of the configuration.
-        info: The content of run.json, which has the advice of custom rules.
-    """
+    """Return what to do next if a rule fires, by its name."""
     entries = {name: entry for name, entry in rules.items() if isinstance(entry, Mapping)}
     of_catalogue = {
         name: RULES[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in RULES

@@ -111,12 +111,7 @@ def _common(ids: Sequence[Array]) -> Array:
 
 
 class _Centered:
-    """The centered features of a layer, read in blocks of samples.
-
-    Args:
-        features: [samples, features].
-        samples: The indices of the samples.
-    """
+    """The centered features of a layer, read in blocks of samples."""
 
     def __init__(self, features: Array, samples: Array) -> None:
         self.features = features

@@ -48,7 +48,6 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
     Rows of recomputed forward passes are ignored.
 
     Args:
-        table: One of `MEASURED_TABLES`.
         steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys, names = keys_of(table), averaged_columns(run, table)

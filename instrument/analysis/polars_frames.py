@@ -31,9 +31,6 @@ READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 def scan(run: RunTables, table: str, extra_custom: Sequence[str] = ()) -> pl.LazyFrame:
     """Return a table as a LazyFrame that reads the files when it is collected.
 
-    Args:
-        extra_custom: Names of additional custom statistics to return as columns.
-
     Raises:
         InstrumentError: polars is not installed.
     """
@@ -55,10 +52,7 @@ class _Source:
     """The IO source that polars calls for each collection of a table.
 
     Attributes:
-        table_schema: Schema of the columns of the table.
         run_columns: Columns with one value per run; one row per run.
-        empty: An empty frame with all columns.
-        schema: Schema of all columns.
     """
 
     def __init__(self, run: RunTables, table: str) -> None:
@@ -78,12 +72,6 @@ class _Source:
         self, with_columns: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
         """Yield the rows that fulfill a condition, in the order of runs and files.
-
-        Args:
-            with_columns: Names of the columns; None for all.
-            predicate: The condition; None for all rows.
-            n_rows: Maximum number of rows; None for all.
-            _batch_size: Ignored.
 
         Raises:
             InstrumentError: A file was damaged or merged after the first rows were returned.

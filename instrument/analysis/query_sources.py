@@ -29,7 +29,6 @@ class TableFiles(NamedTuple):
     """The files and rows of a table of several runs.
 
     Attributes:
-        paths: The Parquet files.
         owners: The index of the run of each file.
         unwritten: The rows that are not in Parquet files yet, with all columns.
     """
@@ -59,11 +58,7 @@ def all_columns(run: RunTables, table: str) -> list[str]:
 
 
 def table_files(run: RunTables, table: str, runs: Iterable[int] | None = None) -> TableFiles:
-    """Return the files of a table.
-
-    Args:
-        runs: Indices of the runs; None for all.
-    """
+    """Return the files of a table."""
     paths: list[Path] = []
     owners: list[int] = []
     journals: list[pa.Table] = []
@@ -86,7 +81,6 @@ def columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> Co
     """Convert columns with one value per run to SQL types: text for mixed types, JSON for lists and mappings.
 
     Args:
-        of_runs: One row per run.
         reserved: Reserved names, compared without case; a column with such a name is renamed to `override.<name>`.
     """
     names = {"", *(name.lower() for name in reserved)}

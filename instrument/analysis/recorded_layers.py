@@ -89,11 +89,7 @@ class Recorded:
         )
 
     def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
-        """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model.
-
-        Args:
-            count: The number of recorded positions.
-        """
+        """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model."""
         rows = self.rows(run, ["hook", "shape", "source_shape"], layer)
         hook, shape, source = rows[["hook", "shape", "source_shape"]].iloc[0]
         source = tuple(map(int, source))

@@ -32,9 +32,6 @@ def replay(
 
     Args:
         sink: The sink. It is not closed.
-        tables: Names of the tables; each must have a column `step`.
-        since: The first step; None for all.
-        rank: The rank whose rows are written; None for all ranks.
     """
     streams = [
         _entries(files, table, one, since)

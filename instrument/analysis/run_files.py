@@ -194,12 +194,7 @@ class RunFiles:
                     pass
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
-        """Read the rows of a table in the order in which they were written.
-
-        Args:
-            columns: Names of the columns; None for all.
-            condition: Filter expression; None for all rows.
-        """
+        """Read the rows of a table in the order in which they were written."""
         return self.retry_if_merged(
             lambda: self._read(TABLES[name], columns or TABLES[name].schema.names, condition), name
         )
@@ -211,9 +206,6 @@ class RunFiles:
 
         Rows of a step are in the order in which they were written, but steps of more than about 100,000 rows may be
         ordered by layer.
-
-        Args:
-            condition: Filter expression; None for all rows.
         """
         table = TABLES[name]
         wanted = _with_keys(table, columns)
@@ -236,9 +228,6 @@ class RunFiles:
 
     def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:
         """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime.
-
-        Args:
-            operation: A function that reads the files of the table.
 
         Raises:
             FileNotFoundError: A file was deleted without being merged.

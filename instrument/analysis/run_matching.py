@@ -31,8 +31,6 @@ class RunMatch:
     Attributes:
         value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
             text for other lists and mappings.
-        baseline: Index of the baseline run.
-        seed: Seed of both runs.
         by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
     """
 
@@ -53,7 +51,6 @@ class RunMatches:
     """All matches for a key.
 
     Attributes:
-        baseline: The baseline value, as in `RunMatch.value`.
         matches: The matches ordered by value, numbers first.
         left_out: The reason for each unmatched run, by index of the run.
     """

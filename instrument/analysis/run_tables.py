@@ -36,22 +36,14 @@ READERS = 32  # threads that read run.json files in parallel; remote storage has
 
 
 def check_is_table(owner: object, name: str) -> None:
-    """Check that an attribute is a table.
-
-    Raises:
-        AttributeError: It is not.
-    """
+    """Check that an attribute is a table."""
     if name not in TABLES:
         message = f"{type(owner).__name__!r} object has no attribute {name!r}; the tables are {', '.join(TABLES)}"
         raise AttributeError(message, name=name, obj=owner)
 
 
 def check_table(name: str) -> None:
-    """Check that a table exists.
-
-    Raises:
-        ValueError: The table does not exist.
-    """
+    """Check that a table exists."""
     if name not in TABLES:
         raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
 

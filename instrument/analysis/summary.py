@@ -33,11 +33,9 @@ class InterventionSummary:
 
     Attributes:
         locations: Number of locations, which are pairs of layer and path.
-        firings: Number of firings.
         held: Number of firings in which the condition of `when` held.
         conditional: Number of firings with a condition.
         elements: Number of elements of all modified tensors.
-        changed: Number of changed elements.
         before: Sum of the L2 norms before, over firings with both norms.
         after: Sum of the L2 norms after, over the same firings.
         normed: Number of firings with both norms.

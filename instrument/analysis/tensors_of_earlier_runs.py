@@ -31,8 +31,6 @@ class _Place(NamedTuple):
     Attributes:
         like: Pairs of columns and their values.
         has_samples: Whether dimension 0 contains the samples of a batch.
-        rank: The rank of the hook.
-        pinned: Whether the tensor is in pinned memory.
     """
 
     like: tuple[tuple[str, object], ...]
@@ -54,8 +52,6 @@ class _Step(NamedTuple):
     """The tensors of a recorded step that a hook uses.
 
     Attributes:
-        number: The recorded step.
-        rows: Rows of the tensors table.
         tensors: The tensors that were asked for, in CPU memory.
     """
 
@@ -115,7 +111,6 @@ class RunArchive(Archive):
     For each run, recorded hook and fixed step of a spec, the tensors of the step that was requested last are kept.
 
     Args:
-        ranks: Number of processes of the current run.
         shard: Maps the samples of a batch to those of this process; None if this is unknown.
 
     Attributes:
@@ -225,13 +220,6 @@ class RunArchive(Archive):
 
     def by_sample(self, run: str, hook: str | None, step: int | None, place: Place, where: str) -> RecordedSamples:
         """Return all values that were recorded at a place, by sample. They are read once and stay in memory.
-
-        Args:
-            run: Folder of an opened run.
-            hook: Name of the hook that recorded them; None for any hook.
-            step: The step at which they were recorded; None for any.
-            place: Where they were recorded.
-            where: Configuration key of the hook that uses them, for error messages.
 
         Raises:
             ConfigError: The run has no tensors with samples at this place, or several of a sample.

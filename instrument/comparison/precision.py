@@ -15,7 +15,6 @@ class Precision:
     """A floating-point type.
 
     Attributes:
-        dtype: The name of the type in PyTorch.
         digits: The number of binary digits of its significand, including the hidden one.
         tolerance: The largest relative difference of two runs with this type that rounding errors explain.
     """

@@ -33,7 +33,6 @@ def relative_differences(
     the statistic itself for the others. For fractions, it is |a - b|.
 
     Args:
-        rows: Matched rows, with the columns of both runs.
         floors: The number of the group of each row; -1 for no group. None if no row has a group.
         floor: The lower limit of the size of a row in a group, relative to the largest size of the group.
 

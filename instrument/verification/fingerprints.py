@@ -37,7 +37,6 @@ class Fingerprint:
 
     Attributes:
         step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        phase: `train` or `eval`.
         digests: The digests of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
             states. This is the order in which a difference spreads.
     """
@@ -51,9 +50,6 @@ class Trace(NamedTuple):
     """What a training gave.
 
     Attributes:
-        fingerprints: The fingerprint after each step and each evaluation.
-        sites: The number of sites.
-        rows: The number of recorded rows.
         parameters: The parameters at the end, by name, on the CPU.
     """
 
@@ -72,7 +68,6 @@ def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: in
 
     Args:
         hooks: The hooks to attach instead of those in the configuration.
-        max_fingerprints: The number of fingerprints after which the training stops. Default: None, no limit.
     """
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
@@ -198,9 +193,6 @@ def digest(tensor: Tensor) -> str:
     """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal; of a sparse tensor, 32 bytes.
 
     Equal bytes give equal digests. Different bytes give different digests, except with negligible probability.
-
-    Args:
-        tensor: A tensor of any dtype, layout and device.
     """
     plain = tensor.detach()
     if is_sparse(plain):
