@@ -18,11 +18,6 @@ from .run_tables import RunTables
 FILE = "file of the run"  # name of a temporary column; other columns have no blanks in their names
 Columns = dict[str, pa.Array]
 """Arrays with one value per run, by column name."""
-_KINDS = (
-    (pd.api.types.is_bool_dtype, pa.bool_()),
-    (pd.api.types.is_integer_dtype, pa.int64()),
-    (pd.api.types.is_float_dtype, pa.float64()),
-)
 
 
 class TableFiles(NamedTuple):
@@ -95,8 +90,8 @@ def columns_of_runs(of_runs: pd.DataFrame, reserved: Collection[str] = ()) -> Co
 
 
 def _plain(values: pd.Series) -> pa.Array:
-    for test, kind in _KINDS:
-        if test(values.dtype):
-            return pa.array(values, kind)
-    cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
-    return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
+    if values.dtype == object:
+        cells = [None if pd.api.types.is_scalar(value) and pd.isna(value) else value for value in values]
+        return pa.array([v if v is None or isinstance(v, str) else json.dumps(v) for v in cells], pa.string())
+    array = pa.array(values)
+    return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
