@@ -34,8 +34,7 @@ STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space a
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog=program("diff"),
-        description="Compare what two runs recorded, and find the first layer that differs.",
+        prog=program("diff"), description="Compare what two runs recorded, and find the first layer that differs."
     )
     parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")
     parser.add_argument("b", metavar="B", help="the folder or the remote address of another run")

@@ -22,13 +22,7 @@ MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
 
 
 def effects_of(
-    run: RunTables,
-    key: str,
-    *,
-    baseline: Any,
-    by: str | Sequence[str],
-    steps: Steps,
-    confidence: float,
+    run: RunTables, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
 ) -> pd.DataFrame:
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
@@ -138,8 +132,8 @@ def _numbers_of(run: RunTables, table: str, matches: Sequence[RunMatch], steps: 
     has_value = np.zeros(values.shape, dtype=bool)
     for index, each in enumerate(means):
         rows = [row_of_location[location] for location in each.locations]
-        cells = (index, *np.ix_(rows, [columns.index(name) for name in each.columns]))
-        values[cells], has_value[cells] = each.values, each.counts > 0
+        cells = np.ix_(rows, [columns.index(name) for name in each.columns])
+        values[index][cells], has_value[index][cells] = each.values, each.counts > 0
     return _Numbers(table, columns, locations, values, has_value, {index: row for row, index in enumerate(indices)})
 
 

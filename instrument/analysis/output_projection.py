@@ -93,11 +93,7 @@ def logit_lens(
         numbers = _numbers(
             residual.reshape(-1, residual.shape[2]), lambda hidden: project(normalize(hidden)), wanted, top
         )
-        where = {
-            "layer": layer,
-            "sample": np.repeat(streams.ids, count),
-            "position": np.tile(positions, len(residual)),
-        }
+        where = {"layer": layer, "sample": np.repeat(streams.ids, count), "position": np.tile(positions, len(residual))}
         frames.append(pd.DataFrame({**where, **numbers}))
     return pd.concat(frames, ignore_index=True)
 
@@ -136,14 +132,7 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
 
 
 def _targets(
-    run: Run,
-    recorded: Recorded,
-    streams: Features,
-    positions: Sequence[int],
-    length: int,
-    *,
-    tokens: Any,
-    targets: Any,
+    run: Run, recorded: Recorded, streams: Features, positions: Sequence[int], length: int, *, tokens: Any, targets: Any
 ) -> Array:
     """Return the target of each recorded position, int64 [samples * positions], negative for none."""
     shape, complete = (len(streams.ids), len(positions)), (len(streams.ids), length)

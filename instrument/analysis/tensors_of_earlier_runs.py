@@ -141,14 +141,8 @@ class RunArchive(Archive):
             self._runs[run] = found
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
-            raise ConfigError(
-                Problem(
-                    f"{where}.{field}",
-                    "this run has no recorded tensors",
-                    run,
-                    fix="set 'tensors: true' in a record hook",
-                )
-            )
+            message, fix = "this run has no recorded tensors", "set 'tensors: true' in a record hook"
+            raise ConfigError(Problem(f"{where}.{field}", message, run, fix=fix))
         if hook is not None and hook not in hooks:
             message = "this run has no tensors recorded by this hook"
             raise ConfigError(Problem(f"{where}.hook", message, hook, hooks, similar_names(hook, hooks)))
