@@ -82,8 +82,8 @@ def findings(run: RunTables) -> list[Finding]:
     sources = (
         ("", _loss(run)),
         ("", _gradients(run, largest.get("l2"))),
-        (DeadUnits.what, _dead(largest)),
-        (SaturatedActivation.what, _saturated(largest.get("saturated_fraction"))),
+        (DeadUnits.what, _fraction(largest, "dead_fraction" if "dead_fraction" in largest else "zero_fraction")),
+        (SaturatedActivation.what, _fraction(largest, "saturated_fraction")),
         ("", _not_fired(run)),
         ("", _interventions(run)),
     )
@@ -171,30 +171,18 @@ def _gradients(run: RunTables, row: _Row | None) -> Iterator[Finding]:
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
-def _dead(largest: Mapping[str, _Row]) -> Iterator[Finding]:
-    """Yield the layer with the most dead units; if these were not recorded, the ReLU output with the most zeros."""
-    if (row := largest.get("dead_fraction")) is not None:
-        fraction = row["dead_fraction"]
-        if fraction:
-            value = f"{fraction:.1%} of its units are zero for a whole batch"
-            yield Finding("most dead units", _where(row), row["step"], value, number=fraction)
-    elif (row := largest.get("zero_fraction")) is not None:
-        fraction = row["zero_fraction"]
-        yield Finding(
-            "most zeros after a ReLU",
-            _where(row),
-            row["step"],
-            f"{fraction:.1%} of its output is zero",
-            number=fraction,
-        )
+_FRACTIONS = {
+    "dead_fraction": ("most dead units", "of its units are zero for a whole batch"),
+    "zero_fraction": ("most zeros after a ReLU", "of its output is zero"),
+    "saturated_fraction": ("most saturated", "of its output is saturated"),
+}
 
 
-def _saturated(row: _Row | None) -> Iterator[Finding]:
-    """Yield the activation with the most saturated outputs."""
-    if row is not None and row["saturated_fraction"]:
-        fraction = row["saturated_fraction"]
-        value = f"{fraction:.1%} of its output is saturated"
-        yield Finding("most saturated", _where(row), row["step"], value, number=fraction)
+def _fraction(largest: Mapping[str, _Row], name: str) -> Iterator[Finding]:
+    """Yield the location with the largest fraction of its units or of its output."""
+    if (row := largest.get(name)) is not None and row[name]:
+        what, of_what = _FRACTIONS[name]
+        yield Finding(what, _where(row), row["step"], f"{row[name]:.1%} {of_what}", number=row[name])
 
 
 def _not_fired(run: RunTables) -> Iterator[Finding]:
