@@ -34,8 +34,7 @@ STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space a
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog=program("diff"),
-        description="Compare what two runs recorded, and find the first layer that differs.",
+        prog=program("diff"), description="Compare what two runs recorded, and find the first layer that differs."
     )
     parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")
     parser.add_argument("b", metavar="B", help="the folder or the remote address of another run")
@@ -89,11 +88,7 @@ def _write(found: Diff, file: Path) -> bool:
 
 
 def _renamed(entries: Sequence[str]) -> dict[str, str]:
-    """Return the mapping of the names of layers.
-
-    Raises:
-        ConfigError: An entry is invalid.
-    """
+    """Return the mapping of the names of layers."""
     for entry in entries:
         if not all(entry.partition("=")):
             raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))
@@ -101,11 +96,7 @@ def _renamed(entries: Sequence[str]) -> dict[str, str]:
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:
-    """Return a range of steps.
-
-    Raises:
-        ConfigError: The text is not a range.
-    """
+    """Return a range of steps."""
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):
         raise ConfigError(Problem("--steps", "must be a range such as 0:100", text))

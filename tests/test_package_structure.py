@@ -141,6 +141,26 @@ def test_imports_respect_the_layers() -> None:
     assert wrong == []
 
 
+def test_interpretation_is_imported_by_no_other_analysis() -> None:
+    """Lazy names in `analysis/__init__.py` are the only way to it."""
+    interpretation = {
+        "attention_maps",
+        "class_activation",
+        "intervention_grid",
+        "layer_comparison",
+        "output_projection",
+    }
+    interpretation.add("recorded_layers")
+    others = [file for file in (PACKAGE / "analysis").glob("*.py") if file.stem not in {*interpretation, "__init__"}]
+    imported = {
+        node.module
+        for file in others
+        for node in parsed(file)[1]
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+    }
+    assert not imported & interpretation
+
+
 def test_allowed_imports_within_a_layer_are_still_used() -> None:
     imports = {(subpackage_of(file), other) for file in files() for _, other in imported_subpackages(file)}
     assert imports >= ALLOWED_WITHIN_A_LAYER

@@ -178,7 +178,7 @@ def test_status_in_memory_after_an_error(raised: type[BaseException], status: st
 def test_probe_has_the_methods_of_a_run() -> None:
     # Of files, of several runs, or of the readers of this package.
     not_for_probes = {"path", "folders", "info", "infos", "runs", "overrides", "effects_of", "custom_columns"}
-    not_for_probes |= {"names", "single"}
+    not_for_probes |= {"names", "single", "settings"}
     names = {name for name in dir(instrument.Run) if not name.startswith("_")} - not_for_probes
     assert names <= {name for name in dir(instrument.AttachedProbe) if not name.startswith("_")}
     for name in names - {"coverage"}:
