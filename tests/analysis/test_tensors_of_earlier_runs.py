@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,33 +98,40 @@ def test_missing_run_or_run_without_tensors_is_an_error(tmp_path: Path, kind: st
     assert caught.value.problems[0].where == "hooks.p.run"
 
 
-def test_tensors_of_a_step_are_read_and_pinned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_the_next_step_are_read_and_pinned_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
     model = nn.Sequential(nn.Identity())
     with instrument.attach(model, {"kept": keep}, out=tmp_path / "clean") as probe:
-        for step in range(5):
+        for step in range(10):
             model(torch.full((2, 3), float(step)))
             probe.end_step()
     run = str(tmp_path / "clean")
-    done: list[str] = []
+    done: list[tuple[str, bool]] = []
     read = RunTables.tensors
 
+    def note(what: str) -> None:
+        done.append((what, threading.current_thread() is threading.main_thread()))
+
     monkeypatch.setattr(
-        RunTables, "tensors", lambda tables, **where: (done.append(f"read {where['step']}"), read(tables, **where))[1]
+        RunTables, "tensors", lambda tables, **where: (note(f"read {where['step']}"), read(tables, **where))[1]
     )
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (done.append(f"pin {tensor[0, 0]:.0f}"), tensor)[1])
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: (note(f"pin {tensor[0, 0]:.0f}"), tensor)[1])
     archive = RunArchive()
     archive.open(run, "kept", "hooks.p")
-    for step in (0, 2, 4, 3):
+    for step in (0, 2, 4, 6, 3):  # with a distance of two, and a jump back
         moment = StepContext(step, 0, 0, "train")
         context = Context("p", "forward", "output", "0", nn.Identity(), "", moment)
         found = [archive.find(run, "kept", None, context, pinned=True) for _ in range(2)]
-        assert found[0] is found[1]
+        assert found[0] is found[1], "each is prepared once"
         assert torch.equal(found[0], torch.full((2, 3), float(step)))
-    assert done == [f"{what} {step}" for step in (0, 2, 4, 3) for what in ("read", "pin")]
+        archive._thread.submit(int).result()  # the next step was read
+    in_hooks = [what for what, in_main in done if in_main]
+    ahead = [what for what, in_main in done if not in_main]
+    assert in_hooks == [f"{what} {step}" for step in (0, 2, 4, 3) for what in ("read", "pin")]
+    assert ahead == [f"{what} {step}" for step in (6, 8) for what in ("read", "pin")]
 
 
-def test_run_that_is_still_recorded_can_be_used(tmp_path: Path) -> None:
+def test_run_that_is_still_recorded_is_not_read_ahead(tmp_path: Path) -> None:
     model, other = model_of(0), model_of(1)
     keep = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
     with instrument.attach(model, {"kept": keep}, out=tmp_path / "clean") as recording:
