@@ -157,7 +157,7 @@ class LiveSweepPage:
         names = [str(view.info.get("name")) for view in sweep.views.values()]
         words, numbers = table([self._row(job) for job in sweep.jobs], keys, sweep.folder, names)
         parts = [(part, PARTS[part]) for part in SWEEP_PARTS]
-        return {**words, "alerts": [], "figures": [], "parts": parts}, {"version": sweep.version, **FINISHED, **numbers}
+        return {**words, "alerts": [], "parts": parts, "panels": {}}, {"version": sweep.version, **FINISHED, **numbers}
 
     def _row(self, job: SweepJob) -> PageRow:
         overrides = {key: _value(text) for key, text in self.source.source.differing(job).items()}

@@ -19,10 +19,11 @@ from ..plot.style import CATEGORIES, axis_name
 from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import diff_page, run_page, sweep_page
 from .numbers import as_json, packed
+from .panels import Panel, label_of
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
-SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "attention", "maps", "effects", "sweep")
+SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep")
 METRIC_UNITS = {
     "loss": "loss",
     "accuracy": "accuracy [fraction]",
@@ -99,24 +100,29 @@ def render(
 
     Args:
         template: The file of the template.
-        words: The values of the template.
+        words: The values of the template; `panels` has the panels by name.
         numbers: The data of the charts.
         path: The folder of the run or the sweep.
         live: Whether the page is served and updated while the run is in progress. Default: False.
         takes_changes: Whether the page has a form that changes the run. Default: False.
         sweep: The address of the page of the sweep to which the run belongs. Default: no link.
     """
-    scripts = (*SCRIPTS, "live", "main") if live else (*SCRIPTS, "main")
+    panels: Mapping[str, Panel] = words["panels"]
+    names = (*SCRIPTS, "live") if live else SCRIPTS
+    scripts = [(TEMPLATES / f"{name}.js").read_text() for name in (*names, "main")]
+    scripts[-1:-1] = [panel.script for panel in panels.values()]
+    data = {**with_vocabulary(numbers), "panels": {name: panel.data for name, panel in panels.items()}}
     return _page(
         template,
         **words,
+        label_of=label_of,
         live=live,
         takes_changes=takes_changes,
         sweep=sweep,
         path=str(path),
-        script="\n".join((TEMPLATES / f"{name}.js").read_text() for name in scripts),
+        script="\n".join(scripts),
         plotly=_plotly(),
-        data=packed(as_json(with_vocabulary(numbers))),
+        data=packed(as_json(data)),
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -17,10 +18,9 @@ from ..plot.style import CATEGORIES
 from ..rules.step_rows import location_name
 from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
-from .attention_pictures import attention, attention_layers
 from .charts import charts, rule_names
 from .numbers import format_number
-from .panels import panels
+from .panels import RUN_PANELS, Panel, panels
 from .pictures import maps
 from .run_history import RunHistory, history_of
 
@@ -40,7 +40,6 @@ PARTS = {
     "layers": "Layers",
     "flow": "Gradient flow",
     "units": "Units",
-    "attention": "Attention",
     "maps": "Maps",
     "interventions": "Interventions",
     "coverage": "Coverage",
@@ -52,14 +51,18 @@ PARTS = {
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     history = history_of(run)
-    layers = attention_layers(run, history.order)
-    others = {(tensor.series, tensor.location) for tensor, _ in layers}
-    numbers = {**charts(history), "attention": attention(run, layers), "maps": maps(run, history.order, others)}
-    return {**values(history, numbers, findings(run), run.problems), "panels": [*panels(run)]}, numbers
+    shown = panels(run, RUN_PANELS)
+    others = frozenset().union(*(panel.shown for panel in shown.values()))
+    numbers = {**charts(history), "maps": maps(run, history.order, others)}
+    return values(history, numbers, findings(run), run.problems, shown), numbers
 
 
 def values(
-    history: RunHistory, numbers: Mapping[str, Any], found: Sequence[Finding], problems: Sequence[str]
+    history: RunHistory,
+    numbers: Mapping[str, Any],
+    found: Sequence[Finding],
+    problems: Sequence[str],
+    shown: Mapping[str, Panel] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the values of the template.
 
@@ -68,6 +71,7 @@ def values(
         numbers: The data of the charts, of which `acted` and `alerts` are needed.
         found: The findings.
         problems: Files that cannot be read.
+        shown: The panels by name. Default: none.
     """
     info, layers = history.info, history.layers
     return {
@@ -87,7 +91,7 @@ def values(
         "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
         "parts": list(PARTS.items()),
-        "panels": [],
+        "panels": shown,
         "alerts": [*(_alert("files", problem) for problem in problems), *_alerts(history)],
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,18 @@ from urllib.parse import quote
 
 from ..analysis.config_fields import to_yaml
 from ..analysis.folders import REPORT_FILE
-from ..analysis.intervention_grid import intervention_grid
 from ..analysis.load import Run
-from ..errors import InstrumentError
-from ..plot.patching import patching
 from .numbers import format_number, rounded
-from .panels import as_svg
+from .panels import SWEEP_PANELS, panels
 from .sweep_charts import RunData, charts, overrides_of, read_runs
 from .sweep_effects import effects
 
 METRICS = ("loss", "accuracy")
-LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
 MAX_ALERTS = 8
 NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
     "runs": "Runs",
     "against": "By override",
-    "patching": "By location",
     "training": "Training",
     "layers": "Layers",
     "effects": "Effects",
@@ -122,28 +116,16 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     run_data = read_runs(run)
     rows = [*map(_row, run.names, run.folders, run.infos, run.overrides, run_data)]
     words, numbers = table(rows, overrides_of(run), run.path, [str(info.get("name")) for info in run.infos])
-    figures = _location_figures(run)
     pairs, unpaired = effects(run, words["metrics"])
     more = {
         "alerts": _alerts(run, run_data),
         "pairs": pairs,
         "unpaired": unpaired,
         "intervals": sum(bool(row["interval"]) for row in pairs),
-        "figures": figures,
-        "parts": [part for part in PARTS.items() if figures or part[0] != "patching"],
+        "parts": list(PARTS.items()),
+        "panels": panels(run, SWEEP_PANELS),
     }
     return words | more, numbers | charts(run, run_data)
-
-
-def _location_figures(run: Run) -> list[str]:
-    """Return the effect of an intervention on each metric by location, as SVG, if the runs differ in nothing else."""
-    figures = []
-    for name in METRICS:
-        with suppress(InstrumentError):  # another sweep, or no finite value
-            grid = intervention_grid(run)
-            if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
-                figures.append(as_svg(patching(run, name)))
-    return figures
 
 
 def _row(name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[str, Any], data: RunData) -> PageRow:

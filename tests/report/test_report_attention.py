@@ -13,7 +13,7 @@ from torch import nn
 
 import instrument
 from instrument.report import make
-from instrument.report.attention_pictures import PIXELS
+from instrument.report.attention_panel import PIXELS
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -80,7 +80,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
 
 def test_page_of_a_run_has_the_attention_of_the_last_step(run: instrument.Run) -> None:
     data = data_of(make(run).html)
-    (layer,) = data["attention"]
+    (layer,) = data["panels"]["attention"]
     expected = run.tensors(layer="probabilities", step=1)["values"].iloc[0][0]
     np.testing.assert_allclose(layer["z"], expected, rtol=1e-5)
     assert (layer["location"], layer["step"], layer["sample"], layer["heads"]) == ("probabilities", 1, "9", [0, 1, 2])
@@ -89,14 +89,14 @@ def test_page_of_a_run_has_the_attention_of_the_last_step(run: instrument.Run) -
 
 
 def test_long_sequences_are_averaged(tmp_path: Path) -> None:
-    (layer,) = data_of(make(run_of(tmp_path / "run", 2 * PIXELS)).html)["attention"]
+    (layer,) = data_of(make(run_of(tmp_path / "run", 2 * PIXELS)).html)["panels"]["attention"]
     assert np.shape(layer["z"]) == (3, PIXELS, PIXELS)
 
 
 def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> None:
     page = make(sweep).html
-    assert '<a href="#patching">' in page
-    section = page[page.index('<section id="patching">') : page.index('<section id="training">')]
+    assert '<a href="#panel-by_location">' in page
+    section = page[page.index('<section id="panel-by_location">') : page.index('<section id="training">')]
     assert section.count("</svg>") == 1  # no accuracy was recorded
 
 
@@ -108,11 +108,11 @@ def test_charts_are_drawn(browser: Browser, run: instrument.Run, sweep: instrume
     page.on("console", lambda message: errors.append(message.text))
     page.goto(make(run).save(tmp_path / "run.html").as_uri())
     page.wait_for_selector("html[data-drawn=yes]")
-    assert page.locator("#attention .chart").count() == 3
-    assert page.locator("#attention h3").all_text_contents() == ["Head 0", "Head 1", "Head 2"]
+    assert page.locator("#panel-attention .chart").count() == 3
+    assert page.locator("#panel-attention h3").all_text_contents() == ["Head 0", "Head 1", "Head 2"]
     assert "sample 9" in page.locator("#attention-note").inner_text()
     page.goto(make(sweep).save(tmp_path / "sweep.html").as_uri())
     page.wait_for_selector("html[data-drawn=yes]")
-    assert page.locator("#patching svg").is_visible()
+    assert page.locator("#panel-by_location svg").is_visible()
     page.close()
     assert errors == []
