@@ -43,6 +43,7 @@ class LocationView:
         values: Its values over the groups of steps; NaN for a missing value.
         not_finite: Whether a group contains NaN or infinite elements.
         last: The value at the last step.
+        ratio: The last value relative to the median over the steps; NaN if it is undefined.
     """
 
     series: RecordedSeries
@@ -51,19 +52,13 @@ class LocationView:
     values: np.ndarray
     not_finite: np.ndarray
     last: float
-
-    @property
-    def ratio(self) -> float:
-        """The last value relative to the median over the steps; NaN if it is undefined."""
-        known = np.abs(self.values[~np.isnan(self.values)])
-        median = float(np.median(known)) if len(known) else 0.0
-        return abs(self.last) / median if median else float("nan")
+    ratio: float
 
     @property
     def urgency(self) -> tuple[bool, float]:
         """The sort key: locations with non-finite elements first, then those whose last value differs most."""
-        ratio = self.ratio
-        return not self.not_finite.any(), -abs(np.log(ratio)) if ratio > 0 else (0.0 if np.isnan(ratio) else -np.inf)
+        change = 0.0 if np.isnan(self.ratio) else np.inf if self.ratio == 0 else abs(np.log(self.ratio))
+        return not self.not_finite.any(), -change
 
 
 def frame(live: LiveRun, height: int | None = None) -> RenderableType:
@@ -168,7 +163,10 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
         if name in names:
             bad |= history.values(name, groups) > 0
     for row, location in enumerate(history.locations):
-        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]))
+        known = np.abs(values[row][~np.isnan(values[row])])
+        median = float(np.median(known)) if len(known) else 0.0
+        ratio = abs(float(last[row])) / median if median else float("nan")
+        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]), ratio)
 
 
 def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: int = SPARKLINE_WIDTH) -> str:
