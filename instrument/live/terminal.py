@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 import numpy as np
 from rich.cells import cell_len
@@ -75,7 +76,7 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
     parts += [Text(f"{problem}", style="red") for problem in live.problems]
     shown = findings if height is None else findings[:MAX_FINDINGS]
     if findings:
-        table = _table("Findings", *(("rule", "left"), ("layer", "left"), ("step", "right"), ("message", "left")))
+        table = _table("Findings", ("rule", "layer", "step", "message"), numbers=("step",))
         for finding in shown:
             step = "" if finding.when is None else f"{finding.when:,}"
             cells = (Text(finding.what), _Name(finding.where), Text(step), Text(finding.value))
@@ -94,11 +95,11 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
 
 def _progress(live: LiveRun) -> Text:
     status = live.info["status"]
+    name = str(live.info.get("name") or live.folder.name)
     text = Text.assemble(
-        (str(live.info.get("name") or live.folder.name), "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow"))
+        (name, "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow")), f"  step {live.progress}"
     )
     steps = live.steps
-    text.append(f"  step {live.progress}")
     seconds = live.last_metric("train", "seconds")
     if live.is_running and steps and seconds:
         text.append(f"  {timedelta(seconds=round(max(0, steps - live.step) * seconds))} left")
@@ -108,7 +109,7 @@ def _progress(live: LiveRun) -> Text:
 
 
 def _metrics(live: LiveRun) -> Table:
-    table = _table("", ("metric", "left"), ("over the steps", "left"), ("last", "right"))
+    table = _table("", ("metric", "over the steps", "last"), numbers=("last",))
     for phase, history in live.metrics.items():
         custom = (name for name in history.statistics if name not in METRICS)
         for name in (*SHOWN_METRICS, *custom):
@@ -118,27 +119,19 @@ def _metrics(live: LiveRun) -> Table:
             values = history.values(name, history.groups())[0]
             table.add_row(label, Text(sparkline(values)), format_number(float(history.last(name)[0])))
     for (phase, name), steps in live.not_finite.items():
-        table.add_row(
-            Text(name if phase in STEP_PHASES else f"{phase} {name}"),
-            Text(f"not finite from step {min(steps):,}"),
-            style=COLOURS["error"],
-        )
+        label = name if phase in STEP_PHASES else f"{phase} {name}"
+        table.add_row(Text(label), Text(f"not finite from step {min(steps):,}"), style=COLOURS["error"])
     return table
 
 
 def _layers(live: LiveRun, room: int | None) -> Table:
     """Return the table of locations, those that changed most first."""
-    views = sorted(
-        (view for series, history in live.series.items() for view in views_of(series, history)),
-        key=lambda view: view.urgency,
-    )
+    found = [view for series, history in live.series.items() for view in views_of(series, history)]
+    views = sorted(found, key=lambda view: view.urgency)
     shown = views[:room]
     count = f"{len(shown)} of {len(views)}" if len(shown) < len(views) else str(len(views))
-    table = _table(
-        f"Layers, largest change first ({count})",
-        *(("hook", "left"), ("layer", "left"), ("statistic", "left")),
-        *(("over the steps", "left"), ("last", "right"), ("last/median", "right")),
-    )
+    columns = ("hook", "layer", "statistic", "over the steps", "last", "last/median")
+    table = _table(f"Layers, largest change first ({count})", columns, numbers=columns[-2:])
     for view in shown:
         hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
         ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
@@ -217,9 +210,9 @@ class _Name:
         yield Text(cut.plain[::-1], no_wrap=True)
 
 
-def _table(title: str, *columns: tuple[str, str]) -> Table:
+def _table(title: str, columns: Sequence[str], numbers: Collection[str]) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, justify in columns:
-        # These columns are shortened on a narrow screen.
-        table.add_column(name, justify=justify, no_wrap=name not in ("message", "layer", "hook"))  # type: ignore[arg-type]
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(name, justify=justify, no_wrap=name not in ("message", "layer", "hook"))  # shortened if narrow
     return table
