@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..analysis.config_fields import to_yaml
 from ..analysis.folders import REPORT_FILE
-from ..analysis.load import Run
+from ..analysis.load import Run, load
+from ..analysis.plot_data import forward_order
+from .charts import metric_curves
 from .numbers import format_number, rounded
 from .panels import SWEEP_PANELS, panels
-from .sweep_charts import RunData, charts, overrides_of, read_runs
-from .sweep_effects import effects
+from .run_history import history_of
+from .sweep_charts import MAX_CURVE_VALUES, SUMMARIES, Summaries, layers_of_all, overrides_of, summaries_of
+from .sweep_effects import effects, pairs
 
 METRICS = ("loss", "accuracy")
 MAX_ALERTS = 8
@@ -44,6 +47,8 @@ class PageRow:
         note: An error, or the number of warnings.
         page: The address of the page of the run; None if it has none.
         step: The number of steps of a run in progress, as text.
+        summaries: The statistics of the layers of a finished run.
+        problems: The files of a finished run that cannot be read.
     """
 
     name: str
@@ -55,6 +60,8 @@ class PageRow:
     note: str = ""
     page: str | None = None
     step: str = ""
+    summaries: Summaries = field(default_factory=dict)
+    problems: Sequence[str] = ()
 
 
 def table(
@@ -113,54 +120,55 @@ def table(
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
-    run_data = read_runs(run)
-    rows = [*map(_row, run.names, run.folders, run.infos, run.overrides, run_data)]
+    order = forward_order(load(run.folders[0]))
+    runs = zip(run.names, run.folders, run.infos, run.overrides, strict=True)
+    rows = [_row(*each, order) for each in runs]  # only the tables of one run are in memory
     words, numbers = table(rows, overrides_of(run), run.path, [str(info.get("name")) for info in run.infos])
-    pairs, unpaired = effects(run, words["metrics"])
+    found, unpaired = effects(run, words["metrics"])
     more = {
-        "alerts": _alerts(run, run_data),
-        "pairs": pairs,
+        "alerts": _alerts(run, rows),
+        "pairs": found,
         "unpaired": unpaired,
-        "intervals": sum(bool(row["interval"]) for row in pairs),
+        "intervals": sum(bool(row["interval"]) for row in found),
         "parts": list(PARTS.items()),
         "panels": panels(run, SWEEP_PANELS),
     }
-    return words | more, numbers | charts(run, run_data)
+    layers = layers_of_all([row.summaries for row in rows])
+    charts = {"series": layers, "pairs": [asdict(pair) for pair in pairs(run)], "ends": SUMMARIES}
+    return words | more, numbers | charts
 
 
-def _row(name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[str, Any], data: RunData) -> PageRow:
+def _row(
+    name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[str, Any], order: Sequence[str]
+) -> PageRow:
+    run = load(folder)
+    warnings = int((run.events["severity"] == "warning").sum())
     return PageRow(
         name,
         str(info["status"]),
         {"seed": info["seed"], **overrides},
         metrics=info["metrics"],
         shown=info["metrics"],
-        curves=data.curves,
-        note=info.get("error") or (str(data.warnings) if data.warnings else ""),
+        curves=metric_curves(history_of(run, ("metrics",), MAX_CURVE_VALUES)),
+        note=info.get("error") or (str(warnings) if warnings else ""),
         page=quote(f"{name}/{REPORT_FILE}") if (folder / REPORT_FILE).exists() else None,
+        summaries=summaries_of(run, order),
+        problems=run.problems,
     )
 
 
-def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
+def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
     """Return the first failed runs with their errors, and all unreadable files."""
-    bad = [
-        {
-            "severity": "error",
-            "rule": info["status"],
-            "message": f"{name}: {info.get('error') or NO_ERROR_MESSAGE}",
-        }
-        for name, info in zip(run.names, run.infos, strict=True)
-        if info["status"] not in ("done", "running")
+    states = zip(run.names, run.infos, strict=True)
+    failed = [(name, info) for name, info in states if info["status"] not in ("done", "running")]
+    alerts = [
+        (info["status"], f"{name}: {info.get('error') or NO_ERROR_MESSAGE}") for name, info in failed[:MAX_ALERTS]
     ]
-    if len(bad) > MAX_ALERTS:
-        rest = f"{len(bad) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
-        bad = [*bad[:MAX_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
-    damaged = [
-        {"severity": "error", "rule": "files", "message": f"{name}/{problem}"}
-        for name, data in zip(run.names, run_data, strict=True)
-        for problem in data.problems
-    ]
-    return bad + damaged
+    if len(failed) > MAX_ALERTS:
+        rest = f"{len(failed) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
+        alerts.append(("runs", rest))
+    alerts += [("files", f"{row.name}/{problem}") for row in rows for problem in row.problems]
+    return [{"severity": "error", "rule": rule, "message": message} for rule, message in alerts]
 
 
 def _cell(value: Any) -> float | str:
