@@ -28,13 +28,7 @@ USUAL = "usual update ratios, 1e-4 to 1e-2 (CS231n, neural-networks-3)"
 
 @dataclass(frozen=True)
 class FirstAndLast:
-    """A statistic at the first and the last recorded step.
-
-    Attributes:
-        statistic: Name of the statistic.
-        series: The series that recorded it.
-        table: Its values at one or two steps.
-    """
+    """The values of a statistic of a series at the first and the last recorded step, which may be the same."""
 
     statistic: str
     series: RecordedSeries
