@@ -35,10 +35,7 @@ class LocationDistributions:
     def widen(self) -> None:
         """Double the width of the groups; of two groups, the later row is kept."""
         self.width *= 2
-        merged: dict[int, tuple[int, int, dict[str, Any]]] = {}
-        for key in sorted(self.rows):
-            merged[key // 2] = self.rows[key]
-        self.rows = merged
+        self.rows = {key // 2: self.rows[key] for key in sorted(self.rows)}
 
 
 class DistributionHistory:
@@ -55,13 +52,7 @@ class DistributionHistory:
         self._numbers = 1  # the largest number of quantiles and counts in a row
 
     def add(self, at: tuple[RecordedSeries, str], rows: pa.Table, version: int) -> None:
-        """Add rows of one location in the order in which they were written, with the columns `step` and `COLUMNS`.
-
-        Args:
-            at: The series and the name of the location.
-            rows: The rows.
-            version: The current version.
-        """
+        """Add rows of one location in the order in which they were written, with the columns `step` and `COLUMNS`."""
         found = self.locations.get(at)
         if found is None:
             found = self.locations[at] = LocationDistributions()

@@ -102,12 +102,8 @@ class RunHistory:
     def series(self) -> dict[RecordedSeries, StepHistory]:
         """The recorded statistics by series. Distributions without statistics have `min`, `max` and `median`."""
         tensors = {(series.kind, series.role, series.phase) for series in self._measured}
-        alone = {
-            series: history
-            for series, history in self._spread.items()
-            if (series.kind, series.role, series.phase) not in tensors
-        }
-        return self._measured | alone
+        alone = [series for series in self._spread if (series.kind, series.role, series.phase) not in tensors]
+        return self._measured | {series: self._spread[series] for series in alone}
 
     @property
     def rebuilt(self) -> int:
@@ -125,9 +121,7 @@ class RunHistory:
     @property
     def step(self) -> int:
         """The number of completed steps, as far as the metrics have been read."""
-        return 1 + max(
-            (history.last_step for phase, history in self.metrics.items() if phase in STEP_PHASES), default=-1
-        )
+        return 1 + max([-1, *(history.last_step for phase, history in self.metrics.items() if phase in STEP_PHASES)])
 
     @property
     def steps(self) -> int | None:
@@ -151,11 +145,8 @@ class RunHistory:
         values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
         lost = not_finite_in(rows.to_batches()[0])
         if lost.any():
-            values |= {
-                name: np.where(lost, np.nan, values[name])
-                for name in (*FINITE_STATISTICS, *self.custom)
-                if name in values
-            }
+            finite = values.keys() & {*FINITE_STATISTICS, *self.custom}
+            values |= {name: np.where(lost, np.nan, values[name]) for name in finite}
         self._add_to(self._measured, rows, values, self.room)
         self._add_calls(rows.filter(pc.and_(pc.equal(rows["kind"], "forward"), pc.equal(rows["role"], "output"))))
 
@@ -172,9 +163,8 @@ class RunHistory:
         found = dict.fromkeys(layers.take(pa.array(fullest)).to_pylist())
         more = dict.fromkeys(layers.dictionary.take(pc.unique(layers.indices)).to_pylist())
         is_fuller = len(found) > self._most_called
-        ordered = (
-            list(found | dict.fromkeys(self._called) | more) if is_fuller else [*dict.fromkeys([*self._called, *more])]
-        )
+        known = dict.fromkeys(self._called) | more
+        ordered = list(found | known if is_fuller else known)
         self._most_called = max(self._most_called, len(found))
         if ordered != self._called:
             self._called, self._order, self.order_version = ordered, None, self.version
@@ -190,9 +180,8 @@ class RunHistory:
         hooks, steps = held["hook"].to_numpy(zero_copy_only=False), held["step"].to_numpy()
         for hook in dict.fromkeys(hooks.tolist()):
             fired = steps[hooks == hook]
-            self.acted.setdefault(hook, StepHistory()).add(
-                [""], np.zeros(len(fired), np.int64), fired, {}, self.version
-            )
+            history = self.acted.setdefault(hook, StepHistory())
+            history.add([""], np.zeros(len(fired), np.int64), fired, {}, self.version)
 
     def _add_distributions(self, rows: pa.Table) -> None:
         for series, location, index in self._locations(rows):
