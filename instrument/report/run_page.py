@@ -74,6 +74,7 @@ def values(
         shown: The panels by name. Default: none.
     """
     info, layers = history.info, history.layers
+    hooks = dict.fromkeys(hook for row in layers for hook in row["hooks"])
     return {
         "title": info.get("name") or history.folder.name,
         "status": info["status"],
@@ -85,9 +86,7 @@ def values(
         "events": history.events[:MAX_EVENTS],
         "more_events": max(0, history.event_counts.total() - MAX_EVENTS),
         "tree": _tree(layers),
-        "colour_of": dict(
-            zip(dict.fromkeys(hook for row in layers for hook in row["hooks"]), cycle(CATEGORIES), strict=False)
-        ),
+        "colour_of": dict(zip(hooks, cycle(CATEGORIES), strict=False)),
         "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
         "parts": list(PARTS.items()),
@@ -121,6 +120,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     forward = _forward_text(info)
     means = info.get("metrics") or {}
     total = history.steps if info["status"] == "running" and forward is None and not info.get("replay") else None
+    of_forward = {} if forward is None else {f"mean {name}": means.get(name) for name in ("loss", "accuracy")}
     facts = {
         "origin": _replay_text(info),
         "model": model,
@@ -129,11 +129,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         "samples": _samples_text(data, trains=forward is None),
         "device": info.get("device"),
         "steps" if forward is None else "batches": f"{steps:,}" + (f" of {total:,}" if total else ""),
-        **(
-            {}
-            if forward is None
-            else {f"mean {name}": format_number(means.get(name)) or None for name in ("loss", "accuracy")}
-        ),
+        **{name: format_number(mean) or None for name, mean in of_forward.items()},
         "weights": (info.get("init_from") or {}).get("path"),
         "seed": info.get("seed"),
         "started": _moment(info.get("started")),
@@ -168,8 +164,7 @@ def _moment(text: str | None) -> str | None:
 def _duration(info: Mapping[str, Any]) -> str | None:
     if not info.get("started") or not info.get("ended"):
         return None
-    took = datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"])
-    return str(took)
+    return str(datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"]))
 
 
 def _alerts(history: RunHistory) -> list[dict[str, Any]]:
@@ -184,14 +179,10 @@ def _alerts(history: RunHistory) -> list[dict[str, Any]]:
         found.append(_alert(info["status"], OUTCOMES[info["status"]], "warning"))
     if info.get("recording_stopped"):
         found.append(_alert("recording", info["recording_stopped"]))
-    hidden = rule_names(info)
-    shown_messages = {alert["message"] for alert in found}
+    rules, known = rule_names(info), {alert["message"] for alert in found}
+    more = [event for event in history.events if event["rule"] not in rules and event["message"] not in known]
     for severity in ("error", "warning"):
-        found += [
-            event
-            for event in history.events
-            if event["severity"] == severity and event["rule"] not in hidden and event["message"] not in shown_messages
-        ]
+        found += [event for event in more if event["severity"] == severity]
     if len(found) > MAX_ALERTS:
         rest = f"{len(found) - MAX_ALERTS} more warnings are listed under Events"
         found = [*found[:MAX_ALERTS], _alert("events", rest, "warning")]

@@ -97,25 +97,23 @@ def table(
             for row in rows
         ],
     }
-    numbers = {
-        "runs": [
-            {
-                "name": row.name,
-                "status": row.status,
-                "seed": row.overrides.get("seed"),
-                "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
-                "metrics": {
-                    key: rounded(value) if math.isfinite(value) else str(value)
-                    for key, value in row.metrics.items()
-                    if isinstance(value, int | float)
-                },
-            }
-            for row in rows
-        ],
-        "overrides": keys,
-        "curves": [row.curves for row in rows],
-    }
-    return words, numbers
+    runs = [
+        {
+            "name": row.name,
+            "status": row.status,
+            "seed": row.overrides.get("seed"),
+            "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
+            "metrics": {key: _number(value) for key, value in row.metrics.items() if isinstance(value, int | float)},
+        }
+        for row in rows
+    ]
+    return words, {"runs": runs, "overrides": keys, "curves": [row.curves for row in rows]}
+
+
+def _number(value: float) -> float | str:
+    """Return a number as JSON; a text if it is not finite."""
+    number: float | str = rounded(value) if math.isfinite(value) else str(value)
+    return number
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
