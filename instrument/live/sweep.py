@@ -13,14 +13,13 @@ from rich.text import Text
 
 from ..report.charts import metric_curves
 from ..report.numbers import format_number
-from ..report.sweep_charts import MAX_CURVE_VALUES
+from ..report.sweep_page import MAX_CURVE_VALUES, METRICS
 from ..sweeps.jobs import DONE, INTERRUPTED, KILLED, MISSING, RUNNING, SweepJob, count_by_status
 from ..sweeps.lookup import jobs_in
 from .live_run import LiveRun
 from .terminal import STATUS_COLOURS, sparkline
 
 OTHER_LINES = 5
-SHOWN = ("loss", "accuracy")
 ORDER = (RUNNING, "failed", KILLED, INTERRUPTED)  # other jobs come last
 
 
@@ -103,13 +102,13 @@ class LiveSweep:
         table = Table(box=None, pad_edge=False)
         for name in ("job", "status", "overrides"):
             table.add_column(name, no_wrap=name != "overrides")  # the column that is shortened on a narrow screen
-        for name in ("step", "loss over the steps", *SHOWN):
+        for name in ("step", "loss over the steps", *METRICS):
             table.add_column(name, no_wrap=True, justify="left" if " " in name else "right")
         jobs = sorted(self.jobs, key=lambda job: ORDER.index(job.status) if job.status in ORDER else len(ORDER))
         shown = jobs if height is None else jobs[: max(1, height - OTHER_LINES)]
         for job in shown:
             live = self.runs.get(job.folder)
-            cells = [""] * (2 + len(SHOWN))
+            cells = [""] * (2 + len(METRICS))
             if live is not None:
                 cells = [live.progress, sparkline(_losses(live)), *map(format_number, last_metrics(live).values())]
             status = Text(job.status, style=STATUS_COLOURS.get(job.status, "yellow"))
@@ -121,7 +120,7 @@ class LiveSweep:
 
 def last_metrics(live: LiveRun) -> dict[str, float | None]:
     """Return the last metrics of a run, those of an evaluation if there was one, by name; None without a value."""
-    found = {name: [live.last_metric(phase, name) for phase in ("eval", "train", "forward")] for name in SHOWN}
+    found = {name: [live.last_metric(phase, name) for phase in ("eval", "train", "forward")] for name in METRICS}
     return {name: next((value for value in values if value is not None), None) for name, values in found.items()}
 
 

@@ -28,7 +28,7 @@ NOT_FINITE = "!"
 SPARKLINE_WIDTH = 24
 ROUNDING = 1e-9  # relative difference up to which values are shown as equal
 WIDE = 100.0  # ratio of the largest to the smallest value from which a sparkline is logarithmic
-SHOWN_METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second")
+SHOWN_METRICS = [name for name in METRICS if name != "seconds"]
 MAX_FINDINGS, FEWEST_LAYERS = 6, 5
 OTHER_LINES = 12  # of a frame: headings, empty lines, progress and metrics of an evaluation
 

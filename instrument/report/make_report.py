@@ -20,18 +20,11 @@ from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import diff_page, run_page, sweep_page
 from .numbers import as_json, packed
 from .panels import Panel, label_of
+from .run_history import METRICS
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
 SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep")
-METRIC_UNITS = {
-    "loss": "loss",
-    "accuracy": "accuracy [fraction]",
-    "grad_norm": "grad_norm: L2 norm of all gradients",
-    "lr": "learning rate",
-    "samples_per_second": "samples per second [1/s]",
-    "seconds": "seconds per step [s]",
-}
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 900px; border: 1px solid #8884; border-radius: 8px"></iframe>'
 
 
@@ -169,8 +162,8 @@ def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
         **numbers,
         "names": {location: [wide[location], narrow[location]] for location in locations},
         "statistics": {**statistics, "median": median},
-        "metricNames": list(METRIC_UNITS),
-        "metricUnits": METRIC_UNITS,
+        "metricNames": list(METRICS),
+        "metricUnits": METRICS,
         "colours": CATEGORIES,
         "usualUpdates": USUAL_UPDATE_RATIOS,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from typing import Any
@@ -55,8 +55,7 @@ def panels(run: Run, registry: Registry[Callable[[Run], Any]]) -> dict[str, Pane
             message = f"{registry.places[name]} failed: {type(error).__name__}: {error}{user_code_location(error)}"
             shown = f'<p class="error-text">{escape(message)}</p>'
         if shown is not None:
-            panel = shown if isinstance(shown, Panel) else Panel(str(shown))
-            found[name] = replace(panel, title=panel.title or label_of(name))
+            found[name] = shown if isinstance(shown, Panel) else Panel(str(shown))
     return found
 
 

@@ -24,7 +24,15 @@ from .step_history import StepHistory
 
 MAX_VALUES, MAX_EFFECT_VALUES = 500_000, 60_000  # maximum number of values of all series, and of all effects
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
-METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds")
+METRICS = {
+    "loss": "loss",
+    "accuracy": "accuracy [fraction]",
+    "grad_norm": "grad_norm: L2 norm of all gradients",
+    "lr": "learning rate",
+    "samples_per_second": "samples per second [1/s]",
+    "seconds": "seconds per step [s]",
+}
+"""The label of each metric on an axis."""
 MAX_EVENTS = 1_000  # of each severity, in addition to the first of each rule and layer
 MAX_STEPS = 1_000  # steps at which a metric was not finite
 WHERE = ("hook", "kind", "role", "phase", "layer", "path")

@@ -1,4 +1,4 @@
-"""The page of several runs: its texts and tables; `instrument.report.sweep_charts` prepares charts of finished runs."""
+"""The page of several runs: its texts, its tables and the data of its charts."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+import pandas as pd
+
+from ..analysis.config_comparison import differing_keys
 from ..analysis.config_fields import to_yaml
 from ..analysis.folders import REPORT_FILE
 from ..analysis.load import Run, load
-from ..analysis.plot_data import forward_order
+from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
+from ..spec.statistics import ALL
 from .charts import metric_curves
 from .numbers import format_number, rounded
 from .panels import SWEEP_PANELS, panels
 from .run_history import history_of
-from .sweep_charts import MAX_CURVE_VALUES, SUMMARIES, Summaries, layers_of_all, overrides_of, summaries_of
 from .sweep_effects import effects, pairs
 
 METRICS = ("loss", "accuracy")
+MAX_CURVE_VALUES = 1_200  # maximum number of values of the curves of a run
+MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
+PREFERRED_STATISTICS = (
+    *("l2", "std", "rms", "abs_max", "mean"),
+    *("zero_fraction", "dead_fraction", "update_ratio", "nan_count"),
+)
+SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
+Summaries = dict[RecordedSeries, dict[str, pd.DataFrame]]
+"""The last, largest and smallest number by location, for each series and statistic of a run."""
 MAX_ALERTS = 8
 NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
@@ -121,7 +134,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     order = forward_order(load(run.folders[0]))
     runs = zip(run.names, run.folders, run.infos, run.overrides, strict=True)
     rows = [_row(*each, order) for each in runs]  # only the tables of one run are in memory
-    words, numbers = table(rows, overrides_of(run), run.path, [str(info.get("name")) for info in run.infos])
+    words, numbers = table(rows, _overrides(run), run.path, [str(info.get("name")) for info in run.infos])
     found, unpaired = effects(run, words["metrics"])
     more = {
         "alerts": _alerts(run, rows),
@@ -131,7 +144,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
         "parts": list(PARTS.items()),
         "panels": panels(run, SWEEP_PANELS),
     }
-    layers = layers_of_all([row.summaries for row in rows])
+    layers = _layers_of_all([row.summaries for row in rows])
     charts = {"series": layers, "pairs": [asdict(pair) for pair in pairs(run)], "ends": SUMMARIES}
     return words | more, numbers | charts
 
@@ -150,7 +163,7 @@ def _row(
         curves=metric_curves(history_of(run, ("metrics",), MAX_CURVE_VALUES)),
         note=info.get("error") or (str(warnings) if warnings else ""),
         page=quote(f"{name}/{REPORT_FILE}") if (folder / REPORT_FILE).exists() else None,
-        summaries=summaries_of(run, order),
+        summaries=_summaries(run, order),
         problems=run.problems,
     )
 
@@ -179,3 +192,44 @@ def _override_text(overrides: Mapping[str, Any], key: str) -> str:
     parents = key.split(".")
     removed = any(overrides.get(".".join(parents[:count]), "") is None for count in range(1, len(parents)))
     return to_yaml(overrides[key]) if key in overrides else "null" if removed else ""
+
+
+def _overrides(run: Run) -> list[str]:
+    """Return the overrides in which the runs differ, of mappings their fields, and `seed` if the seeds differ."""
+    differing = differing_keys(run.overrides)
+    seeds = {info["seed"] for info in run.infos}
+    return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
+
+
+def _summaries(run: Run, order: Sequence[str]) -> Summaries:
+    """Return the last, largest and smallest number of each statistic of a run at each location."""
+    stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
+    found: Summaries = {}
+    for series in series_in(stats):
+        rows = series.of(stats)
+        for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
+            values = pd.DataFrame(table.values, index=table.locations)
+            ends = {"last": values.iloc[:, -1], "largest": values.max(axis=1), "smallest": values.min(axis=1)}
+            found.setdefault(series, {})[name] = pd.DataFrame(ends)
+    return found
+
+
+def _layers_of_all(runs: Sequence[Summaries]) -> list[dict[str, Any]]:
+    """Return the statistics of each series by location, with the last, largest and smallest number of each run."""
+    known = list(dict.fromkeys(series for run in runs for series in run))
+    room = MAX_VALUES // max(1, len(known))
+    return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]
+
+
+def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
+    locations = list(dict.fromkeys(location for run in runs for table in run.values() for location in table.index))
+    there = dict.fromkeys(name for run in runs for name in run)
+    statistics = [name for name in dict.fromkeys((*PREFERRED_STATISTICS, *ALL, *there)) if name in there]
+    kept = statistics[: max(1, room // max(1, len(SUMMARIES) * len(locations) * len(runs)))]
+    none = pd.DataFrame(np.nan, index=locations, columns=list(SUMMARIES))
+    values = {}
+    for name in kept:
+        tables = [run[name].reindex(locations) if name in run else none for run in runs]
+        values[name] = {summary: rounded(np.array([table[summary] for table in tables])) for summary in SUMMARIES}
+    about = {"label": series.label, "gradient": series.is_gradient}
+    return {**about, "locations": locations, "statistics": values, "left_out": statistics[len(kept) :]}
