@@ -24,31 +24,19 @@ ORDER = (RUNNING, "failed", KILLED, INTERRUPTED)  # other jobs come last
 
 
 class LiveSweep:
-    """The jobs of a sweep.
-
-    Args:
-        folder: The folder of the sweep, as a path or an address.
-
-    Attributes:
-        folder: The folder.
-        source: The jobs and the keys in which they differ.
-        jobs: The jobs in the order of their numbers, as of the last refresh.
-        runs: The metrics of the jobs that have started, by folder. Those of a finished job are read once.
-        curves: The metrics of these jobs over steps, by folder; see `metric_curves`.
-        changed: The version of the last change of each job that has started, by folder.
-        version: The number of refreshes that found changes.
-        is_complete: Whether all rows have been read.
-    """
+    """The jobs of a sweep, whose folder is a path or an address."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.source = jobs_in(folder)
-        self.jobs: list[SweepJob] = []
-        self.runs: dict[Path, LiveRun] = {}
-        self.curves: dict[Path, dict[str, Any]] = {}
-        self.changed: dict[Path, int] = {}
-        self.version = 0
-        self.is_complete = False
+        self.source = jobs_in(folder)  # the jobs, and the keys in which they differ
+        self.jobs: list[SweepJob] = []  # in the order of their numbers, as of the last refresh
+        self.runs: dict[
+            Path, LiveRun
+        ] = {}  # the metrics of jobs that have started; those of a finished job are read once
+        self.curves: dict[Path, dict[str, Any]] = {}  # of these jobs; see `metric_curves`
+        self.changed: dict[Path, int] = {}  # the version of the last change of these jobs
+        self.version = 0  # the number of refreshes that found changes
+        self.is_complete = False  # whether all rows have been read
 
     @property
     def is_running(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from rich.cells import cell_len
@@ -33,27 +33,16 @@ MAX_FINDINGS, FEWEST_LAYERS = 6, 5
 OTHER_LINES = 12  # of a frame: headings, empty lines, progress and metrics of an evaluation
 
 
-@dataclass(frozen=True)
-class LocationView:
-    """The most useful statistic of a location.
-
-    Attributes:
-        series: The series.
-        location: The name of the layer or parameter.
-        statistic: The name of the statistic.
-        values: Its values over the groups of steps; NaN for a missing value.
-        not_finite: Whether a group contains NaN or infinite elements.
-        last: The value at the last step.
-        ratio: The last value relative to the median over the steps; NaN if it is undefined.
-    """
+class LocationView(NamedTuple):
+    """The most useful statistic of a location."""
 
     series: RecordedSeries
     location: str
     statistic: str
-    values: np.ndarray
-    not_finite: np.ndarray
-    last: float
-    ratio: float
+    values: np.ndarray  # over the groups of steps; NaN for a missing value
+    not_finite: np.ndarray  # whether a group contains NaN or infinite elements
+    last: float  # at the last step
+    ratio: float  # of the last value to the median over the steps; NaN if it is undefined
 
     @property
     def urgency(self) -> tuple[bool, float]:
@@ -193,11 +182,7 @@ def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: i
 
 @dataclass(frozen=True)
 class _Name:
-    """A name of which a narrow column shows the end, since the names of layers differ there.
-
-    Attributes:
-        text: The name.
-    """
+    """A name of which a narrow column shows the end, since the names of layers differ there."""
 
     text: str
 

@@ -18,19 +18,14 @@ COLUMNS = ("levels", "quantiles", "low", "high", "counts")
 
 @dataclass
 class LocationDistributions:
-    """The distributions of one location.
+    """The distributions of one location: the last row of each group of `width` steps, and the first row of a step."""
 
-    Attributes:
-        rows: The last row of each kept group of steps, by step // width, with its step and version.
-        width: The number of steps of a group.
-        step_count: The number of recorded steps.
-        has_several: Whether a step has several rows. The first one is kept.
-    """
-
-    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(default_factory=dict)
+    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(
+        default_factory=dict
+    )  # by step // width: step, version, row
     width: int = 1
-    step_count: int = 0
-    has_several: bool = False
+    step_count: int = 0  # the number of recorded steps
+    has_several: bool = False  # whether a step has several rows
 
     def widen(self) -> None:
         """Double the width of the groups; of two groups, the later row is kept."""

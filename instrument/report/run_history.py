@@ -49,13 +49,10 @@ class RunHistory:
         version: The current version, a number that increases with each change.
 
     Attributes:
-        folder: The folder.
-        info: The content of run.json.
-        version: The current version.
         order_version: The version of the last change of `order`.
-        layers: The rows of the table `layers`, as dictionaries.
-        coverage: The rows of the table `coverage`, as dictionaries.
-        events: The first events of each severity, and the first one of each rule and layer, as dictionaries.
+        layers: The rows of the table `layers`.
+        coverage: The rows of the table `coverage`.
+        events: The first events of each severity, and the first one of each rule and layer.
         event_counts: The number of events by rule, severity and layer.
         effects: The effects of interventions by series.
         acted: The steps at which each intervention fired and its condition held, without values.

@@ -48,33 +48,19 @@ PARTS = {
 
 @dataclass(frozen=True)
 class PageRow:
-    """One run of the page.
+    """One run of the page, which may be in progress."""
 
-    Attributes:
-        name: The folder, relative to that of the sweep.
-        status: The status of the run.
-        overrides: The overrides by key, and the seed if the run was started.
-        metrics: The metrics of the last evaluation, by name.
-        shown: The metrics in the table, by name.
-        curves: The metrics over steps; see `metric_curves`.
-        note: An error, or the number of warnings.
-        page: The address of the page of the run; None if it has none.
-        step: The number of steps of a run in progress, as text.
-        summaries: The statistics of the layers of a finished run.
-        problems: The files of a finished run that cannot be read.
-    """
-
-    name: str
+    name: str  # the folder, relative to that of the sweep
     status: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    shown: Mapping[str, float | None] = field(default_factory=dict)
-    curves: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    page: str | None = None
-    step: str = ""
+    overrides: Mapping[str, Any]  # by key, and the seed if the run was started
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the last evaluation
+    shown: Mapping[str, float | None] = field(default_factory=dict)  # the metrics in the table
+    curves: Mapping[str, Any] = field(default_factory=dict)  # see `metric_curves`
+    note: str = ""  # an error, or the number of warnings
+    page: str | None = None  # the address of the page of the run
+    step: str = ""  # the number of steps of a run in progress
     summaries: Summaries = field(default_factory=dict)
-    problems: Sequence[str] = ()
+    problems: Sequence[str] = ()  # files that cannot be read
 
 
 def table(
