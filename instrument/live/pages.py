@@ -11,7 +11,7 @@ import yaml
 from ..report.charts import changed_charts, charts, lanes
 from ..report.make_report import render, render_blocks, with_vocabulary
 from ..report.run_page import values
-from ..report.sweep_page import PARTS, PageRow, table
+from ..report.sweep_page import PageRow, page
 from ..spec.spec_file import YAML_ERRORS
 from ..sweeps.jobs import SweepJob
 from .live_run import LiveRun
@@ -19,17 +19,10 @@ from .sweep import LiveSweep, last_metrics
 
 RUN_BLOCKS = ("summary", "findings", "lanes", "coverage", "events", "model")
 SWEEP_BLOCKS = ("summary", "runs")
-SWEEP_PARTS = ("runs", "against", "training")
-FINISHED: dict[str, Any] = {"series": [], "pairs": [], "ends": {}}  # data that finished sweeps have
 
 
 class _ChangingPage:
-    """A page of which the parts that changed after a version are rendered again.
-
-    Args:
-        template: The file of the template.
-        names: The names of its blocks that change.
-    """
+    """A page of which the blocks of the template that changed after a version are rendered again."""
 
     def __init__(self, template: str, names: Sequence[str]) -> None:
         self._template = template
@@ -99,15 +92,11 @@ class LiveSweepPage(_ChangingPage):
         super().__init__("sweep.html", SWEEP_BLOCKS)
         self.source = LiveSweep(folder)
         self._link = link
-        self._structure: tuple[object, int] = (
-            None,
-            0,
-        )  # the contents of the charts, and the version of their last change
+        self._structure: tuple[object, int] = None, 0  # what the charts contain, and the version of its last change
 
     def folder_of(self, name: str) -> Path | None:
         """Return the folder of a job that has started; None if there is no such job."""
-        folders = {job.name: job.folder for job in self.source.jobs if job.folder in self.source.runs}
-        return folders.get(name)
+        return {job.name: job.folder for job in self.source.jobs if job.folder in self.source.runs}.get(name)
 
     def html(self) -> str:
         """Return the complete page."""
@@ -126,9 +115,7 @@ class LiveSweepPage(_ChangingPage):
         sweep = self.source
         words, numbers = self._content()
         metrics = {name for run in numbers["runs"] for name in run["metrics"]}
-        curves = {
-            (phase, name) for run in numbers["curves"] for phase, one in run.items() for name in one["statistics"]
-        }
+        curves = {(phase, *one["statistics"]) for run in numbers["curves"] for phase, one in run.items()}
         structure = [job.name for job in sweep.jobs], numbers["overrides"], metrics, curves
         if structure != self._structure[0]:
             self._structure = structure, sweep.version
@@ -143,9 +130,8 @@ class LiveSweepPage(_ChangingPage):
         sweep = self.source
         keys = list(dict.fromkeys(key for job in sweep.jobs for key in sweep.source.differing(job)))
         names = [str(live.info.get("name")) for live in sweep.runs.values()]
-        words, numbers = table([self._row(job) for job in sweep.jobs], keys, sweep.folder, names)
-        parts = [(part, PARTS[part]) for part in SWEEP_PARTS]
-        return {**words, "alerts": [], "parts": parts, "panels": {}}, {"version": sweep.version, **FINISHED, **numbers}
+        words, numbers = page([self._row(job) for job in sweep.jobs], keys, sweep.folder, names)
+        return words, {"version": sweep.version, **numbers}
 
     def _row(self, job: SweepJob) -> PageRow:
         overrides = {key: _value(text) for key, text in self.source.source.differing(job).items()}

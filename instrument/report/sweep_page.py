@@ -44,6 +44,7 @@ PARTS = {
     "layers": "Layers",
     "effects": "Effects",
 }
+PARTS_IN_PROGRESS = ("runs", "against", "training")
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ class PageRow:
     problems: Sequence[str] = ()  # files that cannot be read
 
 
-def table(
+def page(
     rows: Sequence[PageRow], keys: Sequence[str], folder: Path | str, names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of the template and the data of the charts that finished and running sweeps have.
+    """Return the values of the template, and the data of the charts, without those that only finished sweeps have.
 
     Args:
         rows: The runs.
@@ -84,6 +85,9 @@ def table(
             ("overrides that differ", ", ".join(keys) or "none"),
             ("folder", str(folder)),
         ],
+        "alerts": [],
+        "parts": [(part, PARTS[part]) for part in PARTS_IN_PROGRESS],
+        "panels": {},
         "overrides": overrides,
         "metrics": metrics,
         "rows": [
@@ -106,7 +110,8 @@ def table(
         }
         for row in rows
     ]
-    return words, {"runs": runs, "overrides": keys, "curves": [row.curves for row in rows]}
+    curves = [row.curves for row in rows]
+    return words, {"runs": runs, "overrides": keys, "curves": curves, "series": [], "pairs": [], "ends": {}}
 
 
 def _number(value: float) -> float | str:
@@ -120,7 +125,7 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     order = forward_order(load(run.folders[0]))
     runs = zip(run.names, run.folders, run.infos, run.overrides, strict=True)
     rows = [_row(*each, order) for each in runs]  # only the tables of one run are in memory
-    words, numbers = table(rows, _overrides(run), run.path, [str(info.get("name")) for info in run.infos])
+    words, numbers = page(rows, _overrides(run), run.path, [str(info.get("name")) for info in run.infos])
     found, unpaired = effects(run, words["metrics"])
     more = {
         "alerts": _alerts(run, rows),
