@@ -49,7 +49,7 @@ class LivePage(_ChangingPage):
     def __init__(self, live: LiveRun, *, sweep: str | None = None, takes_changes: bool = False) -> None:
         super().__init__("run.html", RUN_BLOCKS)
         self.source = live
-        self._options = {"sweep": sweep, "takes_changes": takes_changes}
+        self._options: dict[str, Any] = {"sweep": sweep, "takes_changes": takes_changes}
 
     def html(self) -> str:
         """Return the complete page."""

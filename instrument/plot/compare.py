@@ -210,11 +210,12 @@ def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.Dat
     """Draw one line per run over the locations, from top to bottom."""
     labels = labels_of(overrides)
     axes = _chart(labels, height_of(len(locations)), width_of(locations))
+    rows = range(len(locations))
     lines = {run: line.reindex(locations).to_numpy(np.float64) for run, line in curves.values.items()}
     for run, (colour, dashes) in _styles(overrides).items():
         if run in lines:
-            look = {"color": colour, "linestyle": dashes, "marker": ".", "linewidth": 1.0}
-            axes.plot(lines[run], range(len(locations)), label=plain(labels[run], LONG), **look)
+            label = plain(labels[run], LONG)
+            axes.plot(lines[run], rows, color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
     values = np.concatenate(list(lines.values()))
     scale(axes, "x", values, is_log=needs_log_scale(values))
     label_locations(axes, locations)

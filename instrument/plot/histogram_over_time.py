@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -124,7 +124,7 @@ def _draw_quantiles(axes: Axes, rows: pd.DataFrame) -> None:
             for level in (below, above):
                 axes.stairs(table[level], edges, baseline=None, color=LINE, linestyle=style, label=label)
         else:
-            look = {"fill": True, "alpha": 0.3, "color": CATEGORIES[0], "label": label}
+            look: dict[str, Any] = {"fill": True, "alpha": 0.3, "color": CATEGORIES[0], "label": label}
             axes.stairs(table[above], edges, baseline=table[below], **look)
     paired = {level for pair in pairs for level in pair}
     for level in [level for level in table if level not in paired]:

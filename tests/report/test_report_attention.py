@@ -14,6 +14,7 @@ from torch import nn
 import instrument
 from instrument.report import make
 from instrument.report.attention_panel import PIXELS
+from instrument.report.panels import RUN_PANELS, SWEEP_PANELS, Panel
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -98,6 +99,28 @@ def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> No
     assert '<a href="#panel-by_location">' in page
     section = page[page.index('<section id="panel-by_location">') : page.index('<section id="training">')]
     assert section.count("</svg>") == 1  # no accuracy was recorded
+
+
+def test_panels_of_other_code_are_shown(
+    run: instrument.Run, sweep: instrument.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run: instrument.Run) -> None:
+        raise ValueError(f"<{run.path.name}>")
+
+    of_run = {
+        "curve_of_mine": lambda run: Panel("<b>mine</b>", script="RUN.push(mine)", data=[1]),
+        "none": lambda run: None,
+    }
+    monkeypatch.setattr(RUN_PANELS, "_entries", {**of_run, "attention": RUN_PANELS["attention"], "broken": broken})
+    monkeypatch.setattr(RUN_PANELS, "places", {**RUN_PANELS.places, "broken": "here"})
+    page = make(run).html
+    assert '<a href="#panel-curve_of_mine">Curve of mine</a>' in page
+    assert '<section id="panel-curve_of_mine"><h2>Curve of mine</h2>\n  <b>mine</b>' in page
+    assert "RUN.push(mine)" in page
+    assert "here failed: ValueError: &lt;run&gt;" in page
+    assert [*data_of(page)["panels"]] == ["attention", "curve_of_mine", "broken"]
+    monkeypatch.setattr(SWEEP_PANELS, "_entries", {"runs": lambda run: f"{len(run.folders)} runs"})
+    assert f"<h2>Runs</h2>\n  {len(sweep.folders)} runs" in make(sweep).html
 
 
 @pytest.mark.slow
