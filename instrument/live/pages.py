@@ -54,10 +54,10 @@ class LivePage(_ChangingPage):
     def html(self) -> str:
         """Return the complete page."""
         numbers = charts(self.source)
-        return render("run.html", self._words(numbers), numbers, self.source.folder, live=True, **self._options)
+        return render("run.html", self._words(numbers), numbers, self.source.folder, live=True)
 
     def _words(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        return values(self.source, numbers, self.source.findings(), self.source.problems)
+        return values(self.source, numbers, self.source.findings(), self.source.problems) | self._options
 
     def changes(self, since: int) -> dict[str, Any]:
         """Return what changed after a version.

@@ -11,10 +11,10 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
-from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in
+from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic
 from ..errors import InstrumentError
 from .axes_and_scales import new_figure, plain
-from .mosaics import aspect_of, draw_image, draw_maps
+from .mosaics import cut, draw_image, draw_maps
 from .source import at_layers, check_source
 
 if TYPE_CHECKING:
@@ -104,8 +104,9 @@ def _draw_figure(
 ) -> Figure:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
-    heights = [WIDTH * max(aspect_of(array) for array in row if array is not None) for row in values]
-    heights = [min(TALLEST, max(SHORTEST, height)) for height in heights]
+    shapes = [[mosaic(cut(array)).shape for array in row if array is not None] for row in values]
+    aspects = [max(height / width for height, width in of_row) for of_row in shapes]
+    heights = [min(TALLEST, max(SHORTEST, WIDTH * aspect)) for aspect in aspects]
     images = [_image(column, all_maps, sample) for column in zip(*rows, strict=True)]
     above = [IMAGE] if any(images) else []
     room = sum(above) + sum(heights) + 0.6 * (len(above) + len(heights)) + 0.4

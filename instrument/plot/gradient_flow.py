@@ -125,8 +125,7 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
 def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
     notes = []
-    for column, step in enumerate(chart.table.first.tolist()):
-        values = chart.table.values[:, column]
+    for step, values in zip(chart.table.first.tolist(), chart.table.values.T, strict=True):
         zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
         counts = [f"{zero} zero"] * bool(zero) + [f"{none} not finite"] * bool(none)
         if counts:

@@ -27,12 +27,6 @@ def cut(values: np.ndarray) -> np.ndarray:
     return values[:outputs, : max(1, MAX_CHANNELS // outputs)]
 
 
-def aspect_of(values: np.ndarray) -> float:
-    """Return the ratio of height to width of the mosaic of these maps."""
-    height, width = mosaic(cut(values)).shape
-    return float(height / width)
-
-
 def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tuple[float, float] | None = None) -> None:
     """Draw a mosaic with its color bar and channel numbers; the title says which maps are shown and which were omitted.
 

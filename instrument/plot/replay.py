@@ -61,8 +61,7 @@ def replay(run: Run, *, source: str | Path | None = None) -> Figure:
         values = np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)])
         scale(axes, "y", values, is_log=needs_log_scale(values))
         if entry["counterfactual"]:
-            names = ", ".join(entry["counterfactual"])
-            where = plain(f"from here on: {names}")
+            where = plain(f"from here on: {', '.join(entry['counterfactual'])}")
             axes.axvline(entry["first_step"], color="#555555", linewidth=0.8, linestyle=":", label=where)
         axes.set_title(METRICS[name], fontsize=10)
         axes.set_xlabel("step")

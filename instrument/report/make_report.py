@@ -86,8 +86,6 @@ def render(
     path: Path | str,
     *,
     live: bool = False,
-    takes_changes: bool = False,
-    sweep: str | None = None,
 ) -> str:
     """Return a page.
 
@@ -97,8 +95,6 @@ def render(
         numbers: The data of the charts.
         path: The folder of the run or the sweep.
         live: Whether the page is served and updated while the run is in progress. Default: False.
-        takes_changes: Whether the page has a form that changes the run. Default: False.
-        sweep: The address of the page of the sweep to which the run belongs. Default: no link.
     """
     panels: Mapping[str, Panel] = words["panels"]
     names = (*SCRIPTS, "live") if live else SCRIPTS
@@ -110,8 +106,6 @@ def render(
         **words,
         label_of=label_of,
         live=live,
-        takes_changes=takes_changes,
-        sweep=sweep,
         path=str(path),
         script="\n".join(scripts),
         plotly=_plotly(),

@@ -89,6 +89,8 @@ def values(
         "colour_of": dict(zip(hooks, cycle(CATEGORIES), strict=False)),
         "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
+        "sweep": None,
+        "takes_changes": False,
         "parts": list(PARTS.items()),
         "panels": shown,
         "alerts": [*(_alert("files", problem) for problem in problems), *_alerts(history)],
