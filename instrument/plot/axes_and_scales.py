@@ -151,13 +151,14 @@ def needs_log_colours(values: np.ndarray) -> bool:
     return bool((finite >= 0).all()) and needs_log_scale(finite[finite > 0])
 
 
-def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool) -> None:
-    """Set a linear or logarithmic axis with small tick labels.
+def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool | None = None) -> None:
+    """Set a linear or logarithmic axis with small tick labels; by default, as the values need it.
 
     A logarithmic axis over few decades has ticks at 1, 2 and 5 times powers of ten, otherwise at powers of ten only.
     """
     from matplotlib.ticker import LogLocator
 
+    is_log = needs_log_scale(values) if is_log is None else is_log
     axes.set(**{f"{name}scale": "log" if is_log else "linear"})
     axis = axes.xaxis if name == "x" else axes.yaxis
     axis.set_tick_params(labelsize=SMALL)

@@ -27,7 +27,6 @@ from .axes_and_scales import (
     draw_line,
     height_of,
     label_locations,
-    needs_log_scale,
     new_figure,
     plain,
     scale,
@@ -202,7 +201,7 @@ def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
         if run in curves.values:
             draw_line(axes, curves.values[run], plain(labels[run], LONG), colour, dashes)
     values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
-    scale(axes, "y", values, is_log=needs_log_scale(values))
+    scale(axes, "y", values)
     return _finished(axes, curves.title, "step", curves.axis)
 
 
@@ -217,7 +216,7 @@ def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.Dat
             label = plain(labels[run], LONG)
             axes.plot(lines[run], rows, color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
     values = np.concatenate(list(lines.values()))
-    scale(axes, "x", values, is_log=needs_log_scale(values))
+    scale(axes, "x", values)
     label_locations(axes, locations)
     return _finished(axes, curves.title, curves.axis, "in forward order")
 
@@ -239,8 +238,7 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     if lost:
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
-    final_values = np.array(list(finals.values()))
-    scale(axes, "y", final_values, is_log=needs_log_scale(final_values))
+    scale(axes, "y", np.array(list(finals.values())))
     _label_values(axes, at, names)
     over = f"{plain(x)}\npoints: runs; lines: means over runs"
     return _finished(axes, f"{curves.title}, last recorded", over, curves.axis)
@@ -263,7 +261,7 @@ def _is_number(cell: object) -> bool:
 def _label_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
     """Set up the horizontal axis of an override: logarithmic for a wide range, one tick per value for few values."""
     values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and needs_log_scale(values))
+    scale(axes, "x", values, is_log=False if names else None)
     if names or len(values) <= FEW_VALUES:
         axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
         axes.minorticks_off()
