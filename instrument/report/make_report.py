@@ -80,12 +80,7 @@ def make(run: Run | Diff | str | Path) -> Report:
 
 
 def render(
-    template: str,
-    words: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    path: Path | str,
-    *,
-    live: bool = False,
+    template: str, words: Mapping[str, Any], numbers: Mapping[str, Any], path: Path | str, *, live: bool = False
 ) -> str:
     """Return a page.
 
