@@ -18,6 +18,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from .analysis.folders import find_runs
+from .errors import InstrumentError
+from .pip_extras import pip_command
 from .sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 from .verbs import program, with_exit_codes
 
@@ -145,12 +147,16 @@ def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> i
 
     Raises:
         ConfigError: A remote run cannot be changed.
+        InstrumentError: A package is missing.
         OSError: The port is not available.
     """
     if takes_changes:
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)
-    from .live.server import LiveServer
+    try:
+        from .live.server import LiveServer
+    except ModuleNotFoundError:
+        raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
 
     server = LiveServer(
         root,

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from instrument.plot import PLOTS
+from instrument.report.panels import RUN_PANELS, SWEEP_PANELS
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "instrument"
 
@@ -192,6 +195,29 @@ def imported_modules(file: Path) -> Iterator[str]:
                 yield f"{start}.{alias.name}" if is_module else start
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def test_special_plots_and_panels_are_found_in_registries() -> None:
+    """Modules of one kind of analysis, and their plots and panels, are imported only by each other."""
+    special = {
+        *(
+            f"plot.{name}_plot"
+            for name in ("attention", "class_activation", "layer_similarity", "logit_lens", "patching")
+        ),
+        *("report.attention_panel", "report.patching_panel"),
+        *("analysis.attention_maps", "analysis.class_activation", "analysis.intervention_grid"),
+    }
+    modules = {f"instrument.{name}" for name in special}
+    others = [file for package in ("plot", "report", "live") for file in (PACKAGE / package).glob("*.py")]
+    wrong = [
+        f"{file.relative_to(REPOSITORY)} imports {name}"
+        for file in others
+        if ".".join(file.relative_to(PACKAGE).with_suffix("").parts) not in special
+        for name in modules.intersection(imported_modules(file))
+    ]
+    assert wrong == []
+    entries = {*PLOTS.builtin.values(), *RUN_PANELS.builtin.values(), *SWEEP_PANELS.builtin.values()}
+    assert {entry.partition(":")[0] for entry in entries} == {name for name in modules if ".analysis." not in name}
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +76,8 @@ def patching(
             locations have the statistic, or matplotlib is not installed. The message names the keys in which the runs differ.
     """
     runs = combine_runs(sweep)
-    check_choice(
-        metric,
-        [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics],
-        "metric",
-        "unknown metric or statistic",
-    )
+    known = [*METRICS, *runs.custom_metrics, *STATISTICS, *runs.custom_statistics]
+    check_choice(metric, known, "metric", "unknown metric or statistic")
     grid = intervention_grid(runs, intervention)
     number = _numbers(runs, metric, layer, hook)
     reference = None if baseline is None else _reference(baseline, grid, metric, layer, hook)
@@ -133,13 +130,11 @@ def _draw_figure(
     name = METRICS.get(metric) or axis_name(metric)
     colour_bar(axes, cells, f"{name} minus baseline" if is_difference else name, height)
     add_legend(figure)
-    axes.set_title(
-        plain(f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}", 80), fontsize=10
-    )
+    title = f"effect of {grid.hook} on {metric}" if is_difference else f"{metric} with {grid.hook}"
+    axes.set_title(plain(title, 80), fontsize=10)
     axes.set_ylabel(plain(grid.row_key), fontsize=NORMAL)
-    axes.set_xlabel(
-        "\n".join([plain(grid.column_key), *_notes(grid, has_reference=has_reference)]).strip(), fontsize=NORMAL
-    )
+    notes = _notes(grid, has_reference=has_reference)
+    axes.set_xlabel("\n".join([plain(grid.column_key), *notes]).strip(), fontsize=NORMAL)
     return figure
 
 
@@ -175,10 +170,8 @@ def _notes(grid: InterventionGrid, *, has_reference: bool) -> list[str]:
     """Return notes on the runs of the cells."""
     is_matched = grid.has_baseline and not has_reference
     shown = [cell for cell in grid.cells if cell.baseline is not None or not is_matched]
-    counts = [0] * (len(grid.rows) * len(grid.columns))
-    for cell in shown:
-        counts[cell.row * len(grid.columns) + cell.column] += 1
-    notes = [f"mean of {max(counts)} seeds"] if max(counts) > 1 else []
+    most = max(Counter((cell.row, cell.column) for cell in shown).values(), default=0)
+    notes = [f"mean of {most} seeds"] if most > 1 else []
     if len(shown) < len(grid.cells):
         notes.append(f"{len(grid.cells) - len(shown)} runs are not shown: no baseline with the same seed")
     if grid.left_out:

@@ -1,13 +1,13 @@
 // Attention probabilities: one map for each head of a layer.
 
 RUN.push((report) => {
-  if (!report.attention?.length) return hide("attention");
-  fillSelect("attention-layer", report.attention.map((layer, i) => [i, `${layer.location} — ${layer.label}`]));
-  drawOn(["attention-layer"], () => drawAttention(report));
+  const layers = report.panels.attention;
+  fillSelect("attention-layer", layers.map((layer, i) => [i, `${layer.location} — ${layer.label}`]));
+  drawOn(["attention-layer"], () => drawAttention(layers));
 });
 
-function drawAttention(report) {
-  const layer = report.attention[Number(document.getElementById("attention-layer").value)];
+function drawAttention(layers) {
+  const layer = layers[Number(document.getElementById("attention-layer").value)];
   const root = document.getElementById("attention-charts");
   root.replaceChildren();
   const [rows, columns] = [layer.z[0].length, layer.z[0][0].length];

@@ -1,29 +1,50 @@
-"""Recorded attention probabilities for a page: the maps of all heads of each layer, for one sample."""
+"""The panel of attention: the recorded probabilities of all heads of each layer, for one sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..analysis.attention_maps import AttentionMaps, AttentionTensor, attention_tensors, sample_ids, token_ids
 from ..analysis.load import Run
-from ..analysis.plot_data import rank_in
+from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.tensor_images import smaller
 from .numbers import rounded
+from .panels import Panel
 
 MAX_VALUES = 200_000  # maximum number of values in all maps together
 PIXELS, FEWEST_PIXELS = 96, 8  # limits of the side of a map
 MAX_HEADS = 32
+HTML = """
+  <p class="lead">Recorded attention probabilities of one sample at the last recorded step.</p>
+  <div class="controls"><label>layer<select id="attention-layer"></select></label></div>
+  <div id="attention-charts" class="tiles"></div>
+  <p class="note" id="attention-note"></p>"""
 
 
-AttentionLayer = tuple[AttentionTensor, AttentionMaps]
-"""The attention probabilities of a location at the last recorded step, and those of the first recorded sample."""
+def attention(run: Run) -> Panel | None:
+    """Return the maps of the first recorded sample of each location; None if no attention was recorded.
+
+    The number of values on the page is limited: maps are averaged over squares if they have too many.
+    """
+    layers = _layers(run)
+    if not layers:
+        return None
+    heads = sum(min(MAX_HEADS, len(maps.values)) for _, maps in layers)
+    pixels = int(np.clip((MAX_VALUES / heads) ** 0.5, FEWEST_PIXELS, PIXELS))
+    drawn = layers[: MAX_VALUES // FEWEST_PIXELS**2 // MAX_HEADS]
+    return Panel(
+        HTML,
+        script=Path(__file__).with_suffix(".js").read_text(),
+        data=[_picture(run, tensor, maps, pixels) for tensor, maps in drawn],
+        shown=frozenset((tensor.series, tensor.location) for tensor, _ in layers),
+    )
 
 
-def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
-    """Return the locations of a run at which attention probabilities were recorded, in forward order."""
+def _layers(run: Run) -> list[tuple[AttentionTensor, AttentionMaps]]:
+    """Return the last attention probabilities of each location, and the maps of a sample, in forward order."""
     last: dict[tuple[str, str], AttentionTensor] = {}
     for tensor in attention_tensors(run):
         at = (tensor.series.label, tensor.location)
@@ -35,18 +56,8 @@ def attention_layers(run: Run, order: Sequence[str]) -> list[AttentionLayer]:
         values = tensor.read(run)
         if tensor.are_probabilities(values):
             found.append((tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
-    rank = rank_in(order)
+    rank = rank_in(forward_order(run) if found else [])
     return sorted(found, key=lambda each: rank(each[0].layer))
-
-
-def attention(run: Run, layers: Sequence[AttentionLayer]) -> list[dict[str, Any]]:
-    """Return the maps of the first recorded sample of each location.
-
-    The number of values on the page is limited: maps are averaged over squares if they have too many.
-    """
-    heads = sum(min(MAX_HEADS, len(maps.values)) for _, maps in layers)
-    pixels = int(np.clip((MAX_VALUES / max(1, heads)) ** 0.5, FEWEST_PIXELS, PIXELS))
-    return [_picture(run, *each, pixels) for each in layers[: MAX_VALUES // FEWEST_PIXELS**2 // MAX_HEADS]]
 
 
 def _picture(run: Run, tensor: AttentionTensor, maps: AttentionMaps, pixels: int) -> dict[str, Any]:

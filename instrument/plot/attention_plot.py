@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .figure import Picture
-
 MAX_LAYERS, MAX_HEADS = 8, 64  # maximum numbers of rows of layers, and of heads in each of them
 TOKEN, LABEL = 0.17, 0.1  # size of a token, and the smallest distance of two labels, in inches
 ONE, MANY, WIDEST = (3.0, 9.0), (1.2, 2.6), 20.0  # limits of the size of a map alone and of several; of a figure
@@ -32,15 +29,8 @@ ONE, MANY, WIDEST = (3.0, 9.0), (1.2, 2.6), 20.0  # limits of the size of a map 
 Tokens = Sequence[str] | Sequence[int] | Callable[[int], str] | None
 
 
-@dataclass(frozen=True)
-class Row:
-    """The maps of one location.
-
-    Attributes:
-        tensor: The tensor that holds them.
-        maps: The maps of the sample.
-        are_probabilities: Whether the values are probabilities over the keys.
-    """
+class Row(NamedTuple):
+    """The maps of a sample at one location, and whether their values are probabilities over the keys."""
 
     tensor: AttentionTensor
     maps: AttentionMaps
@@ -104,9 +94,8 @@ def attention(
     more = f", {MAX_LAYERS} of {len(shown)} layers" if len(shown) > MAX_LAYERS else ""
     more += ", first call of each module" if len(first) < len(tensors) else ""
     where = f"{shown[0].location}: " if len(rows) == 1 else ""
-    figure.suptitle(
-        plain(f"{where}{shown[0].series.label}, step {batch.step:,}, sample {name}{more}", 110), fontsize=10
-    )
+    title = f"{where}{shown[0].series.label}, step {batch.step:,}, sample {name}{more}"
+    figure.suptitle(plain(title, 110), fontsize=10)
     return figure
 
 
@@ -125,9 +114,8 @@ def _tensors(
     message = "no tensor with attention maps was recorded at this layer"
     selected = at_layers(known, layers, message, _HOW_TO_RECORD)
     if step is not None:
-        check_choice(
-            str(step), [str(one.batch.step) for one in selected], "step", "no attention was recorded at this step"
-        )
+        steps = [str(one.batch.step) for one in selected]
+        check_choice(str(step), steps, "step", "no attention was recorded at this step")
         selected = [one for one in selected if one.batch.step == step]
     chosen = [one for one in selected if hook in (None, one.series.hook) and phase in (None, one.series.phase)]
     probable = _probabilities(run, chosen)
@@ -163,11 +151,10 @@ def _find_sample(
     for one in tensors:
         recorded.setdefault(one.batch, set()).update(one.indices[0])
     ids = sample_ids(run, recorded) if isinstance(run, Run) else {}
-    known = {
-        name: [(batch, position) for batch, position in places if position in recorded[batch]]
-        for name, places in ids.items()
-    }
-    known = {name: places for name, places in known.items() if places}
+    known: dict[int | str, list[tuple[Batch, int]]] = {}
+    for name, places in ids.items():
+        if there := [(batch, position) for batch, position in places if position in recorded[batch]]:
+            known[name] = there
     if not known:  # without ids, a sample is known by its position in the last step
         last = max(batch.step for batch in recorded)
         first = min(batch for batch in recorded if batch.step == last)
@@ -176,9 +163,8 @@ def _find_sample(
         last = max(places[-1][0].step for places in known.values())  # ids may be unknown in later steps
         return next((*places[-1], name) for name, places in known.items() if places[-1][0].step == last)
     if sample not in known:
-        options = [str(name) for name in known]
         message = "the attention of this sample was not recorded"
-        raise InstrumentError(Problem("sample", message, repr(sample), shorten(options)))
+        raise InstrumentError(Problem("sample", message, repr(sample), shorten([*map(str, known)])))
     return (*known[sample][-1], sample)
 
 
@@ -225,7 +211,7 @@ def _labels(
 # ------------------------------------------------------------------------------------------------ drawing
 
 
-def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> Picture:
+def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str]]]) -> Figure:
     """Draw one row of maps for each location, or the maps of one location in a grid."""
     cells = [[(i, number) for number in range(min(MAX_HEADS, len(row.maps.values)))] for i, row in enumerate(rows)]
     if len(rows) == 1:
@@ -248,17 +234,14 @@ def _draw_figure(rows: Sequence[Row], labels: Sequence[tuple[list[str], list[str
                 continue
             i, number = cells[y][x]
             _draw_map(axes, rows[i], number, of_scale)
-            below = y + 1 < len(cells) and len(rows) == 1 and x < len(cells[y + 1])
-            _label_tokens(
-                axes, labels[i], side, is_left=x == 0, is_bottom=not below and (len(rows) == 1 or y + 1 == len(cells))
-            )
+            is_last = y + 1 == len(cells) or (len(rows) == 1 and x >= len(cells[y + 1]))
+            _label_tokens(axes, labels[i], side, is_left=x == 0, is_bottom=is_last)
         if len(rows) > 1:
             line[0].set_ylabel(plain(rows[y].tensor.location), fontsize=SMALL)
     figure.supxlabel("key", fontsize=NORMAL)
     figure.supylabel("query", fontsize=NORMAL)
-    bar = figure.colorbar(
-        panels[0, 0].images[0], ax=panels, shrink=min(1.0, 2.5 / (sum(ratios) * side)), aspect=25, pad=0.02
-    )
+    shrink = min(1.0, 2.5 / (sum(ratios) * side))
+    bar = figure.colorbar(panels[0, 0].images[0], ax=panels, shrink=shrink, aspect=25, pad=0.02)
     bar.set_label("attention probability" if all(row.are_probabilities for row in rows) else "value", fontsize=NORMAL)
     bar.ax.tick_params(labelsize=SMALL)
     return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ..analysis.load import Run
 from ..analysis.recorded_layers import Recorded, positions_of
 from ..analysis.tensor_images import COLOURED, limits, maps_in
 from ..errors import InstrumentError, Problem
+from ..formatting import shorten
 from .axes_and_scales import SMALL, new_figure, plain
 from .mosaics import add_scale, draw_image
 from .style import MAGNITUDE, SIGNED
@@ -93,9 +94,8 @@ def _rows(found: ClassActivation, samples: int | str | Sequence[int | str] | Non
     wanted = [samples] if isinstance(samples, int | np.integer | str) else list(samples)
     at = positions_of(found.ids, np.array(wanted, found.ids.dtype))
     if (at < 0).any():
-        allowed = f"{', '.join(map(str, found.ids[:12]))}{', ...' if len(found.ids) > 12 else ''}"
         given = wanted[int(np.argmax(at < 0))]
-        raise InstrumentError(Problem("samples", "the sample was not recorded", given, allowed))
+        raise InstrumentError(Problem("samples", "the sample was not recorded", given, shorten([*map(str, found.ids)])))
     return [int(each) for each in at]
 
 
@@ -119,19 +119,13 @@ def _draw(axes: Axes, values: Array, image: Array | None, bounds: tuple[float, f
     if image is not None:
         gray = image.mean(0) if len(image) == COLOURED else image[0]
         dark, bright = float(np.nanmin(gray)), float(np.nanmax(gray))
-        axes.imshow(
-            gray, cmap="gray", vmin=2 * dark - bright, vmax=bright
-        )  # from middle gray to white, to keep the colors
+        axes.imshow(gray, cmap="gray", vmin=2 * dark - bright, vmax=bright)  # middle gray to white, to keep the colors
     low, high = bounds
-    drawn = axes.imshow(
-        values,
-        cmap=SIGNED if low < 0 else MAGNITUDE,
-        vmin=low,
-        vmax=high,
-        extent=extent,
-        interpolation="nearest" if image is None else "bilinear",
-        alpha=None if image is None else OPACITY,
+    over: dict[str, Any] = (
+        {"interpolation": "nearest"} if image is None else {"interpolation": "bilinear", "alpha": OPACITY}
     )
+    cmap = SIGNED if low < 0 else MAGNITUDE
+    drawn = axes.imshow(values, cmap=cmap, vmin=low, vmax=high, extent=extent, **over)
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(plain(title), fontsize=SMALL)
