@@ -22,7 +22,7 @@ from waiting import wait_until_training
 
 import instrument
 from instrument import ConfigError
-from instrument.cli.validated_config import read_config
+from instrument.commands.validated_config import read_config
 from instrument.configuration.search_path import config_loader
 from instrument.training.experiment import prepare
 

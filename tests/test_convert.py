@@ -13,7 +13,7 @@ import yaml
 from conftest import REPOSITORY
 from tiers import tiered
 
-from instrument.convert import main
+from instrument.commands.convert import main
 
 SOURCES: dict[str, tuple[str, str]] = {
     "nvdlfw": (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
-import instrument.diff as diff_command
-from instrument.diff import main
+from instrument.commands import diff as diff_command
+from instrument.commands.diff import main
 
 
 def run(folder: Path, rms: float = 1.0, layers: int = 2) -> str:

@@ -18,9 +18,9 @@ from run_folders import write_run
 from tiers import tiered
 
 import instrument
+from instrument.commands.sweep import main
 from instrument.sinks import lock as lock_module
 from instrument.sinks.lock import FolderLock
-from instrument.sweep import main
 from instrument.sweeps.jobs import Sweep, SweepJob
 from instrument.sweeps.summary import grouped_lines, print_summary
 
@@ -374,7 +374,7 @@ def test_interrupted_rerun_lists_the_remaining_jobs(
     def interrupted(sweep: Sweep) -> int:
         raise stop
 
-    monkeypatch.setattr("instrument.cli.rerun_sweep.rerun", interrupted)
+    monkeypatch.setattr("instrument.commands.rerun_sweep.rerun", interrupted)
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:
         main(["out", "--rerun"])

@@ -21,7 +21,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 import instrument
-from instrument import ConfigError, verify
+from instrument import ConfigError
+from instrument.commands import verify
 from instrument.configuration import override_loader
 from instrument.configuration.override_loader import FieldLoader, parse_overrides
 from instrument.configuration.search_path import conf_folder, config_loader
@@ -187,7 +188,7 @@ def test_sweep_and_search_space_take_known_fields(cli: Cli) -> None:
 
 
 def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.cli.command.command", lambda job: verify.main())
+    monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: verify.main())
     answer = cli(*TINY, MINE, "hooks.mine.every=2", "data.slice.per_class=9")
     assert answer.code == 0, answer.err
     assert "EQUAL" in answer.out

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from .analysis.folders import find_runs
-from .sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
-from .verbs import program, with_exit_codes
+from instrument.analysis.folders import find_runs
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .live.live_run import LiveRun
-    from .live.sweep import LiveSweep
+    from instrument.live.live_run import LiveRun
+    from instrument.live.sweep import LiveSweep
 
 PIPE_WIDTH = 160
 OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
@@ -36,9 +36,8 @@ NICENESS = 10  # priority of the process; a training that uses all cores comes f
 MAX_PORT = 65_535
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(prog=program("watch"), description="Follow a run or a sweep that is in progress.")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
@@ -52,6 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--port", type=port_number, default=0, help="the port of --web on this machine (default: a free one)"
     )
     parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = command_line()
     args = parser.parse_args(arguments)
     if args.control and not args.web:
         parser.error("--control requires --web")
@@ -103,12 +109,12 @@ def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., Renderabl
     """
     root, is_sweep = _find(folder)
     if is_sweep:
-        from .live.sweep import LiveSweep
+        from instrument.live.sweep import LiveSweep
 
         sweep = LiveSweep(folder)
         return sweep, sweep.frame
-    from .live.live_run import LiveRun
-    from .live.terminal import frame
+    from instrument.live.live_run import LiveRun
+    from instrument.live.terminal import frame
 
     run = LiveRun(root)
     return run, partial(frame, run)
@@ -150,7 +156,7 @@ def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> i
     if takes_changes:
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)
-    from .live.server import LiveServer
+    from instrument.live.server import LiveServer
 
     server = LiveServer(
         root,

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .cli.job import as_instrument_error, print_error
-from .errors import InstrumentError
-from .sinks.remote_folder import check_is_local
-from .sweeps.jobs import DONE, Sweep, count_by_status
-from .sweeps.lookup import Runs, jobs_in
-from .sweeps.summary import grouped_lines, outcome, print_summary
-from .verbs import program
+from instrument.commands.job import as_instrument_error
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.errors import InstrumentError
+from instrument.sinks.remote_folder import check_is_local
+from instrument.sweeps.jobs import DONE, Sweep, count_by_status
+from instrument.sweeps.lookup import Runs, jobs_in
+from instrument.sweeps.summary import grouped_lines, outcome, print_summary
 
 PIPE_WIDTH = 160
 COLOURS = {
@@ -34,22 +34,25 @@ COLOURS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(prog=program("sweep"), description="List the jobs of a sweep with their status.")
     parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
     parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
-    args = parser.parse_args(arguments)
-    try:
-        if args.rerun:
-            _rerun(args.folder)
-        return _show(args.folder)
-    except InstrumentError as error:
-        return print_error(error)
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    if args.rerun:
+        _rerun(args.folder)
+    return _show(args.folder)
 
 
 def _rerun(written: str) -> None:
-    from .cli.rerun_sweep import WHERE, rerun
+    from instrument.commands.rerun_sweep import WHERE, rerun
 
     check_is_local(written, WHERE, "jobs can only be rerun in a local folder", fix="pass a local folder")
     folder = Path(written)

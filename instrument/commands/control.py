@@ -10,18 +10,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from .folders.control_folder import request_changes
-from .spec.run_changes import ALLOWED
-from .verbs import program, with_exit_codes
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.folders.control_folder import request_changes
+from instrument.spec.run_changes import ALLOWED
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = argparse.ArgumentParser(prog=program("control"), description="Change a run in progress at its next step.")
+    parser.add_argument("run", metavar="RUN", help="the folder of the run")
+    parser.add_argument("changes", metavar="CHANGE", nargs="+", help=ALLOWED)
+    return parser
 
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog=program("control"), description="Change a run in progress at its next step.")
-    parser.add_argument("run", metavar="RUN", help="the folder of the run")
-    parser.add_argument("changes", metavar="CHANGE", nargs="+", help=ALLOWED)
-    args = parser.parse_args(arguments)
+    args = command_line().parse_args(arguments)
     try:
         answer = request_changes(args.run, args.changes, _show_wait)
     except KeyboardInterrupt:

@@ -1,6 +1,7 @@
 """`instrument VERB ARGUMENTS`: the verbs, and the conversion of their errors to exit codes.
 
-Each verb but `run` and `plan` is also a module: `python -m instrument.report RUN`. Without a verb, the arguments are those of `run`.
+Each verb but `run` and `plan` is a module of this package, which `python -m instrument.VERB` runs too. Without a verb, the
+arguments are those of `run`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import wraps
 from importlib import import_module
 from typing import ParamSpec
 
-from .errors import ConfigError, InstrumentError, Problem, similar_names
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
 Parameters = ParamSpec("Parameters")
 VERBS = {
@@ -40,6 +41,7 @@ VERBS = {
         "recover": "convert the journal of a killed run to Parquet",
         "convert": "convert a configuration of another tool to an experiment",
     },
+    "Shell": {"completion": "print the script that completes verbs, options and overrides in bash, zsh or fish"},
 }
 ALL = {verb: text for verbs in VERBS.values() for verb, text in verbs.items()}
 EXAMPLES = """\
@@ -53,7 +55,7 @@ EXAMPLES = """\
 def overview() -> str:
     """Return the text of `instrument --help`."""
     groups = (
-        f"{group}:\n" + "".join(f"  {verb:<10}{text}\n" for verb, text in verbs.items())
+        f"{group}:\n" + "".join(f"  {verb:<12}{text}\n" for verb, text in verbs.items())
         for group, verbs in VERBS.items()
     )
     more = "instrument VERB --help describes a verb. instrument run --help lists models, datasets and hook sets.\n"
@@ -77,10 +79,16 @@ def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int
         try:
             return main(*args, **kwargs)
         except InstrumentError as error:
-            print(error, file=sys.stderr)
-            return error.exit_code
+            return _print_error(error)
 
     return wrapped
+
+
+def _print_error(error: InstrumentError) -> int:
+    """Print an error, in the first process of torchrun only, and return its exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        print(error, file=sys.stderr)
+    return error.exit_code
 
 
 def run_verb() -> None:
@@ -99,17 +107,14 @@ def run_verb() -> None:
         at = next((at for at, each in enumerate(arguments) if re.match(r"[^-].*=|[+~]", each)), len(arguments))
         sys.argv[1:] = [*arguments[:at], "plan=true", *arguments[at:]]
     elif verb in ALL:
-        module = import_module(f"instrument.{verb}{'.__main__' * (verb == 'report')}")
-        if verb == "verify" and not {"-h", "--help"}.isdisjoint(
-            arguments
-        ):  # Hydra has the same help for all configurations
-            print(module.__doc__)
+        module = import_module(f"{__package__}.{verb}")
+        if verb == "verify" and not {"-h", "--help"}.isdisjoint(arguments):
+            print(module.__doc__)  # Hydra has the same help for all configurations
             sys.exit()
         sys.argv = [str(module.__file__), *arguments]  # as `python -m` sets it, for the command in run.json
         _verb[:] = [verb]
         sys.exit(module.main())
     elif re.fullmatch("[A-Za-z]+", verb):
-        error = ConfigError(Problem("", "there is no such verb", verb, [*ALL], similar_names(verb, ALL)))
-        if os.environ.get("RANK", "0") == "0":  # of torchrun
-            print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(
+            _print_error(ConfigError(Problem("", "there is no such verb", verb, [*ALL], similar_names(verb, ALL))))
+        )

@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .conversion.experiment import ConvertedExperiment
-from .conversion.msprobe import convert_msprobe
-from .conversion.nvdlfw import convert_nvdlfw
-from .conversion.source import read_source
-from .errors import ConfigError, Problem
-from .spec.parse import parse_hooks
-from .verbs import program
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.conversion.experiment import ConvertedExperiment
+from instrument.conversion.msprobe import convert_msprobe
+from instrument.conversion.nvdlfw import convert_nvdlfw
+from instrument.conversion.source import read_source
+from instrument.errors import ConfigError, Problem
+from instrument.spec.parse import parse_hooks
 
 CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(
         prog=program("convert"),
         description="Convert a configuration file of another tool to an experiment.",
@@ -47,16 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="the experiment file, such as conf/exp/mine.yaml (default: stdout)",
     )
-    args = parser.parse_args(arguments)
-    try:
-        if args.out is not None and args.out.exists():
-            message = "already exists, and existing files are not overwritten"
-            raise ConfigError(Problem("--out", message, given=str(args.out)))
-        experiment = CONVERTERS[args.tool](read_source(args.file))
-        parse_hooks(experiment.hooks)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    if args.out is not None and args.out.exists():
+        message = "already exists, and existing files are not overwritten"
+        raise ConfigError(Problem("--out", message, given=str(args.out)))
+    experiment = CONVERTERS[args.tool](read_source(args.file))
+    parse_hooks(experiment.hooks)
     name = re.sub(r"[^\w-]+", "_", (args.out or args.file).stem)
     text = experiment.to_yaml(name, args.file.name)
     for note in experiment.notes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import instrument
-from instrument import compact, recover, upload
+from instrument.commands import compact, recover, upload
 from instrument.sinks.lock import FolderLock
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.tables import TABLES
@@ -52,7 +52,7 @@ def test_upload_does_not_recover_a_locked_run(
     killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
-    for module in ("sinks.lock", "upload"):
+    for module in ("sinks.lock", "commands.upload"):
         monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
     lock = FolderLock(killed)
     assert lock.acquire()

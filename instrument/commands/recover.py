@@ -8,25 +8,24 @@ run.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folders.locked_operations import for_each_run
-from .folders.run_record import end_if_running
-from .sinks.recovery import recover
+from instrument.commands.locked_operations import for_each_run, parser_of_runs
+from instrument.folders.run_record import end_if_running
+from instrument.sinks.recovery import recover
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    return parser_of_runs("recover", "Convert the journals of killed runs to Parquet.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    return for_each_run(
-        arguments,
-        _recover,
-        name="recover",
-        description="Convert the journals of killed runs to Parquet.",
-        metavar="RUN",
-        reason="a remote folder has no journals",
-    )
+    return for_each_run(command_line().parse_args(arguments).runs, _recover, reason="a remote folder has no journals")
 
 
 def _recover(folder: Path) -> tuple[str, Sequence[str]]:

@@ -13,25 +13,30 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
-from .analysis.load import Run, load
-from .analysis.rule_events import rule_events
-from .errors import ConfigError, Problem
-from .spec.parse import parse_rules
-from .spec.rules import default_rules
-from .verbs import program, with_exit_codes
+from instrument.analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
+from instrument.analysis.load import Run, load
+from instrument.analysis.rule_events import rule_events
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.errors import ConfigError, Problem
+from instrument.spec.parse import parse_rules
+from instrument.spec.rules import default_rules
 
 FIRED = 4
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = argparse.ArgumentParser(
+        prog=program("findings"), description="Check a run with its rules. Exit code 4 if a rule fires."
+    )
+    parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
+    return parser
 
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("findings"), description="Check a run with its rules. Exit code 4 if a rule fires."
-    )
-    parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
-    args = parser.parse_args(arguments)
+    args = command_line().parse_args(arguments)
     run = load(args.run)
     fired = check(run)
     names = {finding.what for finding in fired}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from instrument import findings, verbs
+from instrument.commands import findings, verbs
 from instrument.report.run_page import _command
 
 MODULES = [verb for verb in verbs.ALL if verb not in ("run", "plan")]
@@ -68,7 +68,7 @@ def test_help_of_a_verb_names_how_it_was_called(
         assert capsys.readouterr().out.startswith("`python -m instrument.verify +exp=...`: verify that")
         return
     assert capsys.readouterr().out.startswith(f"usage: instrument {verb} [-h]")
-    module = import_module(f"instrument.{verb}{'.__main__' * (verb == 'report')}")
+    module = import_module(f"instrument.commands.{verb}")
     assert sys.argv == [module.__file__, "--help"]  # as of `python -m`, for the command in run.json
     monkeypatch.setattr(verbs, "_verb", [])
     with pytest.raises(SystemExit):

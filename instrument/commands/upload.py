@@ -14,22 +14,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .analysis.folders import find_runs
-from .errors import ConfigError, InstrumentError, Problem
-from .folders.locked_operations import locked
-from .folders.run_record import end_if_running, read_record
-from .formatting import human_bytes
-from .sinks.lock import is_written
-from .sinks.recovery import recover
-from .sinks.remote_errors import safe_message
-from .sinks.remote_folder import RemoteFolder, check_is_local, remote_address_of
-from .sinks.remote_transfer import send_all
-from .verbs import program, with_exit_codes
+from instrument.analysis.folders import find_runs
+from instrument.commands.locked_operations import locked
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.errors import ConfigError, InstrumentError, Problem
+from instrument.folders.run_record import end_if_running, read_record
+from instrument.formatting import human_bytes
+from instrument.sinks.lock import is_written
+from instrument.sinks.recovery import recover
+from instrument.sinks.remote_errors import safe_message
+from instrument.sinks.remote_folder import RemoteFolder, check_is_local, remote_address_of
+from instrument.sinks.remote_transfer import send_all
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(prog=program("upload"), description="Upload runs to a remote folder.")
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
@@ -40,7 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         help="the remote folder, such as s3://bucket/prefix (default: sink.remote of the run)",
     )
-    args = parser.parse_args(arguments)
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
     check_is_local(args.run, "RUN", "must be a local folder", fix="pass a local folder")
     places = [(folder, _remote(folder, args.remote)) for folder in find_runs(args.run)[1]]
     return max(_send(folder, remote) for folder, remote in places)

@@ -24,31 +24,27 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from .cli.command import command
-from .cli.import_without_gc import importing
-from .cli.job import report_errors
-from .cli.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
-from .cli.validated_config import read_config, read_overrides
-from .distributed.torchrun import is_rank_zero
-from .errors import ConfigError, InstrumentError
-from .folders.run_folder import check_process_count
-from .spec.config import InitFromConfig, RunConfig
-from .verbs import program
+from instrument.commands.hydra_main import command
+from instrument.commands.import_without_gc import importing
+from instrument.commands.job import report_errors
+from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
+from instrument.commands.validated_config import read_config, read_overrides
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.distributed.torchrun import is_rank_zero
+from instrument.errors import ConfigError, InstrumentError
+from instrument.folders.run_folder import check_process_count
+from instrument.spec.config import InitFromConfig, RunConfig
 
 if TYPE_CHECKING:
-    from .training.replay_source import ReplaySource
-    from .verification.replay_certificate import ReplayCertificate
+    from instrument.training.replay_source import ReplaySource
+    from instrument.verification.replay_certificate import ReplayCertificate
 
 CERTIFICATE = "certificate.json"
 COMPARISON = "comparison.png"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Raises:
-        SystemExit: The arguments are invalid, or the replay failed or differs; see the exit codes above.
-    """
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(
         prog=program("replay"), description="Repeat steps of a run with other record hooks."
     )
@@ -67,28 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--force", action="store_true", help="repeat the run even if an exact replay cannot be expected"
     )
-    args = parser.parse_intermixed_args(arguments)
-    try:
-        run = RecordedRun.open(args.run, force=args.force)
-        processes = int(os.environ.get("WORLD_SIZE", "1"))
-        check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
-        window = run.window(args.steps, args.before_failure, is_counterfactual=args.intervene)
-        store_config(run, args.overrides)
-    except InstrumentError as error:
-        if is_rank_zero():
-            print(error, file=sys.stderr)
-        return error.exit_code
-    command_line = sys.argv
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    Raises:
+        SystemExit: The replay failed or differs; see the exit codes above.
+    """
+    args = command_line().parse_intermixed_args(arguments)
+    run = RecordedRun.open(args.run, force=args.force)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
+    window = run.window(args.steps, args.before_failure, is_counterfactual=args.intervene)
+    store_config(run, args.overrides)
+    original = sys.argv
 
     def job(config: DictConfig) -> None:
-        sys.argv = command_line  # for the entry `command` of run.json
+        sys.argv = original  # for the entry `command` of run.json
         _replay(config, run, window, force=args.force, intervene=args.intervene)
 
-    sys.argv = [command_line[0], *args.overrides]
+    sys.argv = [original[0], *args.overrides]
     try:
         command(job, CONFIG_NAME)
     finally:
-        sys.argv = command_line
+        sys.argv = original
     return 0
 
 
@@ -102,10 +103,10 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
         parsed, raw = read_config(config)
         hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)
         with importing():
-            from .training import runner
-            from .training.replay_source import ReplaySource
-            from .training.terminal import Terminal
-            from .verification.replay_certificate import certify_replay
+            from instrument.training import runner
+            from instrument.training.replay_source import ReplaySource
+            from instrument.training.terminal import Terminal
+            from instrument.verification.replay_certificate import certify_replay
 
         source = ReplaySource(
             folder=run.folder,
@@ -161,8 +162,8 @@ def _write(certificate: ReplayCertificate, folder: Path) -> None:
                 difference[name] = str(difference[name])  # JSON has no NaN
     (folder / CERTIFICATE).write_text(json.dumps(content, indent=2) + "\n")
     if certificate.counterfactual:
-        from .analysis.load import load
-        from .plot import replay
+        from instrument.analysis.load import load
+        from instrument.plot import replay
 
         with suppress(InstrumentError):
             replay(load(folder)).savefig(folder / COMPARISON)

@@ -22,17 +22,17 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from .analysis.exports import FEATURE_WRITERS, write_csv
-from .analysis.features import FeatureSelection, features_of
-from .analysis.load import load
-from .analysis.replay import replay
-from .analysis.run_files import RunFiles
-from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
-from .sinks.remote_folder import check_is_local
-from .sinks.tags import segment
-from .sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
-from .spec.config import TRACKERS
-from .verbs import program, with_exit_codes
+from instrument.analysis.exports import FEATURE_WRITERS, write_csv
+from instrument.analysis.features import FeatureSelection, features_of
+from instrument.analysis.load import load
+from instrument.analysis.replay import replay
+from instrument.analysis.run_files import RunFiles
+from instrument.commands.verbs import program, with_exit_codes
+from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
+from instrument.sinks.remote_folder import check_is_local
+from instrument.sinks.tags import segment
+from instrument.sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
+from instrument.spec.config import TRACKERS
 
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
 FEATURE_FORMATS = tuple(FEATURE_WRITERS)
@@ -44,9 +44,8 @@ LOCAL_ONLY = "is required: exports are written to a local folder, not to a remot
 OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "killed": "killed"}  # by status of the run
 
 
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(
         prog=program("export"), description="Export the recorded data of a run to other tools."
     )
@@ -65,7 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[],
         help=f"which features: {', '.join(SELECTABLE)}; for steps and epochs also a range, as in step=0:100",
     )
-    args = parser.parse_args(arguments)
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
     _check_format(args.to, args.features)
     if args.features is None and args.select:
         message, fix = "selects features, but no layer is given", "pass --features LAYER"

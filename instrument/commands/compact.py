@@ -1,4 +1,4 @@
-"""`python -m instrument.compact FOLDER ...`: merge the small Parquet files of runs into large ones.
+"""`python -m instrument.compact RUN ...`: merge the small Parquet files of runs into large ones.
 
 Runs can be read while their files are merged. Journals of killed runs are converted to Parquet first.
 
@@ -8,26 +8,27 @@ run.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .errors import ConfigError
-from .folders.locked_operations import for_each_run
-from .folders.run_record import CHECKPOINTS
-from .sinks.compaction import compact
+from instrument.commands.locked_operations import for_each_run, parser_of_runs
+from instrument.errors import ConfigError
+from instrument.folders.run_record import CHECKPOINTS
+from instrument.sinks.compaction import compact
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    return parser_of_runs("compact", "Merge the small Parquet files of runs into large ones.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     return for_each_run(
-        arguments,
-        _compact,
-        name="compact",
-        description="Merge the small Parquet files of runs into large ones.",
-        metavar="FOLDER",
-        reason="a remote folder cannot be compacted",
+        command_line().parse_args(arguments).runs, _compact, reason="a remote folder cannot be compacted"
     )
 
 
@@ -42,7 +43,7 @@ def _parts_at_checkpoint(folder: Path) -> list[dict[str, int]]:
     """Return how many parts of each table each process had written at the checkpoint used for resuming."""
     if not (folder / CHECKPOINTS).is_dir():
         return []
-    from .training.checkpoint import Checkpoints  # imported here, because reading checkpoints imports torch
+    from instrument.training.checkpoint import Checkpoints  # imported here, because reading checkpoints imports torch
 
     with suppress(ConfigError):  # the run has no checkpoint
         parts: list[dict[str, int]] = Checkpoints(folder).load()["parts"]

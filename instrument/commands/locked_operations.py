@@ -1,4 +1,4 @@
-"""Operations on the locked folders of finished runs, for `python -m instrument.compact` and `python -m instrument.recover`."""
+"""Operations on the locked folders of finished runs: `compact`, `recover`, `upload`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..analysis.folders import find_runs
 from ..errors import InstrumentError
 from ..sinks.lock import FolderLock
 from ..sinks.remote_folder import check_is_local
-from ..verbs import program
+from .verbs import program
 
 Operation = Callable[[Path], tuple[str, Sequence[str]]]
 """An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
@@ -31,34 +31,29 @@ def locked(folder: Path) -> AbstractContextManager[None]:
     return FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed"))
 
 
-def for_each_run(
-    arguments: Sequence[str] | None, operation: Operation, *, name: str, description: str, metavar: str, reason: str
-) -> int:
-    """Apply an operation to each run that the command line names.
+def parser_of_runs(verb: str, description: str) -> argparse.ArgumentParser:
+    """Return the parser of a command whose arguments are folders of runs."""
+    parser = argparse.ArgumentParser(prog=program(verb), description=description)
+    text = "the folder of a run, or a folder that contains several runs"
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=text)
+    return parser
+
+
+def for_each_run(paths: Sequence[Path], operation: Operation, *, reason: str) -> int:
+    """Apply an operation to each run in some folders.
 
     Args:
-        arguments: The command-line arguments; None uses those of the process.
-        operation: The operation. Called with the folder of each run.
-        name: The name of the module, for `--help`.
-        description: The description of the command, for `--help`.
-        metavar: The name of the folder argument, for `--help`.
+        paths: The folders that the user gave.
+        operation: Called with the folder of each run.
         reason: Why the command requires a local folder, for error messages.
 
     Returns:
         The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
     """
-    parser = argparse.ArgumentParser(prog=program(name), description=description)
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar=metavar,
-        type=Path,
-        help="the folder of a run, or a folder that contains several runs",
-    )
     code = 0
-    for path in parser.parse_args(arguments).runs:
+    for path in paths:
         try:
-            check_is_local(path, metavar, reason, fix="pass a local folder")
+            check_is_local(path, "RUN", reason, fix="pass a local folder")
             _, folders = find_runs(path)
         except InstrumentError as error:
             print(error, file=sys.stderr)

@@ -52,7 +52,7 @@ def test_job_refused_without_a_message_is_failed(cli: Cli, monkeypatch: pytest.M
     def raise_without_message(config: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr("instrument.cli.job.read_config", raise_without_message)
+    monkeypatch.setattr("instrument.commands.job.read_config", raise_without_message)
     answer = cli("-m", "seed=1", *TINY, "hydra.sweep.dir=out")
     assert answer.code == 1
     assert "out/0  failed  ValueError" in answer.err

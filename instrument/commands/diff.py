@@ -13,16 +13,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from .comparison.compare import diff
-from .comparison.result import Diff, number_text, place_cells, records, ulp_text
-from .errors import ConfigError, InstrumentError, InstrumentWarning, Problem
-from .verbs import program
+from instrument.commands.verbs import program
+from instrument.comparison.compare import diff
+from instrument.comparison.result import Diff, number_text, place_cells, records, ulp_text
+from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 
 PIPE_WIDTH = 160
 MAX_LISTED = 40  # rows of a table
@@ -31,8 +30,8 @@ STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table, as ma
 STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space after it
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
     parser = argparse.ArgumentParser(
         prog=program("diff"),
         description="Compare what two runs recorded, and find the first layer that differs.",
@@ -53,7 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--steps", metavar="FIRST:END", default=":", help="compare only these steps, such as 0:100 for steps 0 to 99"
     )
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InstrumentWarning)
@@ -73,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write(found: Diff, file: Path) -> bool:
     """Write the page. If it cannot be written, print the reason and return false."""
-    from .report import make
+    from instrument.report import make
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -155,14 +159,6 @@ def _table(*names: str) -> Table:
         table.add_column(name, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     return table
 
-
-class _CallableModule(ModuleType):
-    """This module, which can be called like its function: `instrument.diff(a, b)`."""
-
-    __call__ = staticmethod(diff)
-
-
-sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     sys.exit(main())

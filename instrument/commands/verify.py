@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from .cli.command import command
-from .cli.import_without_gc import importing
-from .cli.job import report_errors
-from .cli.validated_config import read_config
-from .distributed.torchrun import process_group
-from .errors import ConfigError, Problem
+from instrument.commands.hydra_main import command
+from instrument.commands.import_without_gc import importing
+from instrument.commands.job import report_errors
+from instrument.commands.validated_config import read_config
+from instrument.distributed.torchrun import process_group
+from instrument.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from .verification.comparison import Certificate
+    from instrument.verification.comparison import Certificate
 
 NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
@@ -53,7 +53,7 @@ def certify(config: DictConfig) -> None:
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
-            from .verification.comparison import verify
+            from instrument.verification.comparison import verify
 
         certificate = verify(parsed)
         path = Path(job.folder) / "certificate.json"

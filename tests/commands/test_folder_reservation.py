@@ -15,7 +15,7 @@ from conftest import REPOSITORY
 from waiting import TIMEOUT
 
 import instrument
-from instrument.cli.validation_callback import create_unique_folder
+from instrument.commands.validation_callback import create_unique_folder
 from instrument.sinks.remote_folder import SWEEP_RECORD
 
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
