@@ -29,11 +29,11 @@ from scale import LOCATIONS, STATS, rows_of
 from torch import nn
 
 import instrument
+from instrument.commands.watch import OPENING_SECONDS
 from instrument.live.live_run import LiveRun
 from instrument.live.pages import LivePage
 from instrument.live.terminal import frame
 from instrument.sinks.parts import Part, in_order, new_part
-from instrument.commands.watch import OPENING_SECONDS
 
 STEPS_PER_PART = 1_200  # 120,000 rows: a journal of 32 MB
 MORE_STEPS = 10
