@@ -18,7 +18,7 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from ..configuration.override_loader import use_field_loader
+from ..configuration.hydra_internals import use_field_loader
 from ..configuration.search_path import WorkingDirectoryConf, conf_folder
 from ..distributed.torchrun import is_rank_zero, process_group, synced_errors
 from ..errors import ConfigError, InstrumentError

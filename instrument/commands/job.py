@@ -19,12 +19,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from ..configuration.hydra_internals import BASIC_SWEEPER
 from ..configuration.search_path import conf_folder
 from ..distributed.torchrun import is_rank_zero
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
 from ..folders.folder_snapshot import REFUSED
 from ..spec.config import RunConfig
-from ..sweeps.jobs import BASIC_SWEEPER, RUNNING, Sweep, SweepJob, recorded_overrides
+from ..sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
 from ..sweeps.objective import read_objective, score_job
 from ..sweeps.optuna_checks import is_search, worst_score
 from .hydra_errors import composition_problem

@@ -10,22 +10,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
-from hydra.plugins.launcher import Launcher
-from hydra.types import HydraContext, RunMode
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from ..analysis.config_comparison import IGNORED_KEYS
 from ..analysis.config_fields import leaves_of
+from ..configuration.hydra_internals import BASIC_SWEEPER, launcher_of
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, Problem
 from ..folders.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, git_revision, read_record
 from ..sinks.lock import FolderLock
-from ..sweeps.jobs import BASIC_SWEEPER, DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
+from ..sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
 
 WHERE = "--rerun"
@@ -53,7 +51,7 @@ def rerun(sweep: Sweep) -> int:
     with FolderLock(sweep.folder).held(ConfigError(in_progress)), _working_directory(Path(sweep.hydra.runtime.cwd)):
         unfinished = [sweep_job for sweep_job in sweep.jobs() if sweep_job.status not in (DONE, STOPPED, RUNNING)]
         config, loader = _compose(sweep)
-        launcher = _launcher(config, loader)
+        launcher = launcher_of(config, loader, numbered_job)
         if unfinished and (changes := _changes(sweep, config, loader)):
             print(
                 f"warning: the configuration of these jobs has changed since other jobs were done: {changes}",
@@ -123,11 +121,6 @@ def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
     given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
     overrides = [*given, *overrides_of(sweep.hydra, "task")]
     return loader.load_configuration("config", overrides=overrides, run_mode=RunMode.MULTIRUN), loader
-
-
-def _launcher(config: DictConfig, loader: ConfigLoader) -> Launcher:
-    context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
-    return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=numbered_job, config=config)
 
 
 def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:

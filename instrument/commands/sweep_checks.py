@@ -9,9 +9,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from ..configuration.hydra_internals import BASIC_SWEEPER
 from ..errors import ConfigError, Problem
 from ..sinks.remote_folder import REMOTE_KEY, check_no_secret, check_remote
-from ..sweeps.jobs import BASIC_SWEEPER, expand_sweep, overrides_of, sweep_overrides, values_of
+from ..sweeps.jobs import expand_sweep, overrides_of, sweep_overrides, values_of
 from ..sweeps.objective import OBJECTIVE_KEY, read_objective
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ..configuration.override_loader import parse_overrides
 from ..errors import ConfigError, Problem
 from ..folders.run_record import read_record
 from ..rules.requirements import check_rules
@@ -81,7 +81,7 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
     """
     overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
     found: dict[str, Any] = {}
-    for override in parse_overrides(overrides):
+    for override in OverridesParser.create().parse_overrides(overrides):
         found[override.key_or_group] = None if override.is_delete() else override.value()
     return {
         key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)

@@ -16,6 +16,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from ..configuration.hydra_internals import BASIC_SWEEPER
 from ..distributed.torchrun import check_processes, process_group, synced_errors
 from ..errors import ConfigError, InstrumentError, Problem
 from ..folders.folder_snapshot import Snapshot
@@ -23,7 +24,7 @@ from ..folders.run_folder import create_free_folder
 from ..sinks.lock import FolderLock
 from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
-from ..sweeps.jobs import BASIC_SWEEPER, DONE, STOPPED, Sweep, folder_override
+from ..sweeps.jobs import DONE, STOPPED, Sweep, folder_override
 from ..sweeps.objective import read_objective
 from ..sweeps.optuna_checks import check_search, is_search
 from ..sweeps.summary import job_lines, outcome

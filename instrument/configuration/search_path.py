@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from .override_loader import FieldLoader
+from .hydra_internals import loader_of
 
 
 def conf_folder() -> Path:
@@ -46,4 +45,4 @@ class WorkingDirectoryConf(SearchPathPlugin):
 def config_loader() -> ConfigLoader:
     """Create a configuration loader with this search path, for compositions outside `hydra.main`."""
     Plugins.instance().register(WorkingDirectoryConf)
-    return FieldLoader(create_config_search_path(str(conf_folder())))
+    return loader_of(conf_folder())

@@ -15,21 +15,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..analysis.config_fields import differing_fields, to_yaml
-from ..configuration.override_loader import parse_overrides
+from ..configuration.hydra_internals import BASIC_SWEEPER, split_sweep
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.folder_snapshot import REFUSED
 from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 JOB_NUMBER = "${hydra.job.num}"
 DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
 KILLED, INTERRUPTED = "killed", "interrupted"
@@ -85,7 +83,7 @@ class Jobs(ABC):
             if key not in self.swept:
                 continue
             if value.startswith("{"):
-                (parsed,) = parse_overrides([override])
+                parsed = OverridesParser.create().parse_override(override)
                 fields = differing_fields(key, parsed.value(), self.swept[key])
                 found |= {field: to_yaml(item) for field, item in fields.items()}
             else:
@@ -232,8 +230,7 @@ def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """
     parser = OverridesParser.create(config_loader=config_loader())
     overrides = [_parse_override(parser, written) for written in arguments_of(hydra)]
-    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    return [tuple(job) for job in jobs]
+    return [tuple(job) for job in split_sweep(overrides)]
 
 
 def _parse_override(parser: OverridesParser, written: str) -> Override:
@@ -265,7 +262,8 @@ def arguments_of(hydra: DictConfig) -> list[str]:
 
 def sweep_overrides(hydra: DictConfig) -> list[Override]:
     """Return the overrides that have several values."""
-    return [override for override in parse_overrides(arguments_of(hydra)) if override.is_sweep_override()]
+    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
+    return [override for override in parsed if override.is_sweep_override()]
 
 
 def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:

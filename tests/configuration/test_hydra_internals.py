@@ -1,19 +1,23 @@
-"""Overrides of known fields that no file defines, without a `+`: in single runs, sweeps and their jobs."""
+"""The private parts of Hydra, and overrides of known fields that no file defines: in single runs, sweeps and their jobs."""
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hydra._internal.hydra
 import pytest
+from hydra._internal.callbacks import Callbacks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.core_plugins import basic_launcher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
-from hydra.core.override_parser.types import OverrideType
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
@@ -23,8 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 import instrument
 from instrument import ConfigError
 from instrument.commands import verify
-from instrument.configuration import override_loader
-from instrument.configuration.override_loader import FieldLoader, parse_overrides
+from instrument.configuration.hydra_internals import FieldLoader, TaskRepository
 from instrument.configuration.search_path import conf_folder, config_loader
 from instrument.spec.config import RunConfig
 from instrument.spec.known_keys import fields_below
@@ -194,53 +197,6 @@ def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     assert "EQUAL" in answer.out
 
 
-def test_files_are_parsed_once_and_again_after_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = tmp_path / "conf" / "train" / "own.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("steps: 3\n")
-    monkeypatch.chdir(tmp_path)
-    opened: list[str] = []
-    load = OmegaConf.load
-    monkeypatch.setattr(OmegaConf, "load", lambda file: opened.append(file.name) or load(file))
-    loader = config_loader()
-    given = ["data=digits", "train=own"]
-    configs = [loader.load_configuration("config", overrides=given, run_mode=RunMode.RUN) for _ in range(2)]
-    assert opened.count(str(own)) == 1
-    assert OmegaConf.to_container(configs[0]) == OmegaConf.to_container(configs[1])
-    opened.clear()
-    own.write_text("steps: 4\n")
-    assert loader.load_configuration("config", overrides=given, run_mode=RunMode.RUN).train.steps == 4
-    assert opened == [str(own)]
-    assert configs[1].train.steps == 3
-
-
-def test_equal_files_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    merges = []
-    merge = ConfigLoaderImpl._compose_config_from_defaults_list
-    monkeypatch.setattr(FieldLoader, "_composed", {})
-    monkeypatch.setattr(
-        ConfigLoaderImpl,
-        "_compose_config_from_defaults_list",
-        lambda loader, defaults, repo: (merges.append(defaults), merge(loader, defaults, repo))[1],
-    )
-    configs = [composed(f"seed={seed}", "model=mlp")[1] for seed in (1, 2)]
-    assert len(merges) == 1
-    configs[0].model.sizes.append(5)
-    configs[0].seed = 2
-    configs[0].hydra.overrides.task[2] = "seed=2"
-    again = composed("seed=2", "model=mlp")[1]
-    assert len(merges) == 1
-    assert text_of(again) == text_of(configs[1]) != text_of(configs[0])
-    monkeypatch.setattr(FieldLoader, "_composed", {})
-    assert text_of(composed("seed=2", "model=mlp")[1]) == text_of(again)
-    composed("seed=2", "model=mnist_cnn")
-    assert len(merges) == 3
-    assert len(FieldLoader._composed) == 2
-    monkeypatch.setattr(override_loader, "MAX_COMPOSED", 2)
-    composed("model=lenet")
-    assert len(FieldLoader._composed) == 1
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -285,7 +241,17 @@ def test_defaults_list_may_name_another_choice(tmp_path: Path) -> None:
     assert configs[1] == {"data": {"size": 9}, "model": {"given": {"size": 9}, "width": 8}}
 
 
-def test_parsed_overrides_are_independent() -> None:
-    first, second = (parse_overrides(["seed=1"]) for _ in range(2))
-    first[0].type = OverrideType.FORCE_ADD
-    assert second[0].type == parse_overrides(["seed=1"])[0].type == OverrideType.CHANGE
+def test_private_parts_of_hydra_have_the_expected_form() -> None:
+    """A new version of Hydra that changes one of them fails here, and not in a run."""
+    loader = ConfigLoaderImpl
+    assert hydra._internal.hydra.ConfigLoaderImpl is loader  # type: ignore[attr-defined]
+    parameters = {
+        loader._parse_overrides_and_create_caching_repo: ["self", "config_name", "overrides"],
+        loader._compose_config_from_defaults_list: ["self", "defaults", "repo"],
+        ConfigRepository.load_config: ["self", "config_path"],
+        ConfigRepository._find_object_source: ["self", "config_path", "object_type"],
+        BasicSweeper.split_arguments: ["overrides", "max_batch_size"],
+        Callbacks.__init__: ["self", "config"],
+    }
+    assert {function: [*inspect.signature(function).parameters] for function in parameters} == parameters
+    assert isinstance(config_loader().repository, TaskRepository)  # type: ignore[attr-defined]
