@@ -93,11 +93,7 @@ def _write(found: Diff, file: Path) -> bool:
 
 
 def _renamed(entries: Sequence[str]) -> dict[str, str]:
-    """Return the mapping of the names of layers.
-
-    Raises:
-        ConfigError: An entry is invalid.
-    """
+    """Return the mapping of the names of layers."""
     for entry in entries:
         if not all(entry.partition("=")):
             raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))
@@ -105,11 +101,7 @@ def _renamed(entries: Sequence[str]) -> dict[str, str]:
 
 
 def _steps(text: str) -> tuple[int | None, int | None]:
-    """Return a range of steps.
-
-    Raises:
-        ConfigError: The text is not a range.
-    """
+    """Return a range of steps."""
     first, colon, end = text.partition(":")
     if not colon or not all(part.isdigit() for part in (first, end) if part):
         raise ConfigError(Problem("--steps", "must be a range such as 0:100", text))

@@ -92,11 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check_format(to: str, features: str | None) -> None:
-    """Check that the format fits what is exported.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that the format fits what is exported."""
     if features is not None and to not in FEATURE_FORMATS:
         raise ConfigError(Problem("--to", "this format does not support features", to, FEATURE_FORMATS))
     if features is None and to in FEATURE_FORMATS and to != "csv":
@@ -104,11 +100,7 @@ def _check_format(to: str, features: str | None) -> None:
 
 
 def _selection(layer: str, conditions: Sequence[str]) -> FeatureSelection:
-    """Return the features that the arguments select.
-
-    Raises:
-        ConfigError: A condition is invalid.
-    """
+    """Return the features that the arguments select."""
     values: dict[str, Any] = {}
     for condition in conditions:
         key, _, text = condition.partition("=")
@@ -186,10 +178,7 @@ def _features(files: RunFiles, selection: FeatureSelection, to: str, output: Pat
 
 @contextmanager
 def _temporary_path(output: Path) -> Iterator[Path]:
-    """Yield a temporary path.
-
-    When the block ends, the file or folder there is renamed to `output`. If the block raises an error, it is deleted.
-    """
+    """Yield a temporary path. It is renamed to `output` when the block ends, and deleted if the block raises an error."""
     temporary = output.with_name(f".{output.name}.tmp")
 
     def remove() -> None:

@@ -61,9 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(run: Run) -> list[Finding]:
     """Pass the rows of a run to its rules, and return what they find.
 
-    Args:
-        run: One run in any state.
-
     Raises:
         ConfigError: `run` contains several runs, or run.json contains an invalid rule.
     """

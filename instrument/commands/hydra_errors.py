@@ -34,11 +34,6 @@ EXTRAS = {
 def composition_problem(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Problem:
     """Translate an error that Hydra, OmegaConf or YAML raised during composition.
 
-    Args:
-        error: Error that was raised.
-        overrides: Overrides of the command line.
-        folders: Folders that are searched for configuration files.
-
     Returns:
         The problem, with a suggestion if a similar name exists.
     """

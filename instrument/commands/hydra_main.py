@@ -30,11 +30,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
 
 
 def command(job: Callable[[DictConfig], object], config_name: str = "config") -> None:
-    """Compose a configuration from the command line and run a job with it.
-
-    Args:
-        job: Function that is called with the composed configuration.
-        config_name: The root configuration. Default: `config`, the file in the folder `conf`.
+    """Compose the configuration with this name from the command line, and run a job with it.
 
     Raises:
         SystemExit: The command failed or was interrupted; see the exit codes above.

@@ -56,9 +56,6 @@ class JobFailedError(Exception):
 def job(config: DictConfig) -> float | None:
     """Run one job: a single run, or a job of a sweep.
 
-    Args:
-        config: Composed configuration.
-
     Returns:
         The objective value, for the sweeper; None for a single run, for a plan, or if the value is missing or not
         finite.
@@ -185,11 +182,7 @@ def report_errors() -> Iterator[JobFolders]:
 
 
 def _error_of_exit(stop: SystemExit) -> InstrumentError:
-    """Return the error that custom code ended the process.
-
-    Raises:
-        SystemExit: This package raised it, in a process whose error is printed by another one.
-    """
+    """Return the error that custom code ended the process."""
     if location := user_code_location(stop):
         return InstrumentError(f"sys.exit({stop.code!r}) was called{location}")
     raise stop
@@ -209,12 +202,7 @@ def _saved_data_message(folder: Path) -> str:
 
 
 def as_instrument_error(error: Exception, arguments: Sequence[str]) -> InstrumentError:
-    """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`.
-
-    Args:
-        error: Error that was raised. A `ConfigError` is returned unchanged.
-        arguments: Arguments of the command line.
-    """
+    """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`. A `ConfigError` is kept."""
     if isinstance(error, ConfigError):
         return error
     if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
@@ -232,12 +220,7 @@ def _plugin_of(error: Exception) -> str | None:
 
 
 def show_plan(config: RunConfig, folder: Path | None) -> None:
-    """Print the plan of a run: matching hooks, recorded data, estimated cost, and output folder.
-
-    Args:
-        config: Configuration of the run.
-        folder: Folder that the run would use; None to leave it out.
-    """
+    """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder unless it is None."""
     with importing():
         from ..dry_run.cost_of_run import dry_run
         from ..training.device_and_seed import process_state

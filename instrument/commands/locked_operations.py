@@ -21,9 +21,6 @@ Operation = Callable[[Path], tuple[str, Sequence[str]]]
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
 
-    Args:
-        folder: The folder of the run.
-
     Raises:
         InstrumentError: A process of the run still writes to the folder.
         OSError: The folder is not writable.
@@ -41,11 +38,6 @@ def parser_of_runs(verb: str, description: str) -> argparse.ArgumentParser:
 
 def for_each_run(paths: Sequence[Path], operation: Operation, *, reason: str) -> int:
     """Apply an operation to each run in some folders.
-
-    Args:
-        paths: The folders that the user gave.
-        operation: Called with the folder of each run.
-        reason: Why the command requires a local folder, for error messages.
 
     Returns:
         The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.

@@ -94,11 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool) -> None:
-    """Repeat the steps, print the certificate, and write it to the folder of the job.
-
-    Raises:
-        SystemExit: The replay failed, or a value differs.
-    """
+    """Repeat the steps, print the certificate, and write it to the folder of the job."""
     with report_errors() as job:
         parsed, raw = read_config(config)
         hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)

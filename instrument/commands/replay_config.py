@@ -59,10 +59,6 @@ class RecordedRun:
     def open(cls, path: str, *, force: bool) -> RecordedRun:
         """Open the folder of a run.
 
-        Args:
-            path: The folder.
-            force: Whether to accept a run whose environment is unknown.
-
         Raises:
             ConfigError: The folder contains no run, or the run cannot be replayed.
         """
@@ -106,12 +102,9 @@ class RecordedRun:
         return bool(self.record["status"] == "done")
 
     def window(self, text: str | None, before_failure: int | None, *, is_counterfactual: bool) -> range:
-        """Return the steps in which the record hooks run.
+        """Return the steps in which the record hooks run: `START:STOP`, `STEP`, or the last ones before the end of the run.
 
-        Args:
-            text: `START:STOP`, `START:`, `:STOP` or `STEP`; None for all recorded steps.
-            before_failure: The number of steps before the end of a run that did not complete; None to use `text`.
-            is_counterfactual: Whether steps after the last recorded one are allowed too.
+        A counterfactual may continue after the last recorded step.
 
         Raises:
             ConfigError: The steps are invalid, or the run does not have them.
@@ -192,10 +185,6 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     It is the configuration of the run without its outputs: remote storage, trackers, custom sinks, checkpoints, budget.
     A hook set that the overrides choose is added to the hooks of the run, as in a run.
 
-    Args:
-        run: The run.
-        overrides: The overrides of the command line.
-
     Raises:
         ConfigError: An override changes the training.
     """
@@ -218,11 +207,7 @@ _PARQUET_FIELDS = set(SinkConfig.model_fields) - {"remote", "keep_local", "custo
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Check that the overrides do not change the training.
-
-    Raises:
-        ConfigError: An override changes the training, or cannot be parsed.
-    """
+    """Check that the overrides do not change the training."""
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except OverrideParseException as error:
@@ -273,12 +258,6 @@ class ReplayHooks:
         Record hooks run in the window. Interventions run as in the run. Inside the window, changed interventions
         replace those of the run.
 
-        Args:
-            run: The run.
-            given: The hooks of the composed configuration.
-            window: The steps of the window.
-            intervene: Whether interventions may differ from those of the run.
-
         Raises:
             ConfigError: A hook is not scheduled in the window, or an intervention differs without `intervene`.
         """
@@ -322,11 +301,6 @@ def repeated_changes(run: RecordedRun, hooks: ReplayHooks, window: range) -> Rep
 
     These are the changes of the learning rate and of the interventions of the run. If a counterfactual changes an
     intervention, the original one acts before the window. Its changes are repeated, except for changes of the schedule.
-
-    Args:
-        run: The run.
-        hooks: The hooks of the replay.
-        window: The steps of the window.
     """
     settings = Settings.of(run.record["config"])
     kept = {name: settings.hooks[name] for name in run.required_hooks if name in hooks.specs}
@@ -360,11 +334,8 @@ def _check_interventions(changed: Sequence[str], before: Mapping[str, HookSpec],
 
 
 def _within(spec: HookSpec, steps: range) -> HookSpec | None:
-    """Return a spec that runs only in some steps; None if it is not scheduled there.
-
-    The step of an evaluation or of a pass of the probe batch is the number of completed steps. The evaluation after the last
-    of the given steps is included.
-    """
+    """Return a spec that runs only in some steps; None if it is not scheduled there."""
+    # The step of an evaluation is the number of completed steps. The evaluation after the last of the steps is included.
     schedule = spec.schedule
     offset = int(schedule.phase == "eval")
     steps = range(steps.start + offset, steps.stop + offset)

@@ -36,9 +36,6 @@ def rerun(sweep: Sweep) -> int:
 
     A job with a checkpoint is resumed. Any other job starts again, and its old folder is moved to `.aside`.
 
-    Args:
-        sweep: Sweep to complete.
-
     Returns:
         Number of jobs that were run.
 
@@ -89,13 +86,7 @@ def _check_rerunnable(sweep: Sweep) -> None:
 
 @contextmanager
 def _working_directory(folder: Path) -> Iterator[None]:
-    """Change to the working directory of the sweep during the `with` block, and make its modules importable.
-
-    Relative data paths, custom models and the `conf` folder are then found as in the original command.
-
-    Raises:
-        ConfigError: The directory cannot be entered.
-    """
+    """Change to the working directory of the sweep during the `with` block, and make its modules importable."""
     original_folder = Path.cwd()
     try:
         os.chdir(folder)
@@ -111,11 +102,7 @@ def _working_directory(folder: Path) -> Iterator[None]:
 
 
 def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
-    """Compose the configuration of a sweep from the current files.
-
-    Returns:
-        The configuration, and the loader that composes the configurations of the jobs.
-    """
+    """Compose the configuration of a sweep from the current files, and return the loader for its jobs too."""
     setup_globals()
     loader = config_loader()
     given = [*overrides_of(sweep.hydra, "hydra"), folder_override("hydra.sweep.dir", sweep.folder)]
@@ -124,13 +111,7 @@ def _compose(sweep: Sweep) -> tuple[DictConfig, ConfigLoader]:
 
 
 def _changes(sweep: Sweep, config: DictConfig, loader: ConfigLoader) -> str:
-    """Describe how the first finished job would differ if it ran now.
-
-    Values with an interpolation, such as `${oc.env:HOME}`, are not compared.
-
-    Returns:
-        The differences, for example `optimizer.lr: 0.1, now 0.2`; empty if nothing differs.
-    """
+    """Describe how the first finished job would differ if it ran now: `optimizer.lr: 0.1, now 0.2`."""
     done = next((sweep_job for sweep_job in sweep.jobs() if sweep_job.status == DONE and sweep_job.overrides), None)
     if done is None:
         return ""

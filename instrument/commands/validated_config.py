@@ -20,10 +20,7 @@ from .hydra_errors import NO_PACKAGE_LINE
 
 
 def read_config(config: DictConfig) -> tuple[RunConfig, dict[str, Any]]:
-    """Validate a composed configuration.
-
-    Args:
-        config: Configuration composed by Hydra. If `resume` is set, the recorded configuration of that run is used.
+    """Validate a composed configuration. With `resume`, it is that of the recorded run.
 
     Returns:
         The validated configuration, and the resolved dictionary from which it was created.
@@ -48,15 +45,7 @@ ALLOWED_WITH_RESUME = ("resume", "quiet", "plan", "report")
 
 
 def _recorded_config(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the run to resume.
-
-    Args:
-        raw: Resolved configuration of the command.
-        overrides: Overrides of the command line, by key.
-
-    Raises:
-        ConfigError: The run does not exist, or an override is not allowed with `resume`.
-    """
+    """Return the configuration of the run to resume."""
     path = str(raw["resume"])
     others = [key for key in overrides if key not in ALLOWED_WITH_RESUME and not key.startswith("hydra.")]
     if others:
@@ -71,10 +60,7 @@ def _resolved(value: Any) -> Any:
 
 
 def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
-    """Return the overrides of the command line.
-
-    Args:
-        hydra: Section `hydra` of the configuration. Default: None, that of the running job.
+    """Return the overrides of the command line: those of the running job, or in a section `hydra`.
 
     Returns:
         Values by key, parsed to Python types; None for a deleted key.

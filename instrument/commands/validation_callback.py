@@ -82,9 +82,6 @@ class HydraCallback(Callback):
 
         In a distributed run, rank 0 chooses the folder for all processes.
 
-        Args:
-            config: Composed configuration.
-
         Raises:
             SystemExit: The configuration is invalid, or only the plan is requested.
         """
@@ -120,9 +117,6 @@ class HydraCallback(Callback):
 
         If only the plans are requested, Hydra writes to a temporary folder.
 
-        Args:
-            config: Composed configuration of the sweep.
-
         Raises:
             SystemExit: The configuration is invalid.
         """
@@ -140,11 +134,7 @@ class HydraCallback(Callback):
                 HydraCallback.sweep_folder = self._begin(config)
 
     def _begin(self, config: DictConfig) -> Path:
-        """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder.
-
-        Raises:
-            ConfigError: The folder cannot be used, or it already contains a sweep.
-        """
+        """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder."""
         folder = Path(config.hydra.sweep.dir)
         check_is_local(folder, "hydra.sweep.dir")
         folder, snapshot = reserve_folder(folder, contains_time=contains_time(config.hydra.sweep))
@@ -182,11 +172,7 @@ class HydraCallback(Callback):
             print(f"report      {_sweep_report(config, HydraCallback.sweep_folder)}")
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
-        """Prepare the process of a job, which a launcher may have started in another folder.
-
-        Args:
-            config: Composed configuration of the job.
-        """
+        """Prepare the process of a job, which a launcher may have started in another folder."""
         sys.argv = self.arguments  # `run.json` records the command of the sweep.
         here = config.hydra.runtime.cwd
         if here not in sys.path:
@@ -197,11 +183,7 @@ class HydraCallback(Callback):
 
 @contextmanager
 def _exit_on_error() -> Iterator[None]:
-    """Print an error of the `with` block and exit. Hydra would turn an error of a callback into a warning and continue.
-
-    Raises:
-        SystemExit: The block raised an error; with the exit code of that error.
-    """
+    """Print an error of the `with` block and exit. Hydra would turn an error of a callback into a warning and continue."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -220,19 +202,12 @@ def _sweep_report(config: DictConfig, folder: Path) -> str:
 
 
 def contains_time(part: DictConfig) -> bool:
-    """Return whether a folder name contains the current time (`${now:...}`), so that another name also serves.
-
-    Args:
-        part: Section `hydra.run` or `hydra.sweep`, with the key `dir`.
-    """
+    """Return whether a folder name contains the current time (`${now:...}`), so that another name also serves."""
     return NOW_RESOLVER in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
 
 
 def create_unique_folder(folder: Path) -> Path:
-    """Create a folder that does not exist yet.
-
-    Args:
-        folder: Preferred path. If it exists, `_2`, `_3`, ... is appended to its name.
+    """Create a folder that does not exist yet: the given one, or one with `_2`, `_3`, ... after its name.
 
     Returns:
         The created folder; `folder` itself if it cannot be created. The first write to it then raises the error.
@@ -250,12 +225,7 @@ def create_unique_folder(folder: Path) -> Path:
 
 
 def reserve_folder(folder: Path, *, contains_time: bool) -> tuple[Path, Snapshot]:
-    """Reserve a folder.
-
-    Args:
-        folder: Requested folder.
-        contains_time: Whether the name contains the time. If so, and the folder exists, a folder next to it is
-            created.
+    """Reserve a folder. If its name contains the time, and it exists, a folder next to it is created.
 
     Returns:
         The reserved folder, and a snapshot of its state before.
@@ -276,10 +246,6 @@ def set_sweep_folder(config: DictConfig, folder: Path) -> None:
 
 def upload_record(folder: Path, address: str | None) -> None:
     """Upload the record of a sweep to the remote folder of its jobs, so that missing jobs are known there.
-
-    Args:
-        folder: Local folder of the sweep.
-        address: Remote folder of the sweep; None if nothing is uploaded.
 
     Raises:
         ConfigError: The remote folder already contains a sweep. Any other error is printed as a warning.

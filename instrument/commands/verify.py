@@ -38,9 +38,6 @@ def main() -> None:
 def certify(config: DictConfig) -> None:
     """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job.
 
-    Args:
-        config: The composed Hydra configuration of the experiment.
-
     Raises:
         SystemExit: The trainings differ; the code is 1, or 3 if trainings without hooks differ as well.
     """

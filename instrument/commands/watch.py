@@ -97,9 +97,6 @@ def port_number(text: str) -> int:
 def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., RenderableType]]:
     """Open a run, or a sweep if the folder contains several runs or the record of a sweep.
 
-    Args:
-        folder: A path or an address.
-
     Returns:
         The run or the sweep, and the function that returns its state as text, given the number of lines on the screen.
 
@@ -147,12 +144,7 @@ def _follow(live: LiveRun | LiveSweep, frame: Callable[..., RenderableType], con
 
 
 def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:
-    """Serve the page of a run or a sweep until Ctrl-C, which raises KeyboardInterrupt.
-
-    Raises:
-        ConfigError: A remote run cannot be changed.
-        OSError: The port is not available.
-    """
+    """Serve the page of a run or a sweep until Ctrl-C, which raises KeyboardInterrupt."""
     if takes_changes:
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)

@@ -87,16 +87,7 @@ class FieldLoader(ConfigLoaderImpl):
 
 
 def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:
-    """Check that an override with a plus adds a spec. Hydra would merge it with an existing one.
-
-    Args:
-        key: Key of the override, for example `hooks.tame`.
-        exists: Whether keys exist, according to the earlier overrides.
-        config: Configuration composed from the defaults list.
-
-    Raises:
-        ConfigError: The spec exists.
-    """
+    """Check that an override with a plus adds a spec. Hydra would merge it with an existing one."""
     section, _, name = key.partition(".")
     if section not in SECTIONS or not name or "." in name:
         return
@@ -107,13 +98,7 @@ def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None
 
 
 def _is_known(key: str, config: DictConfig, added: Container[str]) -> bool:
-    """Return whether a key is a known field of a section, or of a spec in the configuration or in an earlier override.
-
-    Args:
-        key: Key of the override, for example `hooks.tame.every`.
-        config: Configuration composed from the defaults list.
-        added: Keys of the earlier overrides.
-    """
+    """Return whether a key is a known field of a section, or of a spec in the configuration or in an earlier override."""
     above, _, field = key.rpartition(".")
     path = above.split(".")
     if field not in fields_below(path):

@@ -18,10 +18,6 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
 
     A file may also change the specs of the files in the root defaults list, such as `rules/default`.
 
-    Args:
-        defaults: The files, in the order in which they are merged.
-        results: The content of each file.
-
     Raises:
         ConfigError: Two files define the same name. The error names both.
     """

@@ -23,11 +23,7 @@ class WorkingDirectoryConf(SearchPathPlugin):
     """Hydra plugin that adds the folder `conf` of the working directory after the configurations of the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folder, and warn about files that a different file of the package hides.
-
-        Args:
-            search_path: Search path of Hydra, changed in place.
-        """
+        """Append the folder, and warn about files that a different file of the package hides."""
         user_folder, packaged = Path.cwd() / "conf", conf_folder()
         if not user_folder.is_dir() or user_folder.samefile(packaged):
             return

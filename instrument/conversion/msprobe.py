@@ -90,9 +90,6 @@ class _Plan:
 def convert_msprobe(source: Any) -> ConvertedExperiment:
     """Convert the content of `config.json` or `monitor_config.json`.
 
-    Args:
-        source: The mapping in the file.
-
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
@@ -193,15 +190,7 @@ def _statistics(options: Fields, experiment: ConvertedExperiment) -> list[str]:
 
 
 def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields, experiment: ConvertedExperiment) -> None:
-    """Add the hooks of a level.
-
-    Args:
-        level: `L0`, `L1` or `mix`.
-        names: Names of modules or functions, complete or a part of them; empty for all.
-        plan: What is recorded.
-        options: The options of the task, for notes.
-        experiment: The experiment.
-    """
+    """Add the hooks of a level."""
     modules = [match[1] for name in names if (match := FULL_MODULE.fullmatch(name))]
     functions = [match for name in names if (match := FULL_FUNCTION.fullmatch(name))]
     texts = [name for name in names if not FULL_MODULE.fullmatch(name) and not FULL_FUNCTION.fullmatch(name)]

@@ -55,9 +55,6 @@ FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
 def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     """Convert the content of a configuration file.
 
-    Args:
-        source: A mapping from names to sections.
-
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
@@ -151,13 +148,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _numbered(numbers: list[Any], where: str, texts: list[str]) -> str:
-    """Return the pattern of the layers whose names contain one of several numbers, and one of several texts if there are any.
-
-    Args:
-        numbers: Numbers and ranges such as "3-5", both ends included.
-        where: Their key in the source.
-        texts: The texts.
-    """
+    """Return the pattern of the layers whose names contain one of several numbers, and one of several texts if there are any."""
     found = [number for each in read_ranges(numbers, where) for number in islice(each, MAX_NUMBERS)]
     # The number of a layer does not belong to the names fc1 and fc2.
     number = rf"(?:.*[^\d])?(?<!fc)({'|'.join(map(str, found))})(?:[^\d].*)?"

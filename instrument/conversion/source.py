@@ -119,10 +119,6 @@ def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator
 def read_ranges(value: Any, where: str) -> list[range]:
     """Return the numbers of a list of numbers and ranges such as "3-5", which include both ends.
 
-    Args:
-        value: The list, or one item.
-        where: Its key in the source.
-
     Raises:
         ConfigError: An item is something else, or there are too many numbers.
     """

@@ -62,14 +62,7 @@ class TrainerCallbackBase:
         around: AbstractContextManager[None] | None = None,
         **more: Any,
     ) -> None:
-        """Attach to the model until `_detach`. After an exception or an interrupt, nothing is attached.
-
-        Args:
-            model: The model.
-            clipped_by: The setting with which the trainer clips gradients; None if it does not.
-            around: A context manager to enter before, and to leave after the hooks are detached. Default: none.
-            more: Further arguments of `instrument.attach`.
-        """
+        """Attach to the model until `_detach`. After an exception or an interrupt, nothing is attached."""
         block = self._attached(model, clipped_by, around or nullcontext(), more)
         try:
             block.__enter__()

@@ -86,10 +86,7 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
 
 
 def _not_finite(value: Any, where: str) -> Iterable[Problem]:
-    """Yield a problem for every NaN or infinite number in a section.
-
-    PyTorch's optimizers and schedulers accept most of them.
-    """
+    """Yield a problem for every NaN or infinite number in a section."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _not_finite(item, f"{where}.{key}")

@@ -71,11 +71,7 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
 
 
 def _read_file(path: Path) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: The file cannot be read or is not YAML.
-    """
+    """Read a YAML file."""
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:

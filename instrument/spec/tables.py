@@ -53,10 +53,7 @@ class Column:
 
 
 def _columns(text: str, before: tuple[Column, ...] = (), *after: Column) -> tuple[Column, ...]:
-    """Return columns, of which lines describe some: name | type | unit | meaning.
-
-    A line with an indentation continues the previous one.
-    """
+    """Return columns, of which lines describe some: name | type | unit | meaning. Further lines of one are indented."""
     lines = re.sub(r"\n +", " ", cleandoc(text)).splitlines()
     return (*before, *(Column(*(cell.strip() for cell in line.split("|", 3))) for line in lines), *after)
 

@@ -175,20 +175,13 @@ def suppress_warnings() -> Iterator[None]:
 
 
 def error_of(info: Mapping[str, Any]) -> str | None:
-    """Return the first line of the error that ended a run; None if no error occurred.
-
-    Args:
-        info: Content of `run.json`.
-    """
+    """Return the first line of the error that ended a run; None if no error occurred."""
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
 @lru_cache(maxsize=1)
 def _parse_record(text: str) -> DictConfig:
-    """Parse the text of a sweep record. Every job reads the record of its sweep, and a process often runs many jobs.
-
-    The result is read-only, because all readers of the same text share it.
-    """
+    """Parse the text of a sweep record, read-only, because all jobs in a process share it."""
     record = OmegaConf.create(text)
     assert isinstance(record, DictConfig), "a record is a mapping"
     OmegaConf.set_readonly(record, True)
@@ -197,9 +190,6 @@ def _parse_record(text: str) -> DictConfig:
 
 def read_sweep(folder: Path) -> DictConfig:
     """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
-
-    Args:
-        folder: Local or remote folder of the sweep.
 
     Raises:
         ConfigError: The record is missing, cannot be read, or was not written by Hydra.
@@ -218,9 +208,6 @@ def read_sweep(folder: Path) -> DictConfig:
 
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
-
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
 
     Returns:
         The overrides of each job, by job number.
@@ -280,10 +267,6 @@ def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]
     """Return the overrides of the command line as written.
 
     They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
-
-    Args:
-        hydra: Section `hydra` of the configuration.
-        part: `task` for overrides of the run, `hydra` for overrides of Hydra.
     """
     written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
     return [str(override) for override in written]
@@ -295,10 +278,7 @@ def natural_sort_key(name: str) -> list[str | int]:
 
 
 def _jobs_below(sweep: Path) -> Iterator[Path]:
-    """Find the folders of jobs: those with a `run.json` or with a `.hydra` folder.
-
-    The search does not enter job folders, or hidden folders such as `.aside`.
-    """
+    """Find the folders of jobs, with a `run.json` or a `.hydra` folder. Jobs and hidden folders are not searched further."""
     for above, folders, files in os.walk(sweep):
         if "run.json" in files or ".hydra" in folders:
             folders.clear()
@@ -318,19 +298,8 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
 def _planned(
     jobs: Sequence[tuple[str, ...]], recorded: Mapping[str, tuple[str, ...]], *, shuffled: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Assign the planned jobs to job numbers.
-
-    `shuffle(...)` gives a different order each time it is expanded. The jobs without a record are then assigned to the
-    numbers without a record.
-
-    Args:
-        jobs: Overrides of all planned jobs.
-        recorded: Recorded overrides by job number.
-        shuffled: Whether the values of an override are shuffled.
-
-    Returns:
-        Overrides by job number.
-    """
+    """Return the overrides of the planned jobs by number."""
+    # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
     if not shuffled:
         return {str(number): overrides for number, overrides in enumerate(jobs)}
     unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())

@@ -99,9 +99,6 @@ class RemoteSweep(PlannedJobs):
 def jobs_in(folder: str) -> Jobs:
     """Find the sweep in a folder, or the runs below it.
 
-    Args:
-        folder: Local path or remote address.
-
     Raises:
         ConfigError: The folder contains neither, or it is the folder of a single run.
     """

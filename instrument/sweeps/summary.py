@@ -35,12 +35,7 @@ def print_summary(folder: Path) -> None:
 
 
 def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
-    """Return the number of jobs, and one line for each job or group of jobs that is not done.
-
-    Args:
-        sweep: Sweep that is finished.
-        jobs: All jobs of the sweep.
-    """
+    """Return the number of jobs, and one line for each job or group of jobs that is not done."""
     unfinished = [job for job in jobs if job.status != DONE]
     if not unfinished:
         return [f"{len(jobs)} jobs in {sweep.folder}"]
@@ -52,10 +47,6 @@ def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
 def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
     """Return the result of a sweep as a whole: its best trial and its remote folder.
 
-    Args:
-        sweep: Sweep that is finished or listed.
-        jobs: All jobs of the sweep.
-
     Returns:
         Text by label. A label is left out if it does not apply.
     """
@@ -65,9 +56,6 @@ def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
 
 def grouped_lines(unfinished: Sequence[SweepJob]) -> list[str]:
     """Group jobs by status and error, if there are more than `MAX_LISTED`.
-
-    Args:
-        unfinished: Jobs that are not done.
 
     Returns:
         One line for each group, the largest group first; empty if the jobs can be listed one by one.
