@@ -45,37 +45,23 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
-    for section, parse in (
-        ("hooks", partial(parse_hooks, phase=phase)),
-        ("apply", parse_apply),
-        ("rules", parse_rules),
-    ):
+    sections = {"hooks": partial(parse_hooks, phase=phase), "apply": parse_apply, "rules": parse_rules}
+    for section, parse in sections.items():
         try:
             parsed[section] = parse(raw.get(section))
         except ConfigError as error:
             problems += error.problems
     if not raw.get("model"):
-        problems.append(
-            Problem(
-                "model",
-                "no model is configured",
-                fix="set model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}",
-            )
-        )
+        fix = "set model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}"
+        problems.append(Problem("model", "no model is configured", fix=fix))
     if not raw.get("data"):
-        problems.append(
-            Problem(
-                "data",
-                "no dataset is configured",
-                fix="set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}",
-            )
-        )
+        fix = "set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}"
+        problems.append(Problem("data", "no dataset is configured", fix=fix))
     for section in ("optimizer", "scheduler"):
         problems += _not_finite(raw.get(section), section)
     missing = {problem.where for problem in problems}
-    rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply", "rules")}
     try:
-        config = RunConfig.model_validate({**rest, **parsed})
+        config = RunConfig.model_validate({**raw, **{section: {} for section in sections}, **parsed})
     except ValidationError as error:
         problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
     else:
@@ -133,12 +119,8 @@ def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
             first, other = known.setdefault(custom.column.lower(), (name, custom))  # SQL ignores case
             definitions = [(each.column, each.to_config(), each.function) for each in (custom, other)]
             if definitions[0] != definitions[1]:
-                yield Problem(
-                    f"hooks.{name}.stats",
-                    f"hook {first!r} has another function with the column {custom.column!r}",
-                    given=custom.target,
-                    fix="set another 'name'",
-                )
+                message = f"hook {first!r} has another function with the column {custom.column!r}"
+                yield Problem(f"hooks.{name}.stats", message, given=custom.target, fix="set another 'name'")
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
@@ -187,29 +169,17 @@ def _parse_section(
             if not isinstance(name, str):
                 raise ConfigError(Problem(section, _not_a_string(name), given=name, fix="put the name in quotes"))
             if not NAME.fullmatch(name):
-                raise ConfigError(
-                    Problem(
-                        section,
-                        "a name must consist of letters, digits and underscores, and must not start with a digit",
-                        given=name,
-                    )
-                )
+                message = "a name must consist of letters, digits and underscores, and must not start with a digit"
+                raise ConfigError(Problem(section, message, given=name))
             if not isinstance(value, Mapping):
                 raise ConfigError(Problem(where, "must be a mapping", given=value))
             if value.get("name") not in (None, "", name):
-                raise ConfigError(
-                    Problem(
-                        f"{where}.name",
-                        "the name differs from the key of the spec",
-                        given=value["name"],
-                        fix="remove 'name'",
-                    )
-                )
+                message = "the name differs from the key of the spec"
+                raise ConfigError(Problem(f"{where}.name", message, given=value["name"], fix="remove 'name'"))
             if name in specs:
                 raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
-            specs[name] = _build(
-                _model_of(section, model_for, value, where), {**defaults, **value, "name": name}, where
-            )
+            model = _model_of(section, model_for, value, where)
+            specs[name] = _build(model, {**defaults, **value, "name": name}, where)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -241,35 +211,25 @@ def _not_a_string(value: object) -> str:
 
 
 def _named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
-    if raw is None:
-        return []
-    if isinstance(raw, Mapping):
-        items = list(raw.items())
-    elif isinstance(raw, list | tuple):
-        items = [
-            (value.get("name") or f"{section}_{i}" if isinstance(value, Mapping) else f"{section}_{i}", value)
-            for i, value in enumerate(raw)
+    if isinstance(raw, list | tuple):
+        names = (value.get("name") if isinstance(value, Mapping) else None for value in raw)
+        items: Iterable[tuple[Any, Any]] = [
+            (name or f"{section}_{i}", value) for i, (name, value) in enumerate(zip(names, raw, strict=True))
         ]
+    elif isinstance(raw, Mapping | None):
+        items = (raw or {}).items()
     else:
         raise ConfigError(Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw))
-    return [
-        (str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value)
-        for name, value in items
-        if value is not None
-    ]
+    for name, value in items:
+        if value is not None:
+            yield str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value
 
 
 def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     kind = value.get("kind")
     if kind == "backward":
-        raise ConfigError(
-            Problem(
-                where,
-                "kind backward is deprecated in PyTorch: its gradients are wrong for modules with several operations",
-                given="kind: backward",
-                similar=["full_backward"],
-            )
-        )
+        message = "kind backward is deprecated in PyTorch: its gradients are wrong for modules with several operations"
+        raise ConfigError(Problem(where, message, given="kind: backward", similar=["full_backward"]))
     action = _choice(value, "action", ACTIONS, where)
     if action != "modify":
         return ACTIONS[action]
@@ -294,27 +254,15 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
 
 
 def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where: str, hint: str = "") -> str:
-    if value.get(key) is None:
-        raise ConfigError(
-            Problem(
-                f"{where}.{key}",
-                "is missing",
-                allowed=[*options, hint] if hint else [*options],
-                similar=similar_names(key, [str(name) for name in value if name != key]),
-            )
-        )
-    given = number_to_text(value[key])
+    allowed = [*options, hint] if hint else [*options]
+    given = number_to_text(value.get(key))
+    if given is None:
+        similar = similar_names(key, [str(name) for name in value if name != key])
+        raise ConfigError(Problem(f"{where}.{key}", "is missing", allowed=allowed, similar=similar))
     if not isinstance(given, str) or given not in options:
-        raise ConfigError(
-            Problem(
-                f"{where}.{key}",
-                f"unknown {key}" if isinstance(given, str) else _not_a_string(given),
-                given=given,
-                allowed=[*options, hint] if hint else [*options],
-                similar=similar_names(str(given), options),
-            )
-        )
-    return str(given)
+        message = f"unknown {key}" if isinstance(given, str) else _not_a_string(given)
+        raise ConfigError(Problem(f"{where}.{key}", message, given, allowed, similar_names(str(given), options)))
+    return given
 
 
 def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
@@ -354,25 +302,15 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         return Problem(key, message_of(item), allowed="the dotted path of a class or function", similar=similar)
     cause = context.get("error")
     if isinstance(cause, UnknownNameError):
-        return Problem(
-            key,
-            f"unknown {cause.what}",
-            given=cause.name,
-            allowed=cause.allowed,
-            similar=similar_names(cause.name, cause.allowed),
-        )
+        similar = similar_names(cause.name, cause.allowed)
+        return Problem(key, f"unknown {cause.what}", cause.name, cause.allowed, similar)
     given = None if isinstance(item["input"], Mapping) else item["input"]
     if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
         return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
-        return Problem(
-            key,
-            "not an allowed value" if isinstance(given, str | None) else _not_a_string(given),
-            given=given,
-            allowed=options,
-            similar=similar_names(str(given), options),
-        )
+        message = "not an allowed value" if isinstance(given, str | None) else _not_a_string(given)
+        return Problem(key, message, given, options, similar_names(str(given), options))
     if kind == "model_type":
         is_target = context["class_name"] == Target.__name__
         allowed = TARGET if is_target else ", ".join(fields_of(model_at(model, loc) or model))
