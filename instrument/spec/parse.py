@@ -33,9 +33,6 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Validate the complete configuration of a run.
 
-    Args:
-        raw: Plain mappings, lists and values, with resolved interpolations.
-
     Returns:
         The configuration.
 
@@ -94,10 +91,6 @@ def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
 
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
     """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
-
-    Args:
-        raw: The mapping or list.
-        phase: The phase of specs that set none. Default: `train`.
 
     Returns:
         The specs by name.

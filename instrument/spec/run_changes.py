@@ -118,12 +118,7 @@ class Request:
 
 
 def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
-    """Validate changes. All of them are made together.
-
-    Args:
-        texts: Changes such as `hooks.tame.norm=0.5`, `disable=tame`, `lr_scale=0.1` and `stop`. The values are YAML;
-            `null` unsets a field.
-        settings: The settings before.
+    """Validate changes. All of them are made together. Their values are YAML; `null` unsets a field.
 
     Raises:
         ConfigError: A change is invalid. The error contains every problem.
