@@ -138,34 +138,19 @@ def _import_problem(path: str, where: str, error: BaseException) -> Problem:
     parts = path.split(".")
     found: Any = None
     for i, part in enumerate(parts):
+        parent, name = ".".join(parts[:i]), ".".join(parts[: i + 1])
         try:
-            found = (
-                getattr(found, part)
-                if i and hasattr(found, part)
-                else importlib.import_module(".".join(parts[: i + 1]))
-            )
+            found = getattr(found, part) if i and hasattr(found, part) else importlib.import_module(name)
         except ModuleNotFoundError as missing:
-            if missing.name not in (".".join(parts[: i + 1]), part) and not (missing.name or "").startswith(parts[0]):
-                return Problem(
-                    where,
-                    f"{'.'.join(parts[: i + 1])} requires the module {missing.name!r}, which is not installed",
-                    given=path,
-                )
-            parent = ".".join(parts[:i])
-            known = dir(found) if i else [module.name for module in pkgutil.iter_modules()]
-            message = (
-                f"{parent} has no {part!r}"
-                if i
-                else f"no module named {part!r}; Python also searches the working directory"
-            )
-            return Problem(
-                where,
-                message,
-                given=path,
-                similar=[f"{parent}.{name}" if parent else name for name in similar_names(part, known)],
-            )
+            if missing.name not in (name, part) and not (missing.name or "").startswith(parts[0]):
+                message = f"{name} requires the module {missing.name!r}, which is not installed"
+                return Problem(where, message, given=path)
+            if i:
+                similar = [f"{parent}.{each}" for each in similar_names(part, dir(found))]
+                return Problem(where, f"{parent} has no {part!r}", given=path, similar=similar)
+            message = f"no module named {part!r}; Python also searches the working directory"
+            similar = similar_names(part, [module.name for module in pkgutil.iter_modules()])
+            return Problem(where, message, given=path, similar=similar)
         except (Exception, SystemExit) as failure:
-            return Problem(
-                where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", given=path
-            )
+            return Problem(where, f"importing {name} failed: {type(failure).__name__}: {failure}", given=path)
     return Problem(where, f"cannot be imported: {error}", given=path)

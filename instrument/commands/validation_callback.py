@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
@@ -206,35 +205,25 @@ def contains_time(part: DictConfig) -> bool:
     return NOW_RESOLVER in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
 
 
-def create_unique_folder(folder: Path) -> Path:
-    """Create a folder that does not exist yet: the given one, or one with `_2`, `_3`, ... after its name.
+def reserve_folder(folder: Path, *, contains_time: bool) -> tuple[Path, Snapshot]:
+    """Return the folder to use, and a snapshot of its state before.
 
-    Returns:
-        The created folder; `folder` itself if it cannot be created. The first write to it then raises the error.
+    If the name contains the time, the folder is created. If it exists, one with `_2`, `_3`, ... after its name is created.
     """
-    for number in count(1):
-        own = folder if number == 1 else folder.with_name(f"{folder.name}_{number}")
+    own, number = folder, 1
+    while True:
+        before = Snapshot.take(own)
+        if not contains_time:
+            return own, before
         try:
             own.mkdir(parents=True)
         except FileExistsError:
+            number += 1
+            own = folder.with_name(f"{folder.name}_{number}")
             continue
         except OSError:
-            return folder
-        return own
-    raise AssertionError("unreachable: count() never ends")
-
-
-def reserve_folder(folder: Path, *, contains_time: bool) -> tuple[Path, Snapshot]:
-    """Reserve a folder. If its name contains the time, and it exists, a folder next to it is created.
-
-    Returns:
-        The reserved folder, and a snapshot of its state before.
-    """
-    before = Snapshot.take(folder)
-    own = create_unique_folder(folder) if contains_time else folder
-    if own != folder:
-        before = Snapshot(own.absolute(), (own.absolute(),), frozenset(), {})
-    return own, before
+            pass  # the first write to the folder raises the error
+        return own, before
 
 
 def set_sweep_folder(config: DictConfig, folder: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from conftest import REPOSITORY
 from waiting import TIMEOUT
 
 import instrument
-from instrument.commands.validation_callback import create_unique_folder
+from instrument.commands.validation_callback import reserve_folder
 from instrument.sinks.remote_folder import SWEEP_RECORD
 
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
@@ -36,14 +37,15 @@ def run_twice_at_once(*arguments: str) -> list[tuple[int, str]]:
 
 def test_concurrent_requests_get_different_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(16) as pool:
-        folders = list(pool.map(create_unique_folder, [tmp_path / "runs" / "now"] * 64))
+        reserve = partial(reserve_folder, contains_time=True)
+        folders = [folder for folder, _ in pool.map(reserve, [tmp_path / "runs" / "now"] * 64)]
     assert {folder.name for folder in folders} == {"now", *(f"now_{number}" for number in range(2, 65))}
     assert all(folder.is_dir() for folder in folders)
 
 
 def test_folder_that_cannot_be_created_is_returned_unchanged(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert create_unique_folder(tmp_path / "file" / "now") == tmp_path / "file" / "now"
+    assert reserve_folder(tmp_path / "file" / "now", contains_time=True)[0] == tmp_path / "file" / "now"
 
 
 def test_runs_and_sweeps_with_equal_names_get_numbered_folders(cli: Cli) -> None:
