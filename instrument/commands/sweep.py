@@ -18,7 +18,7 @@ from rich.text import Text
 from instrument.commands.job import as_instrument_error
 from instrument.commands.verbs import program, with_exit_codes
 from instrument.errors import InstrumentError
-from instrument.sinks.remote_folder import check_is_local
+from instrument.sinks.remote_folder import check_is_local, is_address
 from instrument.sweeps.jobs import DONE, Sweep, count_by_status
 from instrument.sweeps.lookup import Runs, jobs_in
 from instrument.sweeps.summary import grouped_lines, outcome, print_summary
@@ -83,7 +83,7 @@ def _show(folder: str) -> int:
         console.width = PIPE_WIDTH
     console.print(table)
     left = [job for job in jobs if job.status != DONE]
-    more = outcome(sweep, jobs) if isinstance(sweep, Sweep) else {}
+    more = outcome(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else {}
     print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")
     for name, text in more.items():
         print(f"{name:<12}{text}")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -52,23 +51,23 @@ class SweepJob:
     error: str | None
 
 
-class Jobs(ABC):
+class Jobs:
     """The jobs in a folder, and the keys in which they differ.
 
     Attributes:
         has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
     """
 
-    has_known_jobs: bool
+    has_known_jobs = False
 
     @property
-    @abstractmethod
     def swept(self) -> Mapping[str, Sequence[Any]]:
         """The keys whose values differ between jobs, each with its values. Values that are calculated are left out."""
+        raise NotImplementedError
 
-    @abstractmethod
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number."""
+        raise NotImplementedError
 
     def label(self, job: SweepJob) -> str:
         """Return the overrides in which a job differs from the others, for example `hooks.tame.norm=0.1 seed=1`."""
@@ -91,31 +90,8 @@ class Jobs(ABC):
         return found
 
 
-class PlannedJobs(Jobs):
-    """The jobs of a sweep with a record.
-
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
-    """
-
-    def __init__(self, hydra: DictConfig) -> None:
-        self.hydra = hydra
-        subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        self.has_known_jobs = bool(hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
-
-    @cached_property
-    def swept(self) -> Mapping[str, Sequence[Any]]:
-        """The keys whose values differ between jobs, each with its values."""
-        return values_of(sweep_overrides(self.hydra))
-
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
-        return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
-
-
-class Sweep(PlannedJobs):
-    """A sweep, read from its local folder.
+class Sweep(Jobs):
+    """A sweep with a record, read from its folder.
 
     Args:
         folder: Folder of the sweep.
@@ -127,7 +103,19 @@ class Sweep(PlannedJobs):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.record = read_sweep(folder)
-        super().__init__(self.record.hydra)
+        self.hydra = self.record.hydra
+        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+        self.has_known_jobs = bool(self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
+
+    @cached_property
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values."""
+        return values_of(sweep_overrides(self.hydra))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
+        return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
 
     @property
     def address(self) -> str | None:
@@ -143,15 +131,30 @@ class Sweep(PlannedJobs):
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
-        recorded = {
-            str(folder.relative_to(self.folder)): recorded_overrides(folder) for folder in _jobs_below(self.folder)
-        }
-        planned = {}
-        if self.has_known_jobs:
-            planned = _planned(expand_sweep(self.hydra), recorded, shuffled=self.is_shuffled)
-        names = sorted({**recorded, **planned}, key=natural_sort_key)
         with suppress_warnings():
-            return [self._job(name, recorded.get(name) or planned.get(name, ())) for name in names]
+            jobs = self._existing()
+        for name, overrides in (self._planned(jobs) if self.has_known_jobs else {}).items():
+            if name not in jobs:
+                jobs[name] = SweepJob(name, self.folder / name, overrides, MISSING, None)
+            elif not jobs[name].overrides:
+                jobs[name] = replace(jobs[name], overrides=overrides)
+        return [jobs[name] for name in sorted(jobs, key=natural_sort_key)]
+
+    def _existing(self) -> dict[str, SweepJob]:
+        """Return the jobs with a folder, by name."""
+        names = [str(folder.relative_to(self.folder)) for folder in _jobs_below(self.folder)]
+        return {name: self._job(name, recorded_overrides(self.folder / name)) for name in names}
+
+    def _planned(self, existing: Mapping[str, SweepJob]) -> dict[str, tuple[str, ...]]:
+        """Return the overrides of the planned jobs by number."""
+        jobs = expand_sweep(self.hydra)
+        if not self.is_shuffled:
+            return {str(number): overrides for number, overrides in enumerate(jobs)}
+        # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
+        recorded = {name: job.overrides for name, job in existing.items() if job.overrides}
+        unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
+        numbers = [str(number) for number in range(len(jobs)) if str(number) not in recorded]
+        return dict(zip(numbers, unrecorded, strict=False))
 
     def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
         from ..analysis.run_files import RunFiles
@@ -293,18 +296,6 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
     except (OSError, yaml.YAMLError):
         return ()
     return tuple(str(override) for override in overrides or ())
-
-
-def _planned(
-    jobs: Sequence[tuple[str, ...]], recorded: Mapping[str, tuple[str, ...]], *, shuffled: bool
-) -> dict[str, tuple[str, ...]]:
-    """Return the overrides of the planned jobs by number."""
-    # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
-    if not shuffled:
-        return {str(number): overrides for number, overrides in enumerate(jobs)}
-    unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
-    numbers = [str(number) for number in range(len(jobs)) if not recorded.get(str(number))]
-    return dict(zip(numbers, unrecorded, strict=False))
 
 
 def _first_line_of(file: Path) -> str | None:
