@@ -47,41 +47,38 @@ def convert_monitor(source: Mapping[str, Any], experiment: ConvertedExperiment) 
         ConfigError: A value is invalid.
     """
     with reading(source, "", experiment) as fields:
-        targets = Fields(fields.take("targets"), "targets")
+        targets = Fields(fields.take("targets"), "targets", experiment)
         statistics = experiment.statistics(fields.texts("ops"), STATISTICS, "ops") or [*STATISTICS.values()]
         if fields.take("eps") is not None and "zero_fraction" in statistics:
-            experiment.note("eps", "no counterpart: zero_fraction counts elements that are exactly zero")
+            fields.note("eps", "no counterpart: zero_fraction counts elements that are exactly zero")
         every, start = fields.number("step_interval", 1) or 0, fields.number("start_step", 0) or 0
         schedule = {**(multiples(every, 0, None, "step_interval") or {}), **({"start": start} if start else {})}
         action = {"action": "record", **schedule, "stats": statistics}
-        _format(fields, experiment)
-        for name, message in ELSEWHERE.items():
-            if fields.take(name) not in (None, False, [], {}):
-                experiment.note(name, message)
+        _format(fields)
+        fields.note_given(ELSEWHERE)
         if fields.flag("xy_distribution"):
-            _add_activations(fields, targets, action, experiment)
+            _add_activations(fields, targets, action)
         for name, hooks in PARAMETERS.items():
             if fields.flag(name):
                 for hook, kind in hooks:
-                    _add_parameters(hook, kind, targets, action, experiment)
+                    _add_parameters(hook, kind, targets, action)
         for name in ("all_xy", "forward_only", "backward_only"):  # only of xy_distribution
             fields.take(name)
     if not experiment.hooks:
         experiment.note("targets", "nothing is recorded: set xy_distribution, wg_distribution or another distribution")
 
 
-def _format(fields: Fields, experiment: ConvertedExperiment) -> None:
+def _format(fields: Fields) -> None:
     given = str(fields.take("format", ""))
     if given == "tensorboard":
-        experiment.settings["sink"] = {"tensorboard": True}
+        fields.experiment.settings["sink"] = {"tensorboard": True}
     elif given:
         message = "python -m instrument.export RUN --to csv" if given == "csv" else "instrument.attach(..., out=None)"
-        experiment.note("format", f"written to Parquet; for {given}, use {message}")
+        fields.note("format", f"written to Parquet; for {given}, use {message}")
 
 
-def _add_activations(
-    fields: Fields, targets: Fields, action: Mapping[str, Any], experiment: ConvertedExperiment
-) -> None:
+def _add_activations(fields: Fields, targets: Fields, action: Mapping[str, Any]) -> None:
+    experiment = fields.experiment
     forward, backward = not fields.flag("backward_only"), not fields.flag("forward_only")
     wanted = [name for name in ACTIVATIONS if (backward if name in GRADIENTS else forward)]
     if fields.flag("all_xy"):
@@ -103,23 +100,22 @@ def _add_activations(
                 experiment.add_hook(f"{_layer(target)}_{hook}", {**chosen, **action})
 
 
-def _add_parameters(
-    hook: str, kind: Mapping[str, Any], targets: Fields, action: Mapping[str, Any], experiment: ConvertedExperiment
-) -> None:
+def _add_parameters(hook: str, kind: Mapping[str, Any], targets: Fields, action: Mapping[str, Any]) -> None:
+    add_hook = targets.experiment.add_hook
     if kind.get("role") == "update":
         action = {**action, "stats": [*action["stats"], "update_ratio"]}
     names = [_layer(name) for name in targets.left]
     modules = [name for name in names if not _is_parameter(name)]
     if not names or "" in modules:
-        experiment.add_hook(hook, {"layers": EVERYTHING, **kind, **action})
+        add_hook(hook, {"layers": EVERYTHING, **kind, **action})
         return
     if modules:
         patterns = [f"{name}.**" for name in modules]
-        experiment.add_hook(hook, {"layers": patterns if len(patterns) > 1 else patterns[0], **kind, **action})
+        add_hook(hook, {"layers": patterns if len(patterns) > 1 else patterns[0], **kind, **action})
     for name in names:
         if _is_parameter(name):
             layer, _, parameter = name.rpartition(".")
-            experiment.add_hook(f"{name}_{hook}", {"layers": layer or ".", "params": parameter, **kind, **action})
+            add_hook(f"{name}_{hook}", {"layers": layer or ".", "params": parameter, **kind, **action})
 
 
 def _layer(name: str) -> str:
