@@ -1,7 +1,6 @@
 """Conversion of configurations of msprobe, the precision debugger of Ascend.
 
-Formats: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md,
-and `monitor_config.json` of TrainerMon, in `msprobe_monitor`.
+Format: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 from ..errors import ConfigError, Problem
 from .experiment import EVERYTHING, ConvertedExperiment, layers_with_text
-from .msprobe_monitor import convert_monitor, is_monitor
 from .source import Fields, read_ranges, reading
 
 TASKS = (
@@ -90,17 +88,14 @@ class _Plan:
 
 
 def convert_msprobe(source: Any) -> ConvertedExperiment:
-    """Convert the content of `config.json` or `monitor_config.json`.
+    """Convert the content of `config.json`.
 
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
     experiment = ConvertedExperiment("msprobe")
-    if is_monitor(source):
-        convert_monitor(source, experiment)
-        return experiment
     if not isinstance(source, Mapping) or not {"task", "dump_path", "level", *TASKS} & {*source}:
-        message = "is not a configuration of msprobe: it has neither 'task' nor 'targets'"
+        message = "is not a configuration of msprobe: it has no field 'task'"
         raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
     with reading(source, "", experiment) as fields:
         task = str(fields.take("task", "statistics"))
@@ -129,9 +124,6 @@ def _schedule(fields: Fields) -> dict[str, Any]:
 
 
 def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str, Any]) -> None:
-    if task == "grad_probe":
-        _convert_grad_probe(options, schedule)
-        return
     if task not in ("statistics", "tensor", "overflow_check"):
         options.left.clear()
         options.experiment.note("task", f"no counterpart for {task!r}")
@@ -220,28 +212,3 @@ def _add(tensors: Tensors, chosen: Mapping[str, Any], plan: _Plan, experiment: C
         if mode in plan.modes:
             hook = {**chosen, **fields, "action": "record", **plan.schedule, **plan.action}
             experiment.add_hook(f"{plan.prefix}{name}", hook)
-
-
-def _convert_grad_probe(options: Fields, schedule: Mapping[str, Any]) -> None:
-    level = str(options.take("grad_level", "L1"))
-    bounds = options.take("bounds")
-    action: dict[str, Any] = {"stats": ["max", "min", "l2"]}
-    if level == "L2":
-        action = {"stats": ["max", "min", "l2", "zero_fraction"], "histogram": True}
-        if bounds:
-            options.note("bounds", "no counterpart: the histogram has equal bins from minimum to maximum")
-    if level == "L0":
-        options.note("grad_level", "no counterpart for checksums")
-    else:
-        message = "no counterpart for the signs of the gradients; record the values with 'tensors: true'"
-        options.note("grad_level", message)
-    by_parameter: dict[str, list[str]] = {}
-    for name in options.texts("param_list"):
-        layer, _, parameter = name.removeprefix("module.").rpartition(".")
-        by_parameter.setdefault(parameter, []).append(layer or ".")
-    for parameter, layers in by_parameter.items():
-        chosen = {"layers": _one(layers), "params": parameter, "kind": "parameter_grad", "action": "record"}
-        options.experiment.add_hook(f"gradients_{parameter}", {**chosen, **schedule, **action})
-    if not by_parameter:
-        every = {"layers": EVERYTHING, "kind": "parameter_grad", "action": "record"}
-        options.experiment.add_hook("gradients", {**every, **schedule, **action})
