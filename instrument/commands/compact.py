@@ -22,7 +22,7 @@ from instrument.sinks.compaction import compact
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    return parser_of_runs("compact", "Merge the small Parquet files of runs into large ones.")
+    return parser_of_runs("compact")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

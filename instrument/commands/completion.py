@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 
-from instrument.commands.verbs import ALL, program
+from instrument.commands.verbs import ALL, parser_of
 
 COMPOSED = ("run", "plan", "verify")  # verbs whose arguments are overrides
 LINE = "COMP_LINE"  # variable with the command line up to the cursor, as Hydra reads it
@@ -63,10 +63,7 @@ complete -c instrument -a '(__instrument_candidates)'
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("completion"),
-        description="Print the script that completes verbs, options and overrides of the command instrument.",
-    )
+    parser = parser_of("completion")
     parser.add_argument("shell", metavar="SHELL", choices=(*SCRIPTS, QUERY), help=", ".join(SCRIPTS))
     return parser
 

@@ -10,14 +10,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.folders.control_folder import request_changes
 from instrument.spec.run_changes import ALLOWED
 
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(prog=program("control"), description="Change a run in progress at its next step.")
+    parser = parser_of("control")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument("changes", metavar="CHANGE", nargs="+", help=ALLOWED)
     return parser

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.conversion.experiment import ConvertedExperiment
 from instrument.conversion.msprobe import convert_msprobe
 from instrument.conversion.nvdlfw import convert_nvdlfw
@@ -28,10 +28,7 @@ CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": conv
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("convert"),
-        description="Convert a configuration file of another tool to an experiment.",
-    )
+    parser = parser_of("convert")
     parser.add_argument("file", metavar="FILE", type=Path, help="the configuration file: YAML or JSON")
     parser.add_argument(
         "--from",

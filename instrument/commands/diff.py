@@ -18,7 +18,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from instrument.commands.verbs import program
+from instrument.commands.verbs import parser_of
 from instrument.comparison.compare import diff
 from instrument.comparison.result import Diff, number_text, place_cells, records, ulp_text
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
@@ -32,10 +32,7 @@ STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space a
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("diff"),
-        description="Compare what two runs recorded, and find the first layer that differs.",
-    )
+    parser = parser_of("diff")
     parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")
     parser.add_argument("b", metavar="B", help="the folder or the remote address of another run")
     parser.add_argument(

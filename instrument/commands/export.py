@@ -27,7 +27,7 @@ from instrument.analysis.features import FeatureSelection, features_of
 from instrument.analysis.load import load
 from instrument.analysis.replay import replay
 from instrument.analysis.run_files import RunFiles
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
 from instrument.sinks.remote_folder import check_is_local
 from instrument.sinks.tags import segment
@@ -46,9 +46,7 @@ OUTCOMES: dict[str, Outcome] = {"failed": "failed", "interrupted": "killed", "ki
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("export"), description="Export the recorded data of a run to other tools."
-    )
+    parser = parser_of("export")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
     )

@@ -16,7 +16,7 @@ from typing import Any
 from instrument.analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import ConfigError, Problem
 from instrument.spec.parse import parse_rules
 from instrument.spec.rules import default_rules
@@ -26,9 +26,7 @@ FIRED = 4
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("findings"), description="Check a run with its rules. Exit code 4 if a rule fires."
-    )
+    parser = parser_of("findings")
     parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
     return parser
 

@@ -12,7 +12,7 @@ from ..analysis.folders import find_runs
 from ..errors import InstrumentError
 from ..sinks.lock import FolderLock
 from ..sinks.remote_folder import check_is_local
-from .verbs import program
+from .verbs import parser_of
 
 Operation = Callable[[Path], tuple[str, Sequence[str]]]
 """An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
@@ -28,9 +28,9 @@ def locked(folder: Path) -> AbstractContextManager[None]:
     return FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed"))
 
 
-def parser_of_runs(verb: str, description: str) -> argparse.ArgumentParser:
+def parser_of_runs(verb: str) -> argparse.ArgumentParser:
     """Return the parser of a command whose arguments are folders of runs."""
-    parser = argparse.ArgumentParser(prog=program(verb), description=description)
+    parser = parser_of(verb)
     text = "the folder of a run, or a folder that contains several runs"
     parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=text)
     return parser

@@ -20,7 +20,7 @@ from instrument.sinks.recovery import recover
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    return parser_of_runs("recover", "Convert the journals of killed runs to Parquet.")
+    return parser_of_runs("recover")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

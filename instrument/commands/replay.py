@@ -29,7 +29,7 @@ from instrument.commands.import_without_gc import importing
 from instrument.commands.job import report_errors
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from instrument.commands.validated_config import read_config, read_overrides
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.distributed.torchrun import is_rank_zero
 from instrument.errors import ConfigError, InstrumentError
 from instrument.folders.run_folder import check_process_count
@@ -45,9 +45,7 @@ COMPARISON = "comparison.png"
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("replay"), description="Repeat steps of a run with other record hooks."
-    )
+    parser = parser_of("replay")
     parser.add_argument("run", metavar="RUN", help="the folder of the run")
     parser.add_argument(
         "overrides", metavar="OVERRIDE", nargs="*", help="hooks=SET, hooks.NAME.FIELD=VALUE, +hooks.NAME={...}"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instrument.analysis.load import load
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import InstrumentWarning
 from instrument.report import FILE, make
 from instrument.sinks.remote_folder import check_is_local
@@ -22,10 +22,7 @@ from instrument.sinks.remote_folder import check_is_local
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(
-        prog=program("report"),
-        description="Write a report of a run or a sweep as one HTML file that works offline.",
-    )
+    parser = parser_of("report")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
     )

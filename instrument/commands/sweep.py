@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from instrument.commands.job import as_instrument_error
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import InstrumentError
 from instrument.sinks.remote_folder import check_is_local, is_address
 from instrument.sweeps.jobs import DONE, Sweep, count_by_status
@@ -36,7 +36,7 @@ COLOURS = {
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(prog=program("sweep"), description="List the jobs of a sweep with their status.")
+    parser = parser_of("sweep")
     parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
     parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
     return parser

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from instrument.analysis.folders import find_runs
 from instrument.commands.locked_operations import locked
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import ConfigError, InstrumentError, Problem
 from instrument.folders.run_record import end_if_running, read_record
 from instrument.formatting import human_bytes
@@ -29,7 +29,7 @@ from instrument.sinks.remote_transfer import send_all
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(prog=program("upload"), description="Upload runs to a remote folder.")
+    parser = parser_of("upload")
     parser.add_argument(
         "run", metavar="RUN", type=Path, help="the folder of a run, or a folder that contains several runs"
     )

@@ -6,6 +6,7 @@ arguments are those of `run`.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -62,9 +63,10 @@ def overview() -> str:
     return "\n".join(["usage: instrument VERB ARGUMENTS\n", *groups, f"Examples:\n{EXAMPLES}", more])
 
 
-def program(verb: str) -> str:
-    """Return how the command line calls a verb, for its `--help`."""
-    return f"instrument {verb}" if _verb == [verb] else f"python -m instrument.{verb}"
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of a verb, without arguments. Its help shows how the command line called the verb."""
+    program = f"instrument {verb}" if _verb == [verb] else f"python -m instrument.{verb}"
+    return argparse.ArgumentParser(prog=program, description=f"{ALL[verb][0].upper()}{ALL[verb][1:]}.")
 
 
 _verb: list[str] = []

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from instrument.analysis.folders import find_runs
-from instrument.commands.verbs import program, with_exit_codes
+from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ MAX_PORT = 65_535
 
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
-    parser = argparse.ArgumentParser(prog=program("watch"), description="Follow a run or a sweep that is in progress.")
+    parser = parser_of("watch")
     parser.add_argument(
         "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
     )
