@@ -22,7 +22,7 @@ from ..sinks.remote_folder import check_is_local
 from ..spec.base import ObservationSpec
 from ..spec.config import TRACKERS, SinkConfig
 from ..spec.hooks import HookSpec
-from ..spec.parse import parse_hooks, parse_rules
+from ..spec.parse import named_specs, parse_hooks, parse_rules
 from ..spec.rules import DisableAction, EnableAction, RuleBase
 from ..spec.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
 from ..spec.schedule import STEP_PHASES
@@ -190,9 +190,7 @@ def store_config(run: RecordedRun, overrides: Sequence[str]) -> None:
     """
     _check_overrides(overrides)
     config: dict[str, Any] = OmegaConf.to_container(OmegaConf.create(dict(run.record["config"])))  # type: ignore[assignment]
-    raw = config.get("hooks") or {}
-    entries = [each for each in (raw.values() if isinstance(raw, Mapping) else raw) if each is not None]
-    hooks = dict(zip(run.hooks, entries, strict=True))
+    hooks = dict(named_specs("hooks", config.get("hooks")))
     sink = {key: value for key, value in (config.get("sink") or {}).items() if key in _PARQUET_FIELDS}
     config |= {"plan": False, "resume": None, "report": False, "quiet": False, "objective": "loss", "sink": sink}
     config |= {"budget": {"time": None, "bytes": None}, "hooks": hooks or None}

@@ -42,7 +42,11 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
-    sections = {"hooks": partial(parse_hooks, phase=phase), "apply": parse_apply, "rules": parse_rules}
+    sections: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "hooks": partial(parse_hooks, phase=phase),
+        "apply": parse_apply,
+        "rules": parse_rules,
+    }
     for section, parse in sections.items():
         try:
             parsed[section] = parse(raw.get(section))
@@ -156,7 +160,7 @@ def _parse_section(
 ) -> dict[str, Any]:
     specs: dict[str, Any] = {}
     problems: list[Problem] = []
-    for name, value in _named_specs(section, raw):
+    for name, value in named_specs(section, raw):
         where = f"{section}.{name}"
         try:
             if not isinstance(name, str):
@@ -203,7 +207,8 @@ def _not_a_string(value: object) -> str:
     return f"YAML reads this as {value!r} ({type(value).__name__}), not as a string"
 
 
-def _named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
+def named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
+    """Yield the names and the entries of a section that is a mapping or a list, without those that are null."""
     if isinstance(raw, list | tuple):
         names = (value.get("name") if isinstance(value, Mapping) else None for value in raw)
         items: Iterable[tuple[Any, Any]] = [

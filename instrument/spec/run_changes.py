@@ -11,7 +11,7 @@ import yaml
 
 from ..errors import ConfigError, Problem, similar_names
 from .hooks import HookSpec
-from .parse import parse_hooks
+from .parse import named_specs, parse_hooks
 from .spec_file import YAML_ERRORS
 
 SCHEDULE_FIELDS = ("every", "start", "stop", "steps")
@@ -67,10 +67,7 @@ class Settings:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Settings:
         """Return the settings of a run, given the configuration in its run.json."""
-        hooks = config.get("hooks") or {}
-        if not isinstance(hooks, Mapping):
-            hooks = {str(spec.get("name") or f"hooks_{i}"): spec for i, spec in enumerate(hooks) if spec}
-        named = {str(name): spec for name, spec in hooks.items() if spec is not None}
+        named = dict(named_specs("hooks", config.get("hooks")))
         phase = "forward" if config.get("mode") == "forward" else "train"
         return cls(named, phase=phase, has_custom_loop="train" not in config)
 
