@@ -37,12 +37,7 @@ STOPPED = 3
 
 
 class JobFailedError(Exception):
-    """A job failed and its error was printed. In a sweep, Hydra raises it after all jobs have ended.
-
-    Attributes:
-        exit_code: Exit code of the job.
-        folder: Folder of the job.
-    """
+    """A job failed and its error was printed. In a sweep, Hydra raises it after all jobs have ended."""
 
     def __init__(self, exit_code: int, folder: Path) -> None:
         super().__init__(f"the job in {folder} failed")
@@ -129,12 +124,7 @@ def raise_on_sigterm() -> Iterator[None]:
 
 
 class JobFolders(NamedTuple):
-    """The folders of a job.
-
-    Attributes:
-        folder: Folder of the job.
-        sweep: Folder of its sweep; None for a single run.
-    """
+    """The folders of a job and of its sweep; the latter is None for a single run."""
 
     folder: Path
     sweep: Path | None
@@ -233,11 +223,7 @@ def show_plan(config: RunConfig, folder: Path | None) -> None:
 
 
 def print_error(error: Exception) -> int:
-    """Print an error to stderr. Only errors other than `InstrumentError` are printed with a traceback.
-
-    Returns:
-        The exit code of the error.
-    """
+    """Print an error to stderr, with a traceback unless it is an `InstrumentError`, and return its exit code."""
     if isinstance(error, InstrumentError):
         print(f"\n{error}\n", file=sys.stderr)
         return error.exit_code

@@ -61,11 +61,7 @@ class HydraCallback(Callback):
 
     @classmethod
     def restore_folder(cls) -> bool:
-        """Restore the folder of the run or sweep if no run was started in it.
-
-        Returns:
-            Whether the folder was restored.
-        """
+        """Restore the folder of the run or sweep if no run was started in it. Return whether it was restored."""
         if cls.snapshot is None or cls.snapshot.has_new_run():
             return False
         if cls.sweep_folder is not None:

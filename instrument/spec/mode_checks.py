@@ -47,13 +47,7 @@ def _hook_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 class Obstacle(NamedTuple):
-    """Why a hook cannot be part of a graph of `torch.compile`.
-
-    Attributes:
-        key: The field of the spec.
-        reason: The reason.
-        fix: The alternative.
-    """
+    """Why a hook cannot be part of a graph of `torch.compile`: the field of its spec, the reason, and the alternative."""
 
     key: str
     reason: str

@@ -30,13 +30,7 @@ NOT_IN_CUSTOM_LOOPS = {
 
 @dataclass(frozen=True)
 class RunChange:
-    """A changed setting.
-
-    Attributes:
-        key: The setting, such as `hooks.tame.norm`.
-        before: Its value before; None if it was not set.
-        after: Its value.
-    """
+    """A changed setting, such as `hooks.tame.norm`, with its values; None if it is not set."""
 
     key: str
     before: Any

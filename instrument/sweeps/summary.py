@@ -44,21 +44,13 @@ def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
 
 
 def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Return the result of a sweep as a whole: its best trial and its remote folder.
-
-    Returns:
-        Text by label. A label is left out if it does not apply.
-    """
+    """Return the result of a sweep as a whole, by label: its best trial and its remote folder, if it has them."""
     remote = {} if sweep.address is None else {"remote": sweep.address}
     return {**best_trial(sweep.folder, jobs), **remote}
 
 
 def grouped_lines(unfinished: Sequence[SweepJob]) -> list[str]:
-    """Group jobs by status and error, if there are more than `MAX_LISTED`.
-
-    Returns:
-        One line for each group, the largest group first; empty if the jobs can be listed one by one.
-    """
+    """Return one line for each status and error, the most frequent first; empty for at most `MAX_LISTED` jobs."""
     if len(unfinished) <= MAX_LISTED:
         return []
     jobs_by_cause: dict[tuple[str, str], list[str]] = {}
