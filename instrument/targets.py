@@ -16,11 +16,7 @@ from .spec.field_types import Target
 
 
 def locate(path: str, where: str) -> Any:
-    """Import the callable of a dotted path.
-
-    Args:
-        path: The dotted path.
-        where: Its configuration key, for messages.
+    """Import the callable of a dotted path. `where` is its configuration key, here and below.
 
     Raises:
         ConfigError: The path does not exist, its import fails, Hydra's policy forbids it, or it is not callable.
@@ -38,10 +34,6 @@ def argument_names(path: str, where: str) -> frozenset[str]:
     """Return the parameter names of a target; empty for a built-in function without a signature.
 
     The constructor of a class that takes `**kwargs` passes them to that of its base class, whose parameters count too.
-
-    Args:
-        path: The dotted path.
-        where: Its configuration key, for messages.
 
     Raises:
         ConfigError: As for `locate`.
@@ -65,16 +57,7 @@ def argument_names(path: str, where: str) -> frozenset[str]:
 
 
 def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
-    """Call a target with its arguments; nested `_target_`s are built first.
-
-    Args:
-        target: The target to call.
-        where: Its configuration key, for messages.
-        positional: Positional arguments that the caller adds in front.
-        given: Keyword arguments that the caller adds.
-
-    Returns:
-        The result of the call.
+    """Call a target with its arguments and those of the caller; nested `_target_`s are built first.
 
     Raises:
         ConfigError: The target does not exist, or the call fails.
@@ -92,10 +75,6 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
 
 def build_callable(target: Target, where: str) -> Callable[..., Any]:
     """Return the function of a target with its arguments bound, or the instance if the target is a class.
-
-    Args:
-        target: A function, or a class with instances that can be called.
-        where: Its configuration key, for messages.
 
     Raises:
         ConfigError: The target does not exist, its construction fails, or its instances cannot be called.

@@ -32,11 +32,7 @@ EXTRAS = {
 
 
 def composition_problem(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Problem:
-    """Translate an error that Hydra, OmegaConf or YAML raised during composition.
-
-    Returns:
-        The problem, with a suggestion if a similar name exists.
-    """
+    """Translate an error that Hydra, OmegaConf or YAML raised during composition."""
     if isinstance(error, MarkedYAMLError):
         return _yaml_problem(error)
     if isinstance(error, OverrideParseException):

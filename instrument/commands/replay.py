@@ -66,11 +66,7 @@ def command_line() -> argparse.ArgumentParser:
 
 @with_exit_codes
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Raises:
-        SystemExit: The replay failed or differs; see the exit codes above.
-    """
+    """Run the command line and return the exit code."""
     args = command_line().parse_intermixed_args(arguments)
     run = RecordedRun.open(args.run, force=args.force)
     processes = int(os.environ.get("WORLD_SIZE", "1"))

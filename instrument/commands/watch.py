@@ -83,11 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def port_number(text: str) -> int:
-    """Convert an argument to the number of a port.
-
-    Raises:
-        ArgumentTypeError: It is too large or negative.
-    """
+    """Convert an argument to the number of a port."""
     port = int(text)
     if not 0 <= port <= MAX_PORT:
         raise argparse.ArgumentTypeError(f"must be a number from 0 to {MAX_PORT}, given: {text}")

@@ -33,9 +33,6 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Validate the complete configuration of a run.
 
-    Returns:
-        The configuration.
-
     Raises:
         ConfigError: It is invalid. The error contains every problem.
     """
@@ -96,9 +93,6 @@ def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
     """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
 
-    Returns:
-        The specs by name.
-
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
@@ -123,9 +117,6 @@ def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
     """Convert a mapping from names to apply specs, or a list of apply specs. Null entries are ignored.
 
-    Returns:
-        The specs by name.
-
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
     """
@@ -136,9 +127,6 @@ def parse_rules(raw: Any) -> dict[str, RuleBase]:
     """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
 
     An optional rule of the catalogue, such as a default rule, is left out if another entry has the same rule.
-
-    Returns:
-        The rules by name.
 
     Raises:
         ConfigError: A rule is invalid. The error contains every problem.

@@ -93,9 +93,6 @@ class Jobs:
 class Sweep(Jobs):
     """A sweep with a record, read from its folder.
 
-    Args:
-        folder: Folder of the sweep.
-
     Raises:
         ConfigError: The folder has no readable sweep record.
     """

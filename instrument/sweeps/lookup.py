@@ -22,9 +22,6 @@ class Runs(Jobs):
     """Runs below a folder without a sweep record, such as runs started by a shell loop.
 
     The existing runs are known; missing runs are not.
-
-    Args:
-        run: All runs, loaded together.
     """
 
     def __init__(self, run: Run) -> None:
