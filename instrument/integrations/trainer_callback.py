@@ -18,7 +18,7 @@ from .attached_probe import AttachedProbe
 
 
 class TrainerCallbackBase:
-    """Hook specs, the output folder, and the probe after attaching. Its subclasses describe the arguments."""
+    """Hook specs, the output folder, and the probe after attaching. The arguments are those of `instrument.attach`."""
 
     _watch: PhaseWatch  # while the hooks are attached
 
