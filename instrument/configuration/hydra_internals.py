@@ -2,8 +2,8 @@
 
 - The loader: `hydra.main` has no parameter for it. `FieldLoader` accepts overrides of known fields that no file sets, refuses a
   name that two files define, and finds the tasks of installed packages.
-- The jobs of a sweep are listed before they start, and unfinished ones run again: only the sweeper and the callbacks of Hydra
-  can expand and report them.
+- The jobs of a sweep are listed before they start, and unfinished ones run again: only the sweeper, the overrides and the callbacks
+  of Hydra can expand and report them.
 - The search path of `hydra.main`, for compositions outside of it.
 """
 
@@ -128,6 +128,11 @@ def split_sweep(overrides: Sequence[Override]) -> list[list[str]]:
     """Return the overrides of each job of a sweep, as the basic sweeper of Hydra splits them."""
     (jobs,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
     return jobs
+
+
+def plain_value(element: Any) -> Any:
+    """Return the value of an element of a choice, as a job gets it."""
+    return Override._convert_value(element)
 
 
 def launcher_of(config: DictConfig, loader: ConfigLoader, job: TaskFunction) -> Launcher:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..analysis.config_fields import differing_fields, to_yaml
-from ..configuration.hydra_internals import BASIC_SWEEPER, split_sweep
+from ..configuration.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.folder_snapshot import REFUSED
@@ -259,7 +259,7 @@ def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
     for override in overrides:
         choice = override.value()
         values = choice.list if isinstance(choice, ChoiceSweep) else []
-        found[override.key_or_group] = [Override._convert_value(value) for value in values]
+        found[override.key_or_group] = [plain_value(value) for value in values]
     return found
 
 

@@ -18,6 +18,7 @@ from hydra._internal.core_plugins import basic_launcher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
+from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.core.utils import setup_globals
 from hydra.errors import ConfigCompositionException
@@ -252,6 +253,7 @@ def test_private_parts_of_hydra_have_the_expected_form() -> None:
         ConfigRepository._find_object_source: ["self", "config_path", "object_type"],
         BasicSweeper.split_arguments: ["overrides", "max_batch_size"],
         Callbacks.__init__: ["self", "config"],
+        Override._convert_value: ["value"],
     }
     assert {function: [*inspect.signature(function).parameters] for function in parameters} == parameters
     assert isinstance(config_loader().repository, TaskRepository)  # type: ignore[attr-defined]
