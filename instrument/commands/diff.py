@@ -15,15 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
-from instrument.commands.verbs import parser_of
+from instrument.commands.verbs import parser_of, wide_console
 from instrument.comparison.compare import diff
 from instrument.comparison.result import Diff, number_text, place_cells, records, ulp_text
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 
-PIPE_WIDTH = 160
 MAX_LISTED = 40  # rows of a table
 NUMBERS = ("difference", "at step", "differs from step")
 STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table, as many as fit
@@ -107,9 +105,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 
 def _print_tables(found: Diff) -> None:
     """Print the layers and the recorded tensors. Of more than `MAX_LISTED`, print the most important ones; see `_listed`."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = wide_console()
     rows = records(_listed(found))
     cells = [place_cells(row) for row in rows]
     used = sum(max(map(len, column)) + 1 for column in zip(*cells, strict=True)) + len("  ".join(NUMBERS))

@@ -11,19 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from instrument.commands.job import as_instrument_error
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
 from instrument.errors import InstrumentError
 from instrument.sinks.remote_folder import check_is_local, is_address
 from instrument.sweeps.jobs import DONE, Sweep, count_by_status
 from instrument.sweeps.lookup import Runs, jobs_in
 from instrument.sweeps.summary import grouped_lines, outcome, print_summary
 
-PIPE_WIDTH = 160
 COLOURS = {
     "done": "green",
     "failed": "red",
@@ -78,10 +76,7 @@ def _show(folder: str) -> int:
     for job in jobs:
         status = Text(job.status, style=COLOURS.get(job.status, ""))
         table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    console.print(table)
+    wide_console().print(table)
     left = [job for job in jobs if job.status != DONE]
     more = outcome(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else {}
     print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")

@@ -13,10 +13,14 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from typing import ParamSpec
+from typing import TYPE_CHECKING, ParamSpec
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 160  # of tables that are written to a file or a pipe
 Parameters = ParamSpec("Parameters")
 VERBS = {
     "Train": {
@@ -71,6 +75,16 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
 
 _verb: list[str] = []
 """The verb of the command line; empty without one."""
+
+
+def wide_console() -> Console:
+    """Return a console for tables. Without a terminal, it has a fixed width."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
 
 
 def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int]:

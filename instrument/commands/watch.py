@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from instrument.analysis.folders import find_runs
-from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
 from instrument.sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from instrument.live.live_run import LiveRun
     from instrument.live.sweep import LiveSweep
 
-PIPE_WIDTH = 160
 OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
 READING_SECONDS = 0.1  # for earlier steps, in each later frame
 INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
@@ -62,9 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.control and not args.web:
         parser.error("--control requires --web")
     interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = wide_console()
     try:
         if args.web:
             return _serve(args.run, args.port, interval, takes_changes=args.control)

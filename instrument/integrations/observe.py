@@ -84,7 +84,7 @@ def observe(
             if backward:
                 _backward(model, batch, _scalar(output, loss))
         probe.end_step()
-    rows = probe.tensors()  # gradients of a reentrant segment come from the recomputed pass
+    rows: pd.DataFrame = probe.tensors()  # gradients of a reentrant segment come from the recomputed pass
     keys = ["hook", "layer", "path", "call", "backward"]
     described = rows.merge(probe.stats[[*keys, *STATISTICS]], on=keys, how="left")
     return described.assign(shape=described["source_shape"].map(tuple))[list(COLUMNS)]
