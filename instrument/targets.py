@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from .errors import ConfigError, Problem, similar_names
-from .spec.field_types import Target
+from .spec.field_types import Target, nested_values
 
 
 def locate(path: str, where: str) -> Any:
@@ -63,7 +63,9 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
         ConfigError: The target does not exist, or the call fails.
     """
     locate(target.target, where)
-    _locate_within(target.model_extra, where)
+    for key, value in nested_values(target.model_extra, where):  # so that an error is reported at its own key
+        if isinstance(value, dict) and isinstance(path := value.get("_target_"), str):
+            locate(path, f"{key}._target_")
     try:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except (InstantiationException, SystemExit) as error:
@@ -84,18 +86,6 @@ def build_callable(target: Target, where: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(found).__name__))
     return found  # type: ignore[no-any-return]
-
-
-def _locate_within(value: Any, where: str) -> None:
-    """Locate the targets in a target's arguments at any depth, so that errors are reported at their own key."""
-    if isinstance(value, dict):
-        if isinstance(path := value.get("_target_"), str):
-            locate(path, f"{where}._target_")
-        for key, item in value.items():
-            _locate_within(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _locate_within(item, f"{where}[{i}]")
 
 
 def _arguments(target: Target) -> str:

@@ -16,7 +16,7 @@ from .apply import ApplySpec
 from .base import ACTIONS
 from .budget import BudgetConfig
 from .config import RunConfig
-from .field_types import Target, number_to_text
+from .field_types import Target, nested_values, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
 from .messages import TARGET, UnknownNameError, message_of
@@ -55,8 +55,10 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if not raw.get("data"):
         fix = "set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}"
         problems.append(Problem("data", "no dataset is configured", fix=fix))
-    for section in ("optimizer", "scheduler"):
-        problems += _not_finite(raw.get(section), section)
+    for section in ("optimizer", "scheduler"):  # those of PyTorch accept most invalid numbers
+        for where, value in nested_values(raw.get(section), section):
+            if isinstance(value, float) and not math.isfinite(value):
+                problems.append(Problem(where, "must be finite", given=value, allowed="a finite number"))
     missing = {problem.where for problem in problems}
     try:
         config = RunConfig.model_validate({**raw, **{section: {} for section in sections}, **parsed})
@@ -67,18 +69,6 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError(*problems)
     return config
-
-
-def _not_finite(value: Any, where: str) -> Iterable[Problem]:
-    """Yield a problem for every NaN or infinite number in a section."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _not_finite(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _not_finite(item, f"{where}[{i}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(where, "must be finite", given=value, allowed="a finite number")
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
