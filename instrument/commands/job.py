@@ -62,9 +62,8 @@ def job(config: DictConfig) -> float | None:
     score = None
     with report_errors() as folders:
         if folders.sweep is not None and config.get("resume") is not None and not _is_own(config.resume, folders):
-            raise ConfigError(
-                Problem("resume", "only single runs can be resumed", given=config.resume, fix="remove -m")
-            )
+            message = "only single runs can be resumed"
+            raise ConfigError(Problem("resume", message, given=config.resume, fix="remove -m"))
         parsed, raw = read_config(config)
         objective = read_objective(parsed.objective, raw.get("hooks"))
         if parsed.plan:

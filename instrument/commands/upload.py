@@ -56,10 +56,8 @@ def _remote(folder: Path, remote: str | None) -> RemoteFolder:
         return RemoteFolder(remote_address_of(folder, remote), "REMOTE")
     address = read_record(folder, "RUN").get("remote")
     if not address:
-        message, fix = (
-            "is missing: the run was started without sink.remote",
-            "run python -m instrument.upload RUN s3://bucket/prefix",
-        )
+        message = "is missing: the run was started without sink.remote"
+        fix = "run python -m instrument.upload RUN s3://bucket/prefix"
         raise ConfigError(Problem("REMOTE", message, given=str(folder), fix=fix))
     return RemoteFolder(address, "RUN")
 

@@ -219,9 +219,7 @@ def _length(factor: Any) -> int:
 def _known_hook(name: str, where: str, settings: Settings) -> str:
     if name not in settings.hooks:
         similar = similar_names(name, settings.hooks)
-        raise ConfigError(
-            Problem(where, "the run has no such hook", name, allowed=list(settings.hooks), similar=similar)
-        )
+        raise ConfigError(Problem(where, "the run has no such hook", name, list(settings.hooks), similar))
     return name
 
 
