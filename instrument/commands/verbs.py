@@ -102,7 +102,7 @@ def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int
 
 def _print_error(error: InstrumentError) -> int:
     """Print an error, in the first process of torchrun only, and return its exit code."""
-    if os.environ.get("RANK", "0") == "0":
+    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # other systems set only RANK
         print(error, file=sys.stderr)
     return error.exit_code
 

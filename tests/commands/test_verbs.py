@@ -101,7 +101,11 @@ def test_unknown_verb_is_refused_with_similar_ones(
     error = capsys.readouterr().err
     assert "there is no such verb" in error
     assert "similar  report" in error
-    monkeypatch.setenv("RANK", "1")  # of torchrun, where the first process prints the error
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        run_verb(monkeypatch, "Reprot", "run")
+    assert "there is no such verb" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of torchrun, where the first process prints the error
     with pytest.raises(SystemExit):
         run_verb(monkeypatch, "Reprot", "run")
     assert capsys.readouterr().err == ""
