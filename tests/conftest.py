@@ -269,7 +269,7 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int
 
 
 def _exit_code_of_replay(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
-    from instrument.replay import main
+    from instrument.commands.replay import main
 
     return _code_of(main, monkeypatch, ["replay.py", *arguments])
 

@@ -32,7 +32,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "formatting",
         "lazy_compiler",
         "sparse",
-        "verbs",
     ),
     ("dtensor",),
     ("targets", "stats"),
@@ -50,22 +49,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration", "distributed"),
     ("sweeps", "training"),
     ("dry_run", "live", "verification"),
-    ("cli", "conversion"),
-    (
-        *(
-            "__main__",
-            "compact",
-            "control",
-            "convert",
-            "diff",
-            "export",
-            "findings",
-            "integrations",
-            "recover",
-            "replay",
-        ),
-        *("sweep", "upload", "verify", "watch"),
-    ),
+    ("conversion", "integrations"),
+    ("commands",),
+    ("__main__",),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {
@@ -74,7 +60,6 @@ ALLOWED_WITHIN_A_LAYER = {
     ("registry", "errors"),
     ("spec", "errors"),
     ("spec", "registry"),
-    ("verbs", "errors"),
 }
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 
@@ -85,6 +70,8 @@ def files() -> list[Path]:
 
 def subpackage_of(file: Path) -> str:
     """Return the subpackage or top-level module of a file; empty for `instrument/__init__.py`."""
+    if file.name == "__main__.py":  # also that of `python -m instrument.report`
+        return "__main__"
     first = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
@@ -251,10 +238,10 @@ import json, sys
 seen = {}
 import instrument
 seen["package"] = list(sys.modules)
-import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
+import instrument.spec.parse, instrument.spec.schema
+from instrument.commands import recover, upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.control, instrument.convert, instrument.diff, instrument.export, instrument.sweep
-import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
+from instrument.commands import compact, completion, control, convert, diff, export, replay, report, sweep, verify, watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

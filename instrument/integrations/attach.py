@@ -200,11 +200,7 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) ->
 
 
 def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
-    """Return the sink of the probe: files, memory or a custom sink, or files and a custom sink.
-
-    Raises:
-        ConfigError: The custom sink lacks a method.
-    """
+    """Return the sink of the probe: files, memory or a custom sink, or files and a custom sink."""
     own = None if custom is None else CustomSink(custom, "sink")
     if out is None:
         return own or MemorySink()
@@ -213,11 +209,7 @@ def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
 
 
 def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
-    """Return the remote copy of a run; it does nothing if `remote` is None.
-
-    Raises:
-        ConfigError: `remote` is given without `out`, or the address is invalid.
-    """
+    """Return the remote copy of a run; it does nothing if `remote` is None."""
     if out is None and remote is not None:
         message = "the rows are kept in memory, so there are no files to upload"
         raise ConfigError(Problem("remote", message, fix="pass out=FOLDER"))
@@ -226,11 +218,7 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
 
 
 def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:
-    """Return the group of processes that train the model; None for a single process.
-
-    Raises:
-        ConfigError: An argument or a hook is not supported with several processes or with sharded parameters.
-    """
+    """Return the group of processes that train the model; None for a single process."""
     if reduce not in ("none", "global"):
         raise ConfigError(Problem("reduce", "not one of the allowed values", given=reduce, allowed=("none", "global")))
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

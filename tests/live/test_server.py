@@ -21,7 +21,7 @@ from torch import nn
 from waiting import TIMEOUT, wait_until
 
 import instrument
-from instrument import watch
+from instrument.commands import watch
 from instrument.live.live_run import LiveRun
 from instrument.live.pages import LivePage
 from instrument.live.server import LiveServer
