@@ -21,11 +21,7 @@ class BatchShard:
     size: int = 1
 
     def indices_of(self, batch: range) -> range:
-        """Return the contiguous part of a batch that belongs to this process.
-
-        Args:
-            batch: Dataset indices of the full batch.
-        """
+        """Return the contiguous part of a batch that belongs to this process."""
         return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
 
 

@@ -54,9 +54,6 @@ class Strategy:
     def check_config(self, config: RunConfig) -> None:
         """Check that this strategy supports a configuration.
 
-        Args:
-            config: Configuration of the run.
-
         Raises:
             ConfigError: The configuration contains unsupported settings; the error lists all of them.
         """
@@ -97,11 +94,7 @@ class Strategy:
         return forward
 
     def seed_ranks(self, seed: int) -> None:
-        """Give each process a different random state, for example for dropout.
-
-        Args:
-            seed: Seed of the run.
-        """
+        """Give each process a different random state, for example for dropout."""
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
@@ -115,9 +108,6 @@ class Strategy:
 
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
         """Combine the means of this process into means over all processes.
-
-        Args:
-            means: Means of this process.
 
         Returns:
             Means over all processes, in the same order, with the sums of the weights.
@@ -320,10 +310,7 @@ def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the modules whose parameters are gathered together.
-
-    A block that shares a parameter with another block, or with a module outside all blocks, is left out.
-    """
+    """Find the modules whose parameters are gathered together."""
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:

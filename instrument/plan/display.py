@@ -207,10 +207,7 @@ def _composite_functions(sites: Sequence[Site], inferred: InferredCalls) -> list
 def _unselected(
     spec: HookSpec, matched_by_glob: list[Layer], unhooked: Mapping[int, Iterable[str]]
 ) -> Iterator[tuple[str, list[Layer]]]:
-    """Yield the layers that the globs match but another field excludes, by the reason.
-
-    `unhooked` has the names of the parameters without a site of this spec, by their `id`.
-    """
+    """Yield the layers that the globs match but another field excludes, by the reason."""
     of_other_type = [layer for layer in matched_by_glob if spec.types and not any(map(layer.is_a, spec.types))]
     excluded = [layer for layer in matched_by_glob if layer.is_named(spec.exclude)]
     rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]

@@ -171,10 +171,7 @@ class FunctionMode(TorchFunctionMode):
         return owners
 
     def _calling_module(self) -> tuple[FrameType | None, bool]:
-        """Return the frame of the innermost module that runs, and whether compiled code calls the function.
-
-        The frame is None if one of `own_hooks` calls the function.
-        """
+        """Return the frame of the innermost module that runs, and whether compiled code calls the function."""
         frame: FrameType | None = sys._getframe(3)
         is_compiled = False
         while frame is not None and frame.f_code is not _CALL:

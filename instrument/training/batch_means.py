@@ -33,10 +33,6 @@ def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[l
     """Return the weight of each micro-batch in the loss of a step, and the number by which they are divided.
 
     The number is the sum of the weights over all processes, or 1 if losses are added. It may be 0.
-
-    Args:
-        experiment: The experiment.
-        micro_batches: The micro-batches of the step.
     """
     task = experiment.task
     weights = [batch_weight(task, *each) for each in zip(micro_batches, micro_batches.sizes, strict=True)]

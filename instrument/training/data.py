@@ -127,11 +127,7 @@ def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None
 
 
 def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
-    """Return a slice of a dataset.
-
-    Raises:
-        ConfigError: The slice is empty, or requires a length that an iterable dataset does not have.
-    """
+    """Return a slice of a dataset."""
     if not is_iterable(dataset):
         return Slice(dataset, slice_indices(dataset, which, where))
     if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
@@ -141,11 +137,7 @@ def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Strea
 
 
 def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None:
-    """Check the loader options for an iterable dataset.
-
-    Raises:
-        ConfigError: An option requires a dataset with a length.
-    """
+    """Check the loader options for an iterable dataset."""
     if config.num_workers > 1:
         message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
         raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
@@ -292,11 +284,7 @@ class Batches:
             self._epoch, self._taken = self._epoch + 1, 0
 
     def _order_of_epoch(self) -> list[int] | None:
-        """Return the indices of the samples in this epoch; None for a stream.
-
-        Raises:
-            ConfigError: The sampler gives invalid indices.
-        """
+        """Return the indices of the samples in this epoch; None for a stream."""
         if isinstance(self.dataset, Stream):
             return None
         size = len(self.dataset)  # type: ignore[arg-type]

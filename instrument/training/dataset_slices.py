@@ -60,11 +60,7 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
 
 
 def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[Dataset[Any], str]:
-    """Build the dataset with the first split that it accepts.
-
-    Raises:
-        ConfigError: It accepts none of them, or fails for another reason.
-    """
+    """Build the dataset with the first split that it accepts."""
     refusals: list[ConfigError] = []
     for name in names:
         try:
@@ -170,13 +166,7 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
 
 
 def _targets(dataset: Dataset[Any], where: str) -> list[int]:
-    """Return the class of each sample.
-
-    The classes are the attribute `targets` of torchvision datasets, or else the second element of each sample.
-
-    Raises:
-        ConfigError: The targets cannot be converted to integers.
-    """
+    """Return the class of each sample."""
     targets = getattr(dataset, "targets", None)
     try:
         if targets is None:

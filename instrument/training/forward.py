@@ -114,14 +114,7 @@ class _Sums(Mapping[str, "float | None"]):
         self._pending: tuple[Mapping[str, float | None], float, Tensor | float, int] | None = None
 
     def add(self, row: Mapping[str, float | None], weight: float, classified: Tensor | float, samples: int) -> None:
-        """Add a batch.
-
-        Args:
-            row: Its row of the `metrics` table.
-            weight: The weight of its loss.
-            classified: The number of targets in its accuracy.
-            samples: Its number of samples.
-        """
+        """Add a batch."""
         self._read_pending()
         self._pending = (row, weight, classified, samples)
 

@@ -140,11 +140,7 @@ class InitialWeights:
 
 
 def _files_of_run(folder: Path) -> list[Path]:
-    """Return the file of the final weights of a run, or else the files of its latest checkpoint.
-
-    Raises:
-        ConfigError: The folder contains no run, or the run has neither.
-    """
+    """Return the file of the final weights of a run, or else the files of its latest checkpoint."""
     read_record(folder, WHERE)
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -159,11 +155,7 @@ def _files_of_run(folder: Path) -> list[Path]:
 
 
 def _state_dict(file: Path) -> Mapping[str, Any] | None:
-    """Return the state dict in a file; None for a checkpoint without weights.
-
-    Raises:
-        ConfigError: The file cannot be read, or contains no state dict.
-    """
+    """Return the state dict in a file; None for a checkpoint without weights."""
     content = _content(file)
     if isinstance(content, Mapping):
         if "version" in content and "batches" in content and "model" not in content:

@@ -247,11 +247,7 @@ class _StreamBatches(IterableDataset[LoadedBatch]):
 
 
 def seed_random_states(seed: int) -> None:
-    """Seed Python, NumPy and the CPU generator of PyTorch.
-
-    Args:
-        seed: From 0 to 2^32 - 1.
-    """
+    """Seed Python, NumPy and the CPU generator of PyTorch with a number from 0 to 2^32 - 1."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds all devices.

@@ -173,18 +173,7 @@ def _compute_gradients(
     weights: Sequence[float],
     total: float,
 ) -> tuple[list[Outcome], list[Tensor]]:
-    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum.
-
-    Args:
-        experiment: The experiment.
-        observer: The observer.
-        micro_batches: The micro-batches of the step.
-        weights: The weight of each micro-batch.
-        total: The number by which the weighted sum is divided.
-
-    Returns:
-        The outcome of each micro-batch, and its part of the loss: a scalar without a graph.
-    """
+    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum."""
     strategy, train_module = experiment.strategy, experiment.train_module
     outcomes: list[Outcome] = []
     losses: list[Tensor] = []
@@ -210,10 +199,6 @@ def _compute_gradients(
 @torch.no_grad()
 def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
     """Evaluate the model in eval mode, without gradients. The mode of the model is restored.
-
-    Args:
-        experiment: The experiment.
-        probe: The attached probe.
 
     Returns:
         The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
@@ -251,9 +236,6 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
 
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     """Return the L2 norm of all gradients of a model as one vector.
-
-    Args:
-        model: The model.
 
     Returns:
         A scalar; None if no parameter has a gradient.

@@ -117,10 +117,7 @@ def _batch_and_parts(dataset: Dataset[Any], size: int, shard: BatchShard, option
 
 
 def _loss_and_gradient(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the loss of a batch, and its gradient with respect to the last parameter that it depends on; None without a loss.
-
-    The gradient differs also where all samples have the same loss, as with initial weights of zero.
-    """
+    """Return the loss of a batch, and its gradient with respect to the last parameter that it depends on; None without a loss."""
     loss = task(model, batch).loss
     if loss is None:
         return None
@@ -132,10 +129,7 @@ def _loss_and_gradient(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor
 
 
 def _are_close(ones: Sequence[Any], others: Sequence[Any], results: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether loss and gradient are equal, within the rounding of their largest values in any result.
-
-    Values that are not finite are not compared.
-    """
+    """Return whether loss and gradient are equal, within the rounding of their largest values in any result."""
     for index, (one, other) in enumerate(zip(ones, others, strict=True)):
         largest = max(float(result[index].nan_to_num().float().norm()) for result in results)
         tolerance = max(_TOLERANCE, 8 * torch.finfo(one.dtype).eps)

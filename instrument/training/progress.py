@@ -59,9 +59,6 @@ class Speed:
     def left(self, steps: int) -> float | None:
         """Estimate the remaining time, including evaluations at their present frequency.
 
-        Args:
-            steps: The number of remaining steps.
-
         Returns:
             Seconds; None before the end of the second step, because the first step is slower than the others.
         """
@@ -69,11 +66,7 @@ class Speed:
 
 
 class Size:
-    """The size of the tables of a run on disk. The folder is read at most once per second.
-
-    Args:
-        folder: The folder of the run.
-    """
+    """The size of the tables of a run on disk. The folder is read at most once per second."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -284,12 +284,7 @@ class _Training:
         )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
-        """Run to the last step.
-
-        Returns:
-            The metrics of the last evaluation, or the means over all batches in `mode: forward`; and the reason if
-            recording stopped (None otherwise).
-        """
+        """Run to the last step."""
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show, reported_graph_breaks(probe):
             last = None
@@ -321,11 +316,7 @@ class _Training:
         return metrics, self.sink.failure
 
     def begin(self) -> None:
-        """Open the trackers and the custom sink, and start the upload.
-
-        If the run is resumed, first remove the rows of the steps that are repeated. Then send the remaining rows of the
-        first repeated step to the trackers. They are rows of the evaluation before this step.
-        """
+        """Open the trackers and the custom sink, and start the upload."""
         since = None if self.state is None or self.parts is None else self.state["step"]
         with ExitStack() as opened:
             trackers = {}

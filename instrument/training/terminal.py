@@ -75,12 +75,7 @@ class Terminal:
         self.quiet = self.console.quiet = True
 
     def begin(self, experiment: Experiment, folder: Path) -> None:
-        """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes.
-
-        Args:
-            experiment: The experiment.
-            folder: The folder of the run.
-        """
+        """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes."""
         self.folder = folder
         self._show_fallback(experiment.data.source["fallback"])
         for _, message in experiment.plan.layers.hidden_messages():
@@ -270,12 +265,7 @@ class Terminal:
             self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
-        """Show the summary of a training that continued after recording stopped.
-
-        Args:
-            failure: The reason.
-            metrics: The metrics of the last evaluation.
-        """
+        """Show the summary of a training that continued after recording stopped."""
         self.show_recording_stopped(failure)
         self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
 

@@ -375,8 +375,8 @@ def test_slice_is_checked_after_selecting_samples(samples: int | None, cut: str,
 
 
 def test_step_that_fails_with_hooks_is_reported_before_the_run() -> None:
-    """The first call, on a copy of the model, succeeds; the calls in the steps of the dry run fail."""
-    REMAINING_SUCCESSES[:] = [True]
+    """The trials on the first and on the smallest batch succeed; the calls in the steps of the dry run fail."""
+    REMAINING_SUCCESSES[:] = [True, True]
     hooks = {"broken": {"layers": "encoder.0", "kind": "forward", "action": "modify", "fn": fails}}
     with pytest.raises(ConfigError) as caught:
         forecast_of(hooks)
