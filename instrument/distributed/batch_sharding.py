@@ -33,10 +33,7 @@ def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str
     """Check that every process receives at least one sample of every batch.
 
     Args:
-        length: Number of samples in the dataset.
         batch_size: Number of samples in a full batch, over all processes.
-        shard: Batch shard of this process.
-        where: Configuration key to name in the error.
 
     Raises:
         ConfigError: A batch has fewer samples than there are processes.
@@ -70,9 +67,7 @@ class StepBatches(list[Any]):
         """Append a micro-batch.
 
         Args:
-            batch: The micro-batch.
             indices: Dataset indices of its samples: those of this process.
-            total: Number of samples of all processes.
         """
         self.append(batch)
         self.indices.append(indices)

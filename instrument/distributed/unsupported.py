@@ -16,7 +16,6 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
     Args:
         budget: Budget of the run; None for no budget.
-        hooks: Hook specs by name.
 
     Returns:
         The problems found.

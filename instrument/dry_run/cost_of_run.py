@@ -6,7 +6,6 @@ hooks. It uses the first batches of the run. Rows are written to a temporary fol
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +21,15 @@ from ..spec.schedule import STEP_PHASES, Schedule
 from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
-from .size_estimates import Sample, bytes_of_rows, bytes_of_tensors
+from .size_estimates import bytes_on_disk
+
+ROW_BYTES = 64  # approximate bytes per recorded tensor in addition to its values
 
 
 def dry_run(experiment: Experiment) -> Forecast:
     """Estimate the cost of a run from a few of its steps.
 
     The steps change the experiment, so it cannot be used for training afterwards.
-
-    Args:
-        experiment: The experiment.
 
     Returns:
         The estimated cost of the run.
@@ -60,45 +58,40 @@ def dry_run(experiment: Experiment) -> Forecast:
 def _result(
     experiment: Experiment, profile: Profile, baseline: Sequence[float], loading: float, folder: Path
 ) -> Forecast:
-    """Compute the estimated cost of the run.
-
-    Args:
-        experiment: The experiment.
-        profile: The measurements of the steps with hooks.
-        baseline: The durations of steps without hooks, in seconds.
-        loading: The time to load the batches of a step, in seconds.
-        folder: The temporary folder with the rows.
-    """
+    """Compute the estimated cost of the run."""
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
-    samples: dict[str, dict[str, Sample]] = {table: {} for table in TABLES_OF_ROWS}
+    expected: dict[str, dict[str, float]] = {table: {} for table in ("tensors", *TABLES_OF_ROWS)}
     tensor_bytes: dict[str, list[int]] = {}
-    times: dict[str, float] = {}
     for name, spec in plan.specs.items():
         due = firings[name]
         measured = [each for each in profile.steps_with_rows if each.phase == spec.phase and each.step in due.steps]
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
-        for table in TABLES_OF_ROWS:
-            written = [each.rows[table][name] for each in measured]
-            shortest = min(map(len, written), default=0)
-            count = shortest // micro_steps
-            samples[table][name] = Sample([some[:shortest] for some in written], due.steps, count * due.times)
-            rows[name] = rows.get(name, 0) + count
         tensor_bytes[name] = [size for each in measured for size in each.tensor_bytes[name]]
-        times[name] = due.times / micro_steps / max(1, len(measured))
-        rows[name] += len(tensor_bytes[name]) // max(1, len(measured)) // micro_steps
+        rows[name] = len(tensor_bytes[name]) // max(1, len(measured)) // micro_steps
+        recorded = sum(size + ROW_BYTES for size in tensor_bytes[name])
+        expected["tensors"][name] = recorded * due.times / micro_steps / max(1, len(measured))
+        for table in TABLES_OF_ROWS:
+            count = min((each.rows[table][name] for each in measured), default=0) // micro_steps
+            expected[table][name] = count * due.times
+            rows[name] += count
     every = experiment.config.train.checkpoint.every
     checkpoints = experiment.steps / every if every else 0.0  # each of them closes the parts of all tables
-    sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, checkpoints)
+    amounts = {table: [1] * profile.rows[table] for table in TABLES_OF_ROWS}
+    amounts["tensors"] = [size + ROW_BYTES for size in profile.tensor_bytes]
+    tables = [
+        bytes_on_disk(folder, TABLES[table], amounts[table], of_specs, checkpoints)
+        for table, of_specs in expected.items()
+    ]
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
     seconds, fixed = _seconds(profile, baseline, of_steps)
     cost = {
         name: Cost(
             len(due.steps),
             rows[name] * due.times,
-            round(sizes[name]),
+            round(sum(sizes[name] for sizes in tables)),
             seconds.get(name, 0.0),
             _memory(plan.specs[name], name, profile),
         )
@@ -110,12 +103,7 @@ def _result(
 
 
 def _sample_rows(experiment: Experiment, tensors: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the number of rows of the tables with one row per sample, over all processes.
-
-    Args:
-        experiment: The experiment.
-        tensors: By spec, one entry for each tensor that it recorded in the dry run.
-    """
+    """Return the number of rows of the tables with one row per sample, over all processes."""
     length, names_all = experiment.length, experiment.config.data.ids == "all"
     rows = {"samples": 0, "generated": 0}
     for phase in experiment.inferred_by_phase:
@@ -151,44 +139,8 @@ def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
     return spec.keep * max((each.kept_bytes[name] for each in profile.steps_with_rows), default=0)
 
 
-def _sizes(
-    folder: Path,
-    samples: Mapping[str, Mapping[str, Sample]],
-    written: Sequence[int],
-    tensor_bytes: Mapping[str, list[int]],
-    times: Mapping[str, float],
-    checkpoints: float,
-) -> dict[str, float]:
-    """Return the estimated bytes on disk by spec, summed over all tables.
-
-    Args:
-        folder: The temporary folder with the rows.
-        samples: By table and spec, the measured rows.
-        written: The size of each tensor in the folder, in bytes, in the order of the rows.
-        tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        times: By spec, the number of times that the run records this amount.
-        checkpoints: The expected number of checkpoints.
-    """
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    tables = [bytes_of_tensors(scratch, folder, written, tensor_bytes, times, checkpoints)]
-    for table, specs in samples.items():
-        between = sum(spec.rows for spec in specs.values()) / checkpoints if checkpoints else math.inf
-        tables.append(bytes_of_rows(scratch, TABLES[table], specs, between))
-    return {name: sum(sizes[name] for sizes in tables) for name in tensor_bytes}
-
-
 def _seconds(profile: Profile, baseline: Sequence[float], specs: Sequence[str]) -> tuple[dict[str, float], float]:
-    """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step.
-
-    Args:
-        profile: The measurements of the steps with hooks.
-        baseline: The durations of steps without hooks, in seconds.
-        specs: The names of the specs that run in steps.
-
-    Returns:
-        Seconds by spec, and seconds per step.
-    """
+    """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step."""
     measured = [each for each in profile.steps if each.phase in STEP_PHASES]
     if not measured:
         return {}, 0.0

@@ -27,8 +27,6 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
 
     Args:
         spec: The spec, of a kind that sees the tensors of modules.
-        hooked: The modules that it matches.
-        layers: The modules of the model.
         where: The config key of the spec, for messages.
 
     Raises:

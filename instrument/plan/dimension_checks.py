@@ -61,9 +61,6 @@ def misfit(site: Site, path: str, tensor: Tensor, *, may_exceed: bool = False) -
     """Return the first field of a site's spec that does not fit a tensor; None if all fit.
 
     Args:
-        site: The site.
-        path: The path of the tensor.
-        tensor: The tensor.
         may_exceed: Whether a slice may end beyond a dimension, where it is cut. Default: False.
     """
     spec, shape = site.spec, shape_of(tensor)

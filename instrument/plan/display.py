@@ -39,10 +39,7 @@ def plan_view(
     """Render the complete plan with rich.
 
     Args:
-        plan: The plan.
         inferred_by_phase: The results of shape inference, by phase.
-        forecast: The estimated cost.
-        steps: The number of steps of the run.
         folder: The folder in which a run would be created.
 
     Returns:

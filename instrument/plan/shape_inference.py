@@ -91,7 +91,6 @@ def infer_shapes(
     """Run one forward pass and list the tensors of every module.
 
     Args:
-        model: The model.
         forward: Runs the model on a batch and computes the loss.
         training: Whether the model is in training mode during the pass.
         observe: Called with each module, `input` or `output`, and the value.
@@ -279,7 +278,6 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
     """Restore everything that a forward pass may change: training flags, buffers, random states.
 
     Args:
-        model: The model.
         training: Whether the model is in training mode in the block. Default: None, its current mode.
     """
     flags = {module: module.training for module in model.modules()}

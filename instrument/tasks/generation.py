@@ -157,11 +157,7 @@ class Generate:
 
 
 def _prompts(batch: Any) -> Sequence[Any]:
-    """Return the prompts of a batch.
-
-    Raises:
-        TypeError: The batch is not a list of prompts.
-    """
+    """Return the prompts of a batch."""
     if isinstance(batch, list | tuple) and batch:
         return batch
     raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")

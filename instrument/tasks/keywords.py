@@ -183,11 +183,7 @@ class LossDict:
 
 
 def _entries(batch: Any) -> dict[str, Any]:
-    """Return the entries of a batch.
-
-    Raises:
-        TypeError: The batch is not a mapping.
-    """
+    """Return the entries of a batch."""
     if isinstance(batch, Mapping):
         return dict(batch)
     raise TypeError(

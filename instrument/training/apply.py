@@ -36,7 +36,6 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 
     Args:
         specs: The specs of the `apply` section, by name.
-        model: The model to change.
 
     Raises:
         ConfigError: A spec matches no module or no parameter, or its action fails at a module.
@@ -193,7 +192,6 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     Args:
         target: The target, with its arguments.
         where: The configuration key of the target, for error messages.
-        positional: Positional arguments of the target.
 
     Returns:
         The module.

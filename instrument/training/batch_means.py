@@ -47,7 +47,6 @@ def means_over_processes(experiment: Experiment, outcomes: Sequence[Outcome], we
     """Return the loss, the accuracy and the custom metrics over the batches of all processes.
 
     Args:
-        experiment: The experiment.
         outcomes: The outcome of each batch of this process. All processes have the same number of batches and the same metrics.
         weights: The weight of each batch, see `batch_weight`.
     """

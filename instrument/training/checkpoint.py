@@ -48,7 +48,6 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: The folder of the run.
         every: The interval between checkpoints, in steps. A checkpoint is also written after the last step. Default: 0,
             which disables checkpoints.
         processes: The processes that train together; all of them save and load at the same time. Default: None, a
@@ -68,12 +67,7 @@ class Checkpoints:
         return checkpoint_steps(self.folder)
 
     def is_scheduled(self, step: int, steps: int) -> bool:
-        """Return whether a checkpoint is scheduled.
-
-        Args:
-            step: The number of completed steps.
-            steps: The number of steps of the run.
-        """
+        """Return whether a checkpoint is scheduled."""
         return bool(self.every) and (step % self.every == 0 or step == steps)
 
     def save(
@@ -191,7 +185,6 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
 
     Args:
         experiment: The experiment. No hook is attached to its model.
-        folder: The folder of the run.
 
     Raises:
         InstrumentError: The file cannot be written.

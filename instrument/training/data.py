@@ -151,7 +151,6 @@ def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> Loade
 
     Args:
         config: The `data` section.
-        seed: The seed of the run.
         pins_memory: Whether the device reads pinned memory.
 
     Raises:
@@ -204,9 +203,7 @@ class Batches:
     Args:
         dataset: The slice `data.slice`.
         config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
-        seed: The seed of the shuffle.
         shard: The part of each batch that this process gets. Default: the full batch.
-        options: How batches are loaded.
         sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
             the seed and the epoch. Default: None, all samples in random order.
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
@@ -323,11 +320,7 @@ class Batches:
         return batch_sizes(self.length, self.batch_size, first, first + self.accumulate)
 
     def samples_at(self, steps: Collection[int]) -> set[int] | None:
-        """Return the dataset indices of the samples of some steps, over all processes; None for a stream.
-
-        Args:
-            steps: Steps from the start of the run.
-        """
+        """Return the dataset indices of the samples of some steps, over all processes; None for a stream."""
         dataset = self.dataset
         if not isinstance(dataset, Slice):
             return None
@@ -359,7 +352,6 @@ def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None =
     """Return the number of samples in each batch of a dataset, summed over all processes.
 
     Args:
-        length: The number of samples in the dataset.
         batch_size: The number of samples per batch. The last batch may be smaller.
         first: The index of the first batch in the result. Default: 0.
         stop: The index after the last batch in the result. Default: None, all remaining batches.
@@ -377,10 +369,8 @@ def first_batch(
     """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
 
     Args:
-        dataset: The dataset.
         batch_size: The number of samples per batch, over all processes.
         shard: The part of the batch that this process gets. Default: the full batch.
-        options: How batches are loaded.
         where: The configuration key of the slice, for error messages. Default: `data.slice`.
 
     Raises:

@@ -27,7 +27,6 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
     does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
 
     Args:
-        target: The target of the dataset.
         split: The split of the slice; None if the configuration names none.
         where: The key of the slice: `data.slice` or `data.eval_slice`.
 
@@ -126,7 +125,6 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
 
     Args:
         dataset: The dataset, with a length.
-        which: The slice.
         where: The configuration key of the slice, for error messages.
 
     Returns:

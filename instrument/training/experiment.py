@@ -40,7 +40,7 @@ from .compiled_models import compile_model
 from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
 from .device_and_seed import choose_device
 from .hook_trials import HookTrials, Sizes
-from .initial_weights import InitialWeights, LoadedWeights
+from .initial_weights import InitialWeights
 from .input_gradients import with_input_gradients
 from .loader import LoadedBatch, Loader, LoaderOptions
 from .loss_checks import check_loss_of_parts
@@ -103,7 +103,7 @@ class Experiment:
     plan: HookPlan
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
-    weights: LoadedWeights | None
+    weights: InitialWeights | None
     generating_phases: frozenset[str]
     output_notice: OutputNotice | None
     lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
@@ -133,7 +133,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     Shape inference runs one forward pass per phase. It restores the state of the model and the random states.
 
     Args:
-        config: The configuration.
         strategy: How several processes train the model; all of them call this function. Default: None, a single
             process.
 
@@ -146,7 +145,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             trainable parameter, except in `mode: forward`.
     """
     strategy = strategy or Strategy()
-    strategy.check_config(config)
+    if problems := strategy.config_problems(config):
+        raise ConfigError(*problems)
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     _check_loss(config, task)
@@ -350,7 +350,7 @@ class _Loaders:
         return found
 
 
-def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None:
+def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | None:
     """Load the initial weights, and apply the changes of the `apply` section."""
     # The checkpoint of a resumed training contains the weights.
     path = config.init_from.path if config.mode == "forward" or config.resume is None else None
@@ -363,7 +363,8 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None
     apply_specs(config.apply, model)
     if weights.is_of_run:
         weights.load(model)
-    return weights.compared_with(model)
+    weights.compare(model)
+    return weights
 
 
 def _output_unit(config: RunConfig) -> OutputUnit | None:

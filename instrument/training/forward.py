@@ -32,8 +32,6 @@ def run_forward(
     """Run the model over all batches in eval mode. Each batch is a step. Afterwards, all buffers are those from before.
 
     Args:
-        experiment: The experiment.
-        probe: The attached probe.
         on_progress: Called after each batch.
         on_step_end: Called at the end of each batch, with the sums over the batches so far. Checkpoints are saved here.
             Default: None.
@@ -72,7 +70,6 @@ def forward_step(
     Args:
         experiment: The experiment. Its model is in eval mode.
         observer: The probe, or `NoHooks`.
-        batches: The only batch of the step.
 
     Returns:
         The metrics of the step, as the observer returned them; the weight of its loss: the number of samples or terms,

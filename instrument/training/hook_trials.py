@@ -47,10 +47,6 @@ class HookTrials:
     have side effects. The state of an optimizer does not exist yet, so only its shape is checked.
 
     Args:
-        plan: The plan of the hooks.
-        seed: The seed of the run.
-        archive: The tensors of other runs.
-        length: The length of the run.
         sizes: The sizes of the batches, by phase.
 
     Attributes:
@@ -97,7 +93,6 @@ class HookTrials:
         """Run hooks in the forward pass of a block.
 
         Args:
-            phase: The phase.
             total: The number of samples of the batch, over all processes.
             ids: The indices in the dataset of the samples of this process.
             is_first: Whether it is the first batch of shape inference, which all hooks of the phase see. Another batch is seen
@@ -127,7 +122,6 @@ class HookTrials:
         """Run the hooks at a module on its input or output tensors.
 
         Args:
-            module: The module.
             role: `input` or `output`.
             value: The input or output: a tensor, or nested tensors.
         """
@@ -148,9 +142,7 @@ class HookTrials:
         """Run the hooks at a site of a function kind on the tensors of one call of a torch function.
 
         Args:
-            site: The site.
             role: `input` or `output`.
-            value: The tensors by their complete paths.
         """
         for attached in self._at.get(id(site.layer.module), ()):
             if (

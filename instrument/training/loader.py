@@ -58,7 +58,6 @@ class Stream(IterableDataset[Any]):
 
     Args:
         dataset: The dataset. Each `iter(dataset)` starts from the beginning.
-        start: The number of samples to skip.
         stop: The index after the last sample; None for all samples.
     """
 
@@ -121,7 +120,6 @@ class Loader:
         batch_size: The number of samples per batch, over all processes. The last batch may be smaller. An incomplete
             batch of a stream is left out if it has fewer samples than there are processes.
         shard: The part of each batch that this process gets. Default: the full batch.
-        options: How batches are loaded.
     """
 
     def __init__(

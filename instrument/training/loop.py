@@ -57,8 +57,6 @@ def train(
     """Train to the last step, with scheduled evaluations and passes of the probe batch.
 
     Args:
-        experiment: The experiment.
-        probe: The attached probe.
         on_progress: Called after each step and each evaluation.
         on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
             Checkpoints are saved here. Default: None.
@@ -129,9 +127,7 @@ def train_step(
     norm of the step are those of the first time, before the parameters change.
 
     Args:
-        experiment: The experiment.
         observer: The probe, or `NoHooks`.
-        micro_batches: The micro-batches of the step.
 
     Returns:
         The metrics of the step, as the observer returned them.

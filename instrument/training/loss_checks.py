@@ -52,12 +52,8 @@ def check_loss_of_parts(
     in eval mode, and for custom code that fails for a part of a batch.
 
     Args:
-        config: The configuration.
-        task: The task.
         model: The model, on its device.
-        dataset: The samples of the run.
         shard: The part of a batch that this process gets.
-        options: How batches are loaded.
 
     Raises:
         ConfigError: The gradient would differ from that of one batch.

@@ -49,10 +49,7 @@ def recording_problems(
     """Return the first problem of each spec that uses tensors of another run, by the name of the spec.
 
     Args:
-        plan: The plan of the hooks.
         archive: Reads the tensors of other runs, which are opened already.
-        batches_by_phase: The batches of each phase.
-        length: The length of the run.
     """
     problems = {}
     for name, spec in plan.specs.items():

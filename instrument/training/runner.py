@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,7 @@ def run(
     """Run an experiment, resume a stopped run if `config.resume` is set, or replay a run.
 
     Args:
-        config: The validated configuration.
         folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
-        terminal: The output for progress and results.
         raw: The composed configuration, for run.json.
         overrides: The overrides by key, for run.json.
         source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
@@ -192,7 +190,7 @@ def _record_environment(
         remote=remote,
     )
     if experiment.weights is not None:
-        run_folder.update(init_from=asdict(experiment.weights))
+        run_folder.update(init_from=experiment.weights.entry())
 
 
 def _check_report_packages() -> None:
@@ -216,11 +214,7 @@ class _Training:
     A resumed run starts at its last checkpoint, and a replay at a checkpoint of its source.
 
     Args:
-        experiment: The experiment.
-        folder: The folder of the run.
-        terminal: The output for progress.
         raw: The composed configuration, for the trackers.
-        copy: The remote copy of the run.
         source: The run to replay; None without one.
     """
 

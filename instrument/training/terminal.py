@@ -134,8 +134,6 @@ class Terminal:
         """Show the plan and the estimated cost of a run, its fallback dataset, and evaluation samples that it trains on.
 
         Args:
-            experiment: The experiment.
-            forecast: The estimated cost.
             folder: The folder that the run would use; None if it is unknown.
         """
         self._show_fallback(experiment.data.source["fallback"])
@@ -150,9 +148,6 @@ class Terminal:
     @contextmanager
     def progress(self, steps: int) -> Iterator[Show]:
         """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
-
-        Args:
-            steps: The number of steps of the run.
 
         Yields:
             The function to call after each step and each evaluation.
@@ -197,8 +192,6 @@ class Terminal:
         """Show the summary: recorded data, findings, warnings, files and next commands.
 
         Args:
-            experiment: The experiment.
-            folder: The folder of the run.
             metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
             report: The file of the report. Default: None; the command that creates it is shown instead.
             stop_reason: Why the run was stopped. Default: None, the run is complete.
@@ -258,7 +251,6 @@ class Terminal:
         """Show the address of the remote copy.
 
         Args:
-            address: The address of the remote folder.
             size: The number of uploaded bytes.
         """
         if not (self.quiet or self.brief):
