@@ -6,7 +6,7 @@ hooks. It uses the first batches of the run. Rows are written to a temporary fol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -17,7 +17,7 @@ from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.schedule import STEP_PHASES, Schedule
+from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
@@ -63,16 +63,14 @@ def _result(
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
     expected: dict[str, dict[str, float]] = {table: {} for table in ("tensors", *TABLES_OF_ROWS)}
-    tensor_bytes: dict[str, list[int]] = {}
     for name, spec in plan.specs.items():
         due = firings[name]
         measured = [each for each in profile.steps_with_rows if each.phase == spec.phase and each.step in due.steps]
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
-        tensor_bytes[name] = [size for each in measured for size in each.tensor_bytes[name]]
-        rows[name] = len(tensor_bytes[name]) // max(1, len(measured)) // micro_steps
-        recorded = sum(size + ROW_BYTES for size in tensor_bytes[name])
-        expected["tensors"][name] = recorded * due.times / micro_steps / max(1, len(measured))
+        tensors = [size + ROW_BYTES for each in measured for size in each.tensor_bytes[name]]
+        rows[name] = len(tensors) // max(1, len(measured)) // micro_steps
+        expected["tensors"][name] = sum(tensors) * due.times / micro_steps / max(1, len(measured))
         for table in TABLES_OF_ROWS:
             count = min((each.rows[table][name] for each in measured), default=0) // micro_steps
             expected[table][name] = count * due.times
@@ -99,37 +97,7 @@ def _result(
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
-    return Forecast(cost, without, without + fixed + added, _sample_rows(experiment, tensor_bytes))
-
-
-def _sample_rows(experiment: Experiment, tensors: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the number of rows of the tables with one row per sample, over all processes."""
-    length, names_all = experiment.length, experiment.config.data.ids == "all"
-    rows = {"samples": 0, "generated": 0}
-    for phase in experiment.inferred_by_phase:
-        every = range(length.steps) if phase in STEP_PHASES else length.evaluations.steps_in(Schedule(phase="eval"))
-        # The probe batch runs if a hook of its phase is scheduled, also one without tensors.
-        schedules = [
-            firings_of(spec, length).steps
-            for name, spec in experiment.plan.specs.items()
-            if spec.phase == phase and (names_all or (tensors[name] and spec.definition.frequency == "micro_step"))
-        ]
-        named = every if names_all and phase != "probe" else sorted(set().union(*schedules))
-        rows["samples"] += _samples_in(experiment, phase, named)
-        if phase in experiment.generating_phases:
-            rows["generated"] += _samples_in(experiment, phase, every)
-    return rows
-
-
-def _samples_in(experiment: Experiment, phase: str, steps: Sequence[int]) -> int:
-    """Return the number of samples in all batches of these steps, evaluations, or passes of the probe batch."""
-    length, batches = experiment.length, experiment.batches
-    if phase in STEP_PHASES:
-        missing = batches.micro_batches_per_epoch * batches.batch_size - batches.length  # in the last batch of an epoch
-        return length.micro_steps(steps) * batches.batch_size - missing * length.epoch_ends(steps)
-    if phase == "eval":
-        return len(steps) * (0 if experiment.eval_loader is None else experiment.eval_loader.length)
-    return len(steps) * (0 if experiment.probe_batch is None else experiment.probe_batch.samples)
+    return Forecast(cost, without, without + fixed + added)
 
 
 def _memory(spec: HookSpec, name: str, profile: Profile) -> int:

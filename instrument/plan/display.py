@@ -58,7 +58,7 @@ def plan_view(
         *_kept_tensors(plan, forecast),
         *_uncalled_functions(plan),
         Text(),
-        *output_tables(plan, forecast, colours, folder),
+        *output_tables(plan, colours, folder),
     ]
     if any(len(names) > 1 for layer in plan.layers for names in execution_order(plan, layer)):
         parts.insert(1, Text("a → b: both hooks act on the same tensor, a first", style="dim"))
@@ -130,25 +130,16 @@ def _condition(spec: HookSpec) -> str:
     return "" if spec.follows is None else f", after rule {spec.follows}"
 
 
-def output_tables(
-    plan: HookPlan, forecast: Forecast, colours: Mapping[str, str], folder: Path | None
-) -> Iterator[Text]:
-    """Yield lines about the tables that the run will write, and the hooks that write to each.
-
-    Tables with one row per sample have a number of rows instead of hooks.
-    """
+def output_tables(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
+    """Yield lines about the tables that the run will write, and the hooks that write to each."""
     written = {name: _tables_of(spec) for name, spec in plan.specs.items()}
     hooks_by_table = {table: [name for name, tables in written.items() if table in tables] for table in TABLES}
     yield Text("Output tables" + ("" if folder is None else f" in a folder such as {folder}"), "bold")
-    of_samples = {table: rows for table, rows in forecast.sample_rows.items() if rows}
-    tables = [*(table for table, names in hooks_by_table.items() if names), *of_samples]
-    width = max(map(len, tables), default=0) + 1
+    width = max((len(table) for table, names in hooks_by_table.items() if names), default=0) + 1
     for table, names in hooks_by_table.items():
         if names:
             hooks = Text(", ").join(Text(name, colours[name]) for name in names)
             yield Text.assemble(f"  {table + '/':<{width}}  ", hooks)
-    for table, rows in of_samples.items():
-        yield Text(f"  {table + '/':<{width}}  {rows:,} row{'' if rows == 1 else 's'}")
     yield Text("  metrics/, coverage/, layers/, events/ and run.json are always written", "dim")
 
 

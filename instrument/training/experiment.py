@@ -79,7 +79,6 @@ class Experiment:
         inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
-        generating_phases: The phases without gradients in which the task generates tokens.
         output_notice: Which of several outputs of the model the loss uses; None if this is clear.
         lr_scale: The factor of the learning rates, which can change during the training.
     """
@@ -104,7 +103,6 @@ class Experiment:
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
     weights: InitialWeights | None
-    generating_phases: frozenset[str]
     output_notice: OutputNotice | None
     lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
@@ -169,7 +167,7 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     find_unused = config.train.find_unused_parameters
     archive = RunArchive(shard.size, shard.indices_of)
     trials = HookTrials(plan, config.seed, archive, length, loaders.sizes())
-    inferred_by_phase, has_unused, generating_phases, output_notice = _infer_shapes(
+    inferred_by_phase, has_unused, output_notice = _infer_shapes(
         config,
         task,
         model,
@@ -225,7 +223,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         inferred_by_phase=inferred_by_phase,
         archive=archive,
         weights=weights,
-        generating_phases=generating_phases,
         output_notice=output_notice,
     )
 
@@ -383,11 +380,10 @@ def _infer_shapes(
     *,
     trials: HookTrials,
     find_unused: bool,
-) -> tuple[dict[str, InferredCalls], bool, frozenset[str], OutputNotice | None]:
+) -> tuple[dict[str, InferredCalls], bool, OutputNotice | None]:
     """Run shape inference for each phase: on its first batch, and on the smallest batch that hooks see, if that is smaller."""
     has_unused = False
     notice: OutputNotice | None = None
-    generating: set[str] = set()
 
     def forward(phase: str, batch: Any, *, is_first: bool) -> None:
         nonlocal has_unused, notice
@@ -397,13 +393,11 @@ def _infer_shapes(
         unit = _output_unit(config)
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss, generates, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+            loss, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
         trials.end_forward(loss)
         if not is_first:
             return
         _check_target_selection(task, batch)
-        if generates and phase in ("forward", "eval"):
-            generating.add(phase)
         if phase == config.mode:
             notice = found
             has_unused = loss is not None and find_unused and has_unused_parameters(model, loss)
@@ -425,7 +419,7 @@ def _infer_shapes(
         smallest = trials.smallest_batch(phase)
         if smallest is not None and smallest < loaded.total:
             infer(phase, loaders.first_batch(phase, smallest), is_first=False)
-    return inferred, has_unused, frozenset(generating), notice
+    return inferred, has_unused, notice
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -436,17 +430,16 @@ def _autocast(precision: str, device: torch.device) -> torch.autocast:
 
 def _forward(
     task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
-) -> tuple[Tensor | None, bool, OutputNotice | None]:
-    """Return the loss of a batch, or the sum of an output unit; whether the task generates tokens; and a notice."""
+) -> tuple[Tensor | None, OutputNotice | None]:
+    """Return the loss of a batch, or the sum of an output unit; and which of several outputs the loss uses, if that is not clear."""
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
-    generates = bool(outcome.generated)
     if unit is not None:
-        return unit.sum_in(last_output(outputs)), generates, None
+        return unit.sum_in(last_output(outputs)), None
     choice = getattr(task, "output", None)
     if not isinstance(choice, LossOutput) or not outputs or outcome.loss is None:
-        return outcome.loss, generates, None
-    return outcome.loss, generates, choice.notice(outputs[-1], outcome.loss)
+        return outcome.loss, None
+    return outcome.loss, choice.notice(outputs[-1], outcome.loss)
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:
