@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -20,10 +20,10 @@ from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
 from .cost import Forecast
-from .hook_plan import HookPlan, Site, is_selected
+from .hook_plan import HookPlan, is_selected
 from .modules import Layer
 from .remarks import remarks
-from .shape_inference import InferredCalls, function_calls_of
+from .shape_inference import InferredCalls
 from .tree import execution_order, module_tree
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -179,17 +179,7 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
             uncalled = [site.label for site in sites if id(site.layer.module) not in inferred_by_phase[spec.phase]]
             if uncalled:
                 yield f"{name}: not called during shape inference: {shorten(uncalled, 4)}"
-        if composite := _composite_functions(sites, inferred_by_phase[spec.phase]):
-            functions = shorten(composite, 4)
-            yield f"{name}: written in Python and seen as one call, without the functions inside: {functions}"
     yield from (remark.message for remark in remarks(plan))
-
-
-def _composite_functions(sites: Sequence[Site], inferred: InferredCalls) -> list[str]:
-    """Return the functions in the modules of sites that are written in Python and consist of several operations."""
-    calls = [call for site in sites for call in function_calls_of(site, inferred)]
-    found = [function.path.partition(".")[0] for call in calls for function in call if function.operations > 1]
-    return [*dict.fromkeys(found)]
 
 
 def _unselected(

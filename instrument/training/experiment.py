@@ -394,7 +394,8 @@ def _infer_shapes(
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
             loss, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
-        trials.end_forward(loss)
+        if loss is not None:
+            trials.on_loss(loss)
         if not is_first:
             return
         _check_target_selection(task, batch)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from ..analysis.tensors_of_earlier_runs import RunArchive
 from ..errors import ConfigError, InstrumentError, Problem
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.clock import Clock
-from ..kinds.together import JOINED_IN_PLACE_FIX, joins_gradients
 from ..nested import iter_tensors
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfit, stand_in
@@ -81,8 +80,6 @@ class HookTrials:
         self._samples = 0  # of this process
         self._is_first = True
         self._done: set[tuple[AttachedHook | str, ...]] = set()
-        self._inputs: dict[int, list[_JoinedTensor]] = {}  # of the modules that run
-        self._outputs: list[_JoinedTensor] = []
 
     def smallest_batch(self, phase: str) -> int | None:
         """Return the number of samples in the smallest batch of a phase that hooks see; None if they see none."""
@@ -125,8 +122,6 @@ class HookTrials:
             role: `input` or `output`.
             value: The input or output: a tensor, or nested tensors.
         """
-        if role == "output":
-            self._check_unmodified(self._inputs.pop(id(module), ()))
         for attached in self._at.get(id(module), ()):
             site = attached.site
             definition = site.spec.definition
@@ -134,9 +129,6 @@ class HookTrials:
                 continue
             if role == ("input" if "input" in site.spec.tensor_role else "output"):
                 self._run(attached, value)
-                if joins_gradients(site):
-                    watched = self._inputs.setdefault(id(module), []) if role == "input" else self._outputs
-                    watched += _JoinedTensor.of(attached, value)
 
     def on_function(self, site: Site, role: str, value: Any) -> None:
         """Run the hooks at a site of a function kind on the tensors of one call of a torch function.
@@ -151,15 +143,11 @@ class HookTrials:
                 and (role == "input") == (site.spec.tensor_role == "input")
             ):
                 self._run(attached, value)
-                if joins_gradients(site):
-                    self._outputs += _JoinedTensor.of(attached, value)
 
-    def end_forward(self, loss: Tensor | None) -> None:
-        """Run the hooks on the loss, and check that no operation modified the outputs whose gradients hooks join."""
-        outputs, self._outputs = self._outputs, []
-        self._check_unmodified(outputs)
+    def on_loss(self, loss: Tensor) -> None:
+        """Run the hooks of kind `loss`."""
         for attached in self._active:
-            if attached.site.spec.kind == "loss" and loss is not None:
+            if attached.site.spec.kind == "loss":
                 self._run_on(attached, {"": loss})
 
     def on_parameters(self) -> None:
@@ -242,43 +230,6 @@ class HookTrials:
             if isinstance(error.__cause__, LookupError) and spec.definition.gradient and _is_of_run(spec):
                 return  # not every tensor gets a gradient in both runs
             self.failures[spec.name] = _failure(spec, error)
-
-    def _check_unmodified(self, joined: Sequence[_JoinedTensor]) -> None:
-        """Check that tensors whose gradients are joined were not modified in place."""
-        for attached, path, tensor, version in joined:
-            if tensor._version != version:
-                site = attached.site
-                of = "input" if site.spec.tensor_role == "grad_input" else "output"
-                message = (
-                    f"an operation modifies the {of} {path!r} of {site.label!r} in place, so its gradients cannot be "
-                    "joined"
-                )
-                where, fix = f"hooks.{site.spec.name}.together", JOINED_IN_PLACE_FIX
-                self.failures.setdefault(site.spec.name, Problem(where, message, given=True, fix=fix))
-
-
-class _JoinedTensor(NamedTuple):
-    """A tensor whose gradient a hook joins with others, which requires that it is not modified in place.
-
-    Attributes:
-        attached: The hook.
-        path: The path of the tensor.
-        tensor: The tensor without its graph. It shares the version counter.
-        version: The version when the hook would join the gradients.
-    """
-
-    attached: AttachedHook
-    path: str
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, attached: AttachedHook, value: Any) -> list[_JoinedTensor]:
-        """Return the tensors of a call that the hook would join; none if a single one gets a gradient."""
-        found = [(path, tensor) for path, tensor in iter_tensors(value) if tensor.requires_grad]
-        if sum(attached.matches_path(path) for path, _ in found) < 2:
-            return []
-        return [cls(attached, path, tensor.detach(), tensor._version) for path, tensor in found]
 
 
 def _failure(spec: HookSpec, error: InstrumentError) -> Problem:

@@ -258,18 +258,3 @@ def test_notes_follow_the_plan() -> None:
 def test_action_is_described_briefly(spec: dict[str, Any], words: str) -> None:
     (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
     assert describe_action(parsed) == words
-
-
-def test_functions_that_are_written_in_python_are_named() -> None:
-    model = nn.MultiheadAttention(4, 2, batch_first=True)
-    functions = {"layers": ".", "kind": "function", "functions": "multi*", "action": "record"}
-    plan = make_plan(parse_hooks({"mine": functions, "too": {**functions, "functions": "transpose"}}), model)
-    x = torch.zeros(2, 3, 4)
-    inferred = infer_shapes(model, lambda: model(x, x, x), training=True, function_sites=plan.sites)
-    notes = [
-        note for note in plan_notes(plan, {"train": inferred}) if note.startswith(("mine: written", "too: written"))
-    ]
-    assert notes == [
-        f"{name}: written in Python and seen as one call, without the functions inside: multi_head_attention_forward"
-        for name in ("mine", "too")
-    ]
