@@ -16,9 +16,6 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
     Args:
         budget: Budget of the run; None for no budget.
-
-    Returns:
-        The problems found.
     """
     problems = []
     if budget is not None and (budget.time is not None or budget.bytes is not None):

@@ -31,9 +31,6 @@ def dry_run(experiment: Experiment) -> Forecast:
 
     The steps change the experiment, so it cannot be used for training afterwards.
 
-    Returns:
-        The estimated cost of the run.
-
     Raises:
         ConfigError: A step fails. The message says whether it fails without hooks or with them.
     """

@@ -251,9 +251,6 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
 
     Args:
         batches: The micro-batches of each step, used in turn.
-
-    Returns:
-        The measurements.
     """
     profiler = _Profiler(experiment, batches, folder)
     sink = profiler.sink

@@ -41,9 +41,6 @@ def plan_view(
     Args:
         inferred_by_phase: The results of shape inference, by phase.
         folder: The folder in which a run would be created.
-
-    Returns:
-        A rich renderable.
     """
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
     parts: list[RenderableType] = [

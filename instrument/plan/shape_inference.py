@@ -93,9 +93,6 @@ def infer_shapes(
         function_sites: The sites of the function kinds. The functions of their modules are listed.
         observe_function: Called with a site, `input` or `output`, and the tensors by path, for each selected function call.
 
-    Returns:
-        The calls of every module that ran.
-
     Raises:
         ConfigError: The pass failed. The message contains the layer that failed first, and the shapes of its input.
             Also errors that `observe`, `observe_function` or `forward` raise.

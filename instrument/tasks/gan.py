@@ -45,9 +45,6 @@ class WassersteinGAN:
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
 
-        Returns:
-            The loss and the number of samples, without `correct`.
-
         Raises:
             TypeError: The samples are not a tensor.
             AttributeError: The model has no submodule `generator` or `critic`.

@@ -171,11 +171,7 @@ class OutputUnit:
 
 @contextmanager
 def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Capture the output of each call of a model in a `with` block.
-
-    Yields:
-        The outputs in the order of the calls.
-    """
+    """Capture the output of each call of a model in a `with` block."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:

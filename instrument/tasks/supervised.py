@@ -97,9 +97,6 @@ class KLDivergence(nn.Module):
         Args:
             logits: Logits [N, classes].
             targets: Distributions [N, classes].
-
-        Returns:
-            A scalar.
         """
         return F.kl_div(F.log_softmax(logits, dim=-1), targets, reduction=self.reduction)
 
@@ -144,9 +141,6 @@ class Reconstruction(HasLoss):
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
-
-        Returns:
-            The loss and the number of samples, without `correct`.
 
         Raises:
             ValueError: The shapes of output and input differ.

@@ -193,9 +193,6 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
         target: The target, with its arguments.
         where: The configuration key of the target, for error messages.
 
-    Returns:
-        The module.
-
     Raises:
         ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.
     """

@@ -60,9 +60,6 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         config: The `data` section.
         evaluates: Whether the run has evaluations, and requires the evaluation slice. Default: True.
 
-    Returns:
-        The slices and their origin.
-
     Raises:
         ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
             exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is

@@ -134,9 +134,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         strategy: How several processes train the model; all of them call this function. Default: None, a single
             process.
 
-    Returns:
-        The experiment, ready to run.
-
     Raises:
         ConfigError: An object that the configuration names does not exist or cannot be built; a spec matches no module,
             or does not fit the shape of its tensors; the weights to load do not fit the model; or the model has no

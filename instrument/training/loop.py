@@ -61,9 +61,6 @@ def train(
         on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
             Checkpoints are saved here. Default: None.
         last: The metrics of the last evaluation before a resume. Default: None.
-
-    Returns:
-        The metrics of the last evaluation.
     """
     evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
@@ -128,9 +125,6 @@ def train_step(
 
     Args:
         observer: The probe, or `NoHooks`.
-
-    Returns:
-        The metrics of the step, as the observer returned them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     assert optimizer is not None, "mode: forward has no optimizer"

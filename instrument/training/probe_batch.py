@@ -31,9 +31,6 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
 
     The model is in eval mode. Afterwards, the training flags, buffers, gradients, random states and the state of the
     task are those from before. Random numbers that the model draws with PyTorch are the same in each pass.
-
-    Returns:
-        The row of the `metrics` table.
     """
     batches = experiment.probe_batch
     assert batches is not None, "hooks of phase probe require a probe batch"

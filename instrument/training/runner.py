@@ -78,9 +78,6 @@ def run(
         overrides: The overrides by key, for run.json.
         source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
 
-    Returns:
-        The folder and the metrics of the last evaluation.
-
     Raises:
         ConfigError: An object that the configuration names does not exist, does not fit, or matches nothing.
         HookError: A hook failed. The rows recorded before remain readable.
