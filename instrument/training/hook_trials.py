@@ -41,8 +41,8 @@ SMALLER_BATCH_FIX = (
 class HookTrials:
     """Runs the actions of hooks inside the forward passes of shape inference, which restore the state of the model.
 
-    No row is written. Each action runs once for each tensor and size of a batch. An intervention gets a copy of the tensor, and
-    for a gradient a copy of the forward tensor, which has the same shape. Functions of `call` are not called, because they may
+    No row is written. Each action runs once for each tensor and size of a batch. An action gets a copy of the tensor, and for a
+    gradient a copy of the forward tensor, which has the same shape. Functions of `call` are not called, because they may
     have side effects. The state of an optimizer does not exist yet, so only its shape is checked.
 
     Args:
@@ -192,10 +192,8 @@ class HookTrials:
             return
         self._done.add((attached, *tensors))
         is_gradient = spec.definition.gradient
-        if attached.is_record_hook:
-            copies = {path: tensor.detach() for path, tensor in tensors.items()}
-        else:
-            copies = {path: _copy(tensor, has_graph=not is_gradient) for path, tensor in tensors.items()}
+        has_graph = not (is_gradient or attached.is_record_hook)
+        copies = {path: _copy(tensor, has_graph=has_graph) for path, tensor in tensors.items()}
         of_module = is_gradient and spec.definition.family == "module"
         values = {path: tensor.detach().clone() for path, tensor in tensors.items()} if of_module else {}
 
