@@ -41,9 +41,10 @@ SMALLER_BATCH_FIX = (
 class HookTrials:
     """Runs the actions of hooks inside the forward passes of shape inference, which restore the state of the model.
 
-    No row is written. Each action runs once for each tensor and size of a batch. An action gets a copy of the tensor, and for a
-    gradient a copy of the forward tensor, which has the same shape. Functions of `call` are not called, because they may
-    have side effects. The state of an optimizer does not exist yet, so only its shape is checked.
+    No row is written. Each action runs once for each tensor and size of a batch. It gets a copy of the tensor, and for a gradient a
+    copy of the forward tensor, which has the same shape. Functions of `call` are not called, because they may have side
+    effects, and built-in statistics are not computed, because they cannot fail. The state of an optimizer does not exist
+    yet, so only its shape is checked.
 
     Args:
         sizes: The sizes of the batches, by phase.
@@ -68,10 +69,6 @@ class HookTrials:
             clock = Clock(StepContext(0, 0, 0, spec.phase), seed)
             self._hooks += [AttachedHook(site, action, clock, shapes_checked=True) for site in plan.of(name)]
         self._moments = {name: _moments(spec, length, sizes[spec.phase]) for name, spec in plan.specs.items()}
-        self._sizes = {
-            phase: {*chain(*(self._moments[s.name] for s in plan.specs.values() if s.phase == phase))}
-            for phase in sizes
-        }
         self._at: dict[int, list[AttachedHook]] = {}  # by the `id` of the module
         for attached in self._hooks:
             self._at.setdefault(id(attached.site.layer.module), []).append(attached)
@@ -82,8 +79,10 @@ class HookTrials:
         self._done: set[tuple[AttachedHook | str, ...]] = set()
 
     def smallest_batch(self, phase: str) -> int | None:
-        """Return the number of samples in the smallest batch of a phase that hooks see; None if they see none."""
-        return min(self._sizes[phase] - {ANY_SIZE}, default=None)
+        """Return the number of samples in the smallest batch of a phase that hooks see. None if no hook can fail in one batch only."""
+        specs = {attached.site.spec.name: attached.site.spec for attached in self._hooks}
+        seen = (self._moments[name] for name, spec in specs.items() if spec.phase == phase and _depends_on_batch(spec))
+        return min({*chain(*seen)} - {ANY_SIZE}, default=None)
 
     @contextmanager
     def on_batch(self, phase: str, total: int, ids: Sequence[int], *, is_first: bool) -> Iterator[None]:
@@ -104,7 +103,7 @@ class HookTrials:
                 attached.clock.moment = moment or _first(spec)
                 attached.clock.name_samples(ids)
                 has_tensors = moment is not None and spec.definition.frequency != "occasion"
-                self._active[attached] = not isinstance(spec, CallSpec) and (has_tensors or not _is_of_run(spec))
+                self._active[attached] = _can_fail(spec) and (has_tensors or not _is_of_run(spec))
         self._archive.substitutes_samples = True  # the samples are not those of the step
         try:
             yield
@@ -159,7 +158,8 @@ class HookTrials:
                 tensors.setdefault(attached.site.spec.name, []).append((attached, tensor))
         for pairs in tensors.values():
             first, _ = pairs[0]
-            self._attempt(first, partial(first.prepare, [tensor for _, tensor in pairs]))
+            if self._runs(first):
+                self._attempt(first, partial(first.prepare, [tensor for _, tensor in pairs]))
             has_value = first.site.spec.definition.family == "parameter" or first.role == "update"
             for attached, tensor in pairs:
                 self._run_on(attached, {attached.site.own_name: tensor}, tensor if has_value else None)
@@ -188,7 +188,7 @@ class HookTrials:
                     problem = replace(problem, message=message, allowed=(), fix=SMALLER_BATCH_FIX)
                 self.misfits[spec.name] = problem
         is_done = (attached, *tensors) in self._done
-        if is_done or spec.name in self.misfits or (_is_of_run(spec) and self._depends_on_data(spec, tensors)):
+        if is_done or not self._runs(attached) or (_is_of_run(spec) and self._depends_on_data(spec, tensors)):
             return
         self._done.add((attached, *tensors))
         is_gradient = spec.definition.gradient
@@ -207,16 +207,20 @@ class HookTrials:
 
         self._attempt(attached, fire)
 
+    def _runs(self, attached: AttachedHook) -> bool:
+        """Return whether the action of a hook can run in this pass, and is not known to fail."""
+        spec = attached.site.spec
+        is_state = spec.tensor_role.startswith("state.")
+        return self._active[attached] and not is_state and spec.name not in {*self.misfits, *self.failures}
+
     def _depends_on_data(self, spec: HookSpec, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether the size of dimension 0 of a tensor may depend on the data: it is no multiple of the number of samples."""
         of_module = spec.definition.family == "module"
         return of_module and any(tensor.dim() and len(tensor) % self._samples for tensor in tensors.values())
 
     def _attempt(self, attached: AttachedHook, run: Callable[[], object]) -> None:
-        """Run the action of a hook, if it can run. Its error becomes a problem of the spec."""
+        """Run the action of a hook. Its error becomes a problem of the spec."""
         spec = attached.site.spec
-        if not self._active[attached] or spec.tensor_role.startswith("state.") or spec.name in self.failures:
-            return
         try:
             run()
         except ConfigError as error:
@@ -241,6 +245,18 @@ def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
     if isinstance(spec, StatisticsSpec) and spec.custom_statistics:
         return Problem(f"{where}.stats", message, allowed="functions of the tensor that return one number")
     return Problem(f"{where}.run", message, spec.run) if _is_of_run(spec) else Problem(where, message)
+
+
+def _can_fail(spec: HookSpec) -> bool:
+    """Return whether an action runs in trials. Built-in statistics cannot fail, and functions of `call` may have side effects."""
+    if isinstance(spec, StatisticsSpec):
+        return bool(spec.custom_statistics)
+    return not isinstance(spec, CallSpec)
+
+
+def _depends_on_batch(spec: HookSpec) -> bool:
+    """Return whether a hook may fit one batch, and not another one."""
+    return _can_fail(spec) or bool(spec.selection)
 
 
 def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:

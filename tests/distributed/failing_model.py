@@ -15,7 +15,7 @@ class FailingModel(nn.Sequential):
     Args:
         rank: Rank of the process that ends.
         how: `kill` (SIGKILL) or `raise` (an error).
-        after: Number of passes after the first one before the process ends.
+        after: Number of steps before the process ends.
     """
 
     def __init__(self, rank: int, how: str, after: int) -> None:

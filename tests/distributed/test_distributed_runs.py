@@ -382,8 +382,7 @@ def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, r
         "out",
         *(
             "data=digits",
-            # The first of these passes is shape inference on the smallest batch.
-            f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 6}}",
+            f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5}}",
             "quiet=true",
         ),
         *(
