@@ -171,11 +171,6 @@ def _run_step(experiment: Experiment, observer: StepObserver, batches: StepBatch
     return forward_step(experiment, observer, batches)[0]
 
 
-def _of_sizes(batches: Sequence[StepBatches], sizes: Sequence[int]) -> Sequence[StepBatches]:
-    """Return the steps with the given micro-batch sizes; all steps if no step has them."""
-    return [group for group in batches if group.sizes == sizes] or batches
-
-
 class _Profiler:
     """A probe for selected steps and evaluations, with a timer and a sink that stores the rows.
 
@@ -212,8 +207,10 @@ class _Profiler:
         self.experiment = experiment
         self.mode = experiment.config.mode
         self.eval_experiment = replace(experiment, eval_loader=one_batch)
-        steps = self.first_steps[self.mode]
-        self.batches = {step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in steps}
+        self.batches = {}
+        for step in self.first_steps[self.mode]:
+            sizes = experiment.batches.sizes(step)  # recorded tensors of another run fit only batches of these sizes
+            self.batches[step] = cycle([group for group in batches if group.sizes == sizes] or batches)
 
     def measure(self, step: int, phase: str) -> StepProfile:
         """Execute and measure one step, one batch of an evaluation, or one pass of the probe batch."""
@@ -241,10 +238,6 @@ class _Profiler:
             flight_recorder.take(hook)
         return profile
 
-    def measure_all(self) -> list[StepProfile]:
-        """Execute and measure all first scheduled steps once."""
-        return [self.measure(step, phase) for phase, steps in self.first_steps.items() for step in steps]
-
 
 def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder: Path) -> Profile:
     """Measure steps with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
@@ -263,7 +256,7 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
             sum(sink.sizes) < MAX_BYTES
             and (passes <= MIN_REPEATS or (passes <= MAX_REPEATS and time.perf_counter() - started_at < SECONDS))
         ):
-            steps += profiler.measure_all()
+            steps += [profiler.measure(step, phase) for phase, due in profiler.first_steps.items() for step in due]
             passes += 1
         for attached in profiler.probe.attached_hooks:
             attached.is_paused = attached.is_record_hook

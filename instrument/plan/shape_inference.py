@@ -257,9 +257,9 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for buffer in module._buffers.values()
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
     known = {
@@ -272,14 +272,11 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
             yield
     finally:
         with torch.no_grad():
-            for module, names in known.items():
-                for name in module._buffers.keys() - names.keys():
-                    del module._buffers[name]
-                module._buffers.update(names)
-            for module, name, buffer, saved in buffers:
+            for module, by_name in known.items():
+                module._buffers.clear()
+                module._buffers.update(by_name)
+            for buffer, saved in buffers:
                 buffer.copy_(saved)
-                if module in known:
-                    module._buffers[name] = buffer
         for module, flag in flags.items():
             module.training = flag
 
