@@ -177,8 +177,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_functions(plan, inferred_by_phase)
     check_paths(plan, inferred_by_phase)
     recordings = recording_problems(plan, archive, loaders.by_phase(inferred_by_phase), length)
-    if problems := {**trials.failures, **recordings, **trials.misfits}:
-        raise ConfigError(*(problems[name] for name in plan.specs if name in problems))
+    if of_hooks := {**trials.failures, **recordings, **trials.misfits}:
+        raise ConfigError(*(of_hooks[name] for name in plan.specs if name in of_hooks))
     _check_conditions(plan, length)
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -130,7 +131,8 @@ def _batch_problems(
     assert spec.run is not None, "only tensors of another run are looked up"
     where, rows = f"hooks.{spec.name}", _recorded_rows(spec, archive)
     usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
-    recorded = {Place(*key): found for key, found in usable.groupby([*Place._fields], sort=True)}
+    groups: Any = usable.groupby([*Place._fields])  # the keys are typed as hashable objects
+    recorded = {Place(*key): found for key, found in groups}
     missing = [location for location in locations if location not in recorded]
     # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
     if missing and (not spec.definition.gradient or len(missing) == len(locations)):
