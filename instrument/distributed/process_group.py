@@ -28,23 +28,14 @@ LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the 
 
 
 class _FailureMessage(NamedTuple):
-    """Message that a failed process sends instead of its value.
-
-    Attributes:
-        code: Exit code of the failed process.
-        message: Error message.
-    """
+    """Message that a failed process sends instead of its value."""
 
     code: int
     message: str
 
 
 class _PeerFailedError(Exception):
-    """Another process reported a failure during an exchange in this process.
-
-    Attributes:
-        values: Values received from all ranks, in rank order; a failed rank sends a `_FailureMessage`.
-    """
+    """Another process reported a failure during an exchange: `values`, by rank, contain its `_FailureMessage`."""
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__("another process has failed")

@@ -172,14 +172,7 @@ def _run_step(experiment: Experiment, observer: StepObserver, batches: StepBatch
 
 
 class _Profiler:
-    """A probe for selected steps and evaluations, with a timer and a sink that stores the rows.
-
-    Args:
-        batches: The micro-batches of each step, used in turn.
-
-    Attributes:
-        first_steps: The first scheduled step of each hook, by phase.
-    """
+    """A probe for selected steps and evaluations, with a timer and a sink that stores the rows."""
 
     def __init__(self, experiment: Experiment, batches: Sequence[StepBatches], folder: Path) -> None:
         config, plan = experiment.config, experiment.plan

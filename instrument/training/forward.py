@@ -99,10 +99,6 @@ class _Sums(Mapping[str, "float | None"]):
     """The weighted sums of the metrics of all batches so far, and of their weights. The row of a batch is read at the next batch.
 
     A row on a GPU is complete by then, so that the host does not wait for the device.
-
-    Args:
-        sums: The sums to continue from; empty for none.
-        adds_losses: Whether the loss of the run is the sum of the losses, not their mean.
     """
 
     def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:

@@ -206,14 +206,7 @@ def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRu
 
 
 class _Training:
-    """One run with its hooks, rows and checkpoints.
-
-    A resumed run starts at its last checkpoint, and a replay at a checkpoint of its source.
-
-    Args:
-        raw: The composed configuration, for the trackers.
-        source: The run to replay; None without one.
-    """
+    """One run with its hooks, rows and checkpoints."""
 
     def __init__(
         self,
