@@ -28,7 +28,7 @@ from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
 from ..folders.run_upload import RemoteCopy
 from ..kinds.distributed_scope import Parallel
-from ..plan.dimension_checks import check_shapes
+from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
 from ..rules.requirements import check_rules
 from ..sinks.custom import CustomSink
@@ -140,7 +140,7 @@ def attach(
     judged = read_rules(specs, rules)
     check_rules(judged, hooks)
     plan = make_plan(hooks, model)
-    check_shapes(plan, {})
+    check_parameters(plan)
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)

@@ -67,11 +67,6 @@ class RecordedSpec(ModifySpec):
             raise ValueError(f"'from_sample' requires a batch, which the tensors of kind {self.kind} do not have")
         return self
 
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether another number of samples may not fit. Tensors of a run are compared with the recorded batches."""
-        return self.run is None or self.match == "id"
-
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
         size = complete[0] if complete else 0
         if self.from_sample is not None and not -size <= self.from_sample < size:

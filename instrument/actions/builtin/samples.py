@@ -34,11 +34,6 @@ class SwapSpec(ModifySpec):
             raise ValueError("swap cannot be combined with 'slice'; use 'samples', 'positions', 'units' or 'heads'")
         return self
 
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether another number of samples may not fit: always."""
-        return True
-
     def change(self, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG002
         """Exchange the halves. Gradients follow their values.
 

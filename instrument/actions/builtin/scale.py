@@ -75,11 +75,6 @@ class ScaleSpec(InterventionSpec):
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
         return implementation("intervention:Intervention")(implementation("scale:Scale")(self), rows)
 
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether another number of samples may not fit: for a list of factors, or a selection of samples."""
-        return isinstance(self.factor, tuple) or super().depends_on_batch_size
-
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
         if not isinstance(self.factor, tuple):
             return

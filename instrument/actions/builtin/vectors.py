@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,8 +25,6 @@ _HOOK = "The record hook of the run. Required if several hooks recorded the tens
 
 class _VectorSpec(ModifySpec):
     """A function with vectors along the units."""
-
-    is_tried: ClassVar[bool] = True
 
     @property
     def _uses_units(self) -> bool:

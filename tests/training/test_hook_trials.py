@@ -1,9 +1,10 @@
-"""Trials of custom hook functions on a copy of the model before step 0."""
+"""Trials of hooks on the tensors of shape inference before step 0."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from instrument import ConfigError, Context
-from instrument.actions.base import Archive
+from instrument.analysis.tensors_of_earlier_runs import RunArchive
+from instrument.plan.cost import Length
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.spec.parse import parse_hooks
-from instrument.training.function_trials import FunctionCheck
+from instrument.spec.schedule import Evaluations
+from instrument.training.hook_trials import HookTrials
 
 CALLS: list[tuple[str, str, int, str]] = []
 
@@ -62,37 +65,39 @@ def draws_globally(tensor: Tensor, context: Context) -> Tensor:
     return tensor + torch.rand(())
 
 
-def try_function(
-    function: Callable[..., Any], *, evaluate: bool = False, model: nn.Module | None = None, **fields: Any
-) -> nn.Module:
+LENGTH = Length(steps=20, accumulate=1, epoch_batches=20, evaluations=Evaluations(20, 10), eval_batches=1)
+
+
+def try_hook(model: nn.Module, spec: dict[str, Any], *sizes: int, inputs: int = 4) -> HookTrials:
+    """Return the trials of a hook on batches of the given sizes, in training and in evaluation."""
+    plan = make_plan(parse_hooks({"mine": spec}), model)
+    trials = HookTrials(plan, 0, RunArchive(), LENGTH, dict.fromkeys(("train", "eval"), lambda _: sizes))
+
+    def forward(size: int) -> None:
+        trials.on_loss(model(torch.ones(size, inputs, requires_grad=True)).sum())
+        trials.on_parameters()
+
+    for phase in ("train", "eval"):
+        for size in sizes:
+            with trials.on_batch(phase, size, range(size), is_first=size == sizes[0]):
+                infer_shapes(
+                    model,
+                    partial(forward, size),
+                    training=phase == "train",
+                    observe=trials.on_tensors,
+                    function_sites=[site for site in plan.sites if site.spec.functions],
+                    observe_function=trials.on_function,
+                )
+    return trials
+
+
+def try_function(function: Callable[..., Any], *, model: nn.Module | None = None, **fields: Any) -> nn.Module:
     """Return the model after a trial of a function."""
-    spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh())
-    trial = FunctionCheck(make_plan(parse_hooks({"mine": spec}), model), seed=0, archive=Archive())
-    batch = torch.ones(2, 4, requires_grad=True)
-
-    def forward() -> None:
-        trial.check_loss(model(batch).sum())
-        trial.check_parameters()
-        trial.check_outputs()
-
-    sites = [attached.site for attached in trial.attached_hooks if attached.site.spec.functions]
-    infer_shapes(
-        model,
-        forward,
-        training=True,
-        observe=trial.check_tensors,
-        function_sites=sites,
-        observe_function=trial.check_function,
-    )
-    if evaluate:
-        infer_shapes(
-            model,
-            forward,
-            training=False,
-            observe=lambda module, role, value: trial.check_tensors(module, role, value, phase="eval"),
-        )
+    trials = try_hook(model, {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}, 2)
+    if problems := {**trials.failures, **trials.misfits}:
+        raise ConfigError(*problems.values())
     return model
 
 
@@ -144,11 +149,11 @@ def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
     CALLS.clear()
     try_function(seen, layers="**", types=["Linear", "Tanh"], start=7)
     try_function(seen, kind="parameter_grad", steps=[9, 3])
-    try_function(seen, phase="eval", evaluate=True)
+    try_function(seen, phase="eval")
     assert [
         *[("0", "", 7, "train"), ("1", "", 7, "train")],
         *[("0", "weight", 3, "train"), ("0", "bias", 3, "train")],
-        ("0", "", 0, "eval"),
+        ("0", "", 10, "eval"),
     ] == CALLS
 
 
@@ -174,28 +179,22 @@ def test_trial_keeps_values_and_random_states() -> None:
 
 
 class Pair(nn.Module):
-    """Two inputs and two outputs. `writes` names the tensor that an operation changes in place."""
+    """Two inputs and two outputs."""
 
-    def __init__(self, writes: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.writes, self.parts = writes, nn.ModuleList([nn.Linear(4, 4), _Both(writes)])
+        self.parts = nn.ModuleList([nn.Linear(4, 4), _Both()])
 
     def forward(self, batch: Tensor) -> Tensor:
         first, second = self.parts[1](self.parts[0](batch), batch * 2)
-        if self.writes == "output":
-            first += 1
         low, high = (first - second).split(2, -1)
         result: Tensor = low * high
         return result
 
 
 class _Both(nn.Module):
-    def __init__(self, writes: str) -> None:
-        super().__init__()
-        self.writes = writes
-
     def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x + y, (y.mul_(2) if self.writes == "input" else y) + 1
+        return x + y, y + 1
 
 
 TOGETHER: list[dict[str, Any]] = [
@@ -224,16 +223,73 @@ def test_function_of_several_tensors_is_tried_once(fields: dict[str, Any]) -> No
     assert "a dict of new tensors" in str(caught.value.problems[0].allowed)
 
 
-@pytest.mark.parametrize(("kind", "writes"), [("full_backward", "input"), ("full_backward_pre", "output")])
-def test_joined_tensor_that_is_modified_in_place_is_refused(kind: str, writes: str) -> None:
-    def keep(tensors: dict[str, Tensor], context: Context) -> None:
-        pass
+def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
+    shapes: list[tuple[int, ...]] = []
 
-    fields = {"kind": kind, "layers": "parts.1", "together": True}
-    for harmless in ({"input": "output", "output": "input"}[writes], ""):
-        try_function(keep, model=Pair(harmless), **fields)
-    with pytest.raises(ConfigError) as caught:
-        try_function(keep, model=Pair(writes), **fields)
-    (problem,) = caught.value.problems
-    assert problem.where == "hooks.mine.together"
-    assert f"an operation modifies the {writes}" in problem.message
+    def even(tensor: Tensor, context: Context) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor.view(2, -1, *tensor.shape[1:]).flip(0).flatten(0, 1)
+
+    spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": even}
+    model = nn.Sequential(nn.Linear(4, 3))
+    trials = try_hook(model, spec, 6, 3)
+    assert shapes == [(6, 3), (3, 3)]
+    assert trials.smallest_batch("train") == 3
+    problem = trials.failures["mine"]
+    assert problem.where == "hooks.mine.fn"
+    assert "the tensor is float32 [3, 3]" in problem.message
+    trials = try_hook(model, {**spec, "phase": "eval"}, 6, 4)
+    assert not trials.failures
+    assert trials.smallest_batch("train") is None
+
+
+def test_function_of_action_call_is_not_tried() -> None:
+    spec = {"layers": "0", "kind": "forward", "action": "call", "fn": fails}
+    trials = try_hook(nn.Sequential(nn.Linear(4, 3)), spec, 2)
+    assert not trials.failures
+    units = {**spec, "units": [3]}
+    assert try_hook(nn.Sequential(nn.Linear(4, 3)), units, 2).misfits["mine"].where == "hooks.mine.units"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"action": "record", "stats": "all", "tensors": True},
+        {"action": "clip", "norm": 1.0},
+        {"action": "modify", "fn": "noise", "std": 1.0, "kind": "parameter_grad"},
+        {"action": "clip", "norm": 1.0, "kind": "parameter_grad"},
+        {"action": "record", "stats": "all", "kind": "step_post", "role": "update"},
+        {"action": "record", "kind": "step_post", "role": "state.exp_avg"},
+        {"action": "scale", "factor": 0.5, "when": {"stat": "l2", "above": 1}},
+    ],
+    ids=str,
+)
+def test_trial_of_a_built_in_action_leaves_the_model_unchanged(fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trials = try_hook(model, {"layers": "*", "kind": "forward", **fields}, 4, 2)
+    assert not trials.misfits
+    assert not trials.failures
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
+def test_selection_of_an_intervention_ignores_integers() -> None:
+    class Classes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x.argmax(1)
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            values: Tensor = super().forward(x)[0]
+            return values
+
+    zero = {"layers": "0", "action": "modify", "fn": "zero", "units": [4]}
+    for fields in ({"kind": "forward"}, {"kind": "function", "functions": ["mul", "argmax"]}):
+        trials = try_hook(Net(Classes()), {**zero, **fields}, 2, inputs=5)
+        assert not trials.misfits
+        assert not trials.failures
