@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import InstrumentError
-from instrument.analysis import class_activation_map
+from instrument.interpret import class_activation_map
 from instrument.plot import class_activation_map as plot
 from instrument.training.models import MnistCNN
 

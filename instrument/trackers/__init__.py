@@ -1,0 +1,1 @@
+"""TensorBoard, Weights & Biases and MLflow: what they show of a step."""

@@ -1,0 +1,1 @@
+"""The values that hooks get: tensors inside containers, sharded tensors, sparse tensors."""
