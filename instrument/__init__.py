@@ -10,6 +10,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .moved_names import MovedModules
+
 if TYPE_CHECKING:
     from . import analysis, interpret, plot, report
     from .actions.base import Context
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 # `python -m instrument.export` runs commands/export.py. The modules there import others by their full names for this reason.
 __path__.append(f"{__path__[0]}/commands")
+
+sys.meta_path.append(MovedModules())
 
 # `python -m instrument.report` imports this package before the module of the command; its name follows `-m`.
 if sys.argv[:1] == ["-m"] and f"{sys.orig_argv[-len(sys.argv)]}.".startswith(f"{__name__}."):
@@ -95,17 +99,17 @@ _LAZY = {
     "HookResultError": ".errors",
     "InstrumentError": ".errors",
     "InstrumentWarning": ".errors",
-    "MemorySink": ".sinks.memory",
-    "NoRunError": ".analysis.folders",
+    "MemorySink": ".storage.memory",
+    "NoRunError": ".storage.run_search",
     "Outcome": ".tasks",
-    "Probe": ".capture.probe",
+    "Probe": ".probe.probe",
     "Rule": ".rules.rule",
     "RuleEvent": ".rules.rule_set",
     "Run": ".analysis.load",
     "SelectsTargets": ".tasks",
-    "Sink": ".capture.sink_interface",
+    "Sink": ".tables.sink_interface",
     "StepRows": ".rules.step_rows",
-    "Sum": ".spec.statistics",
+    "Sum": ".tables.statistics",
     "Task": ".tasks",
     "attach": ".integrations.attach",
     "diff": ".comparison.compare",

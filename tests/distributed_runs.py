@@ -17,7 +17,7 @@ from waiting import TIMEOUT
 
 import instrument
 
-RUN = Path(__file__).parent / "distributed"  # contains custom models for these tests
+RUN = Path(__file__).parent / "training"  # contains custom models for these tests
 
 
 def run_processes(

@@ -22,45 +22,21 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    (
-        "errors",
-        "pip_extras",
-        "registry",
-        "spec",
-        "containers",
-        "nested",
-        "formatting",
-        "lazy_compiler",
-        "sparse",
-    ),
-    ("dtensor",),
-    ("targets", "stats"),
-    ("plan",),
-    ("actions",),
-    ("kinds",),
-    ("rules",),
-    ("capture",),
-    ("sinks",),
+    ("errors", "formatting", "lazy_compiler", "moved_names"),
+    ("fields", "values"),
+    ("tables",),
+    ("config", "stats"),
+    ("actions", "importers", "plan", "rules", "trackers"),
+    ("hooks",),
+    ("probe",),
+    ("storage", "tasks"),
     ("analysis",),
-    ("comparison",),
-    ("plot",),
+    ("comparison", "training"),
+    ("integrations", "plot"),
     ("report",),
-    ("folders", "tasks"),
-    ("configuration", "distributed"),
-    ("sweeps", "training"),
-    ("dry_run", "live", "verification"),
-    ("conversion", "integrations"),
-    ("commands",),
+    ("commands", "interpret"),
     ("__main__",),
 )
-# The only allowed imports within a layer: all packages may raise errors.
-ALLOWED_WITHIN_A_LAYER = {
-    ("nested", "errors"),
-    ("nested", "containers"),
-    ("registry", "errors"),
-    ("spec", "errors"),
-    ("spec", "registry"),
-}
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 
 
@@ -124,49 +100,22 @@ def test_imports_respect_the_layers() -> None:
         for file in files()
         if (subpackage := subpackage_of(file))  # test_heavy_modules_are_imported_lazily checks `__init__.py`
         for line, other in imported_subpackages(file)
-        if other != subpackage
-        and (subpackage, other) not in ALLOWED_WITHIN_A_LAYER
-        and not (other and LAYER_INDEX[other] < LAYER_INDEX[subpackage])
+        if other != subpackage and not (other and LAYER_INDEX[other] < LAYER_INDEX[subpackage])
     ]
     assert wrong == []
 
 
-def test_interpretation_is_imported_by_no_other_analysis() -> None:
-    """Lazy names in `analysis/__init__.py` are the only way to it."""
-    interpretation = {
-        "attention_maps",
-        "class_activation",
-        "intervention_grid",
-        "layer_comparison",
-        "output_projection",
-    }
-    interpretation.add("recorded_layers")
-    others = [file for file in (PACKAGE / "analysis").glob("*.py") if file.stem not in {*interpretation, "__init__"}]
-    imported = {
-        node.module
-        for file in others
-        for node in parsed(file)[1]
-        if isinstance(node, ast.ImportFrom) and node.level == 1
-    }
-    assert not imported & interpretation
-
-
-def test_allowed_imports_within_a_layer_are_still_used() -> None:
-    imports = {(subpackage_of(file), other) for file in files() for _, other in imported_subpackages(file)}
-    assert imports >= ALLOWED_WITHIN_A_LAYER
-
-
 def test_import_check_finds_every_form_of_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    (tmp_path / "spec").mkdir()
-    file = tmp_path / "spec" / "some.py"
+    (tmp_path / "config").mkdir()
+    file = tmp_path / "config" / "some.py"
     file.write_text(
         "import instrument.training.loop\nfrom instrument import kinds\nfrom instrument.plan import sites\n"
         "from .. import stats\nfrom ..actions.base import Context\nfrom . import globs\nfrom .fields import Spec\n"
         "def late():\n    from ..capture import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
     )
     assert imported_subpackages(file) == [
-        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "spec"), (7, "spec"), (9, "capture"), (12, ""),
+        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "config"), (7, "config"), (9, "capture"), (12, ""),
     ]  # fmt: skip
 
 
@@ -184,27 +133,15 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_special_plots_and_panels_are_found_in_registries() -> None:
-    """Modules of one kind of analysis, and their plots and panels, are imported only by each other."""
-    special = {
-        *(
-            f"plot.{name}_plot"
-            for name in ("attention", "class_activation", "layer_similarity", "logit_lens", "patching")
-        ),
-        *("report.attention_panel", "report.patching_panel"),
-        *("analysis.attention_maps", "analysis.class_activation", "analysis.intervention_grid"),
-    }
-    modules = {f"instrument.{name}" for name in special}
-    others = [file for package in ("plot", "report", "live") for file in (PACKAGE / package).glob("*.py")]
-    wrong = [
-        f"{file.relative_to(REPOSITORY)} imports {name}"
-        for file in others
-        if ".".join(file.relative_to(PACKAGE).with_suffix("").parts) not in special
-        for name in modules.intersection(imported_modules(file))
-    ]
+def test_only_registries_name_the_interpretation_of_networks() -> None:
+    others = [file for file in files() if subpackage_of(file) not in {"", "interpret"}]
+    wrong = [file.name for file in others if any(other == "interpret" for _, other in imported_subpackages(file))]
     assert wrong == []
-    entries = {*PLOTS.builtin.values(), *RUN_PANELS.builtin.values(), *SWEEP_PANELS.builtin.values()}
-    assert {entry.partition(":")[0] for entry in entries} == {name for name in modules if ".analysis." not in name}
+    entries = {**PLOTS.builtin, **RUN_PANELS.builtin, **SWEEP_PANELS.builtin}
+    assert sorted(entries) == [
+        *("attention", "by_location", "class_activation_map", "layer_similarity", "logit_lens", "patching")
+    ]
+    assert all(entry.startswith("instrument.interpret.") for entry in entries.values())
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,7 +75,8 @@ def job(config: DictConfig) -> float | None:
 
         label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
         terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
-        result = run(parsed, folders.folder, terminal, raw=raw, overrides=read_overrides())
+        make_report = report_writer(parsed, folders.folder)
+        result = run(parsed, folders.folder, terminal, raw=raw, overrides=read_overrides(), make_report=make_report)
         hydra: Any = HydraConfig.get()
         searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
         if result.is_pruned and is_search(hydra):
@@ -85,6 +86,23 @@ def job(config: DictConfig) -> float | None:
     if result.stopped is None or searched:  # a search continues with the score
         return score
     raise JobFailedError(STOPPED, folders.folder) if folders.sweep is not None else SystemExit(STOPPED)
+
+
+def report_writer(config: RunConfig, folder: Path) -> Callable[[Path], Path] | None:
+    """Return what writes the report of a run, given its readable folder; None if the configuration requests none.
+
+    Raises:
+        ConfigError: A package that reports need is not installed.
+    """
+    if not config.report:
+        return None
+    from .. import report
+
+    try:
+        report.check_packages()
+    except InstrumentError as error:
+        raise ConfigError(Problem("report", str(error), given=True)) from None
+    return lambda readable: report.make(readable).save(folder / report.FILE)
 
 
 def _label(sweep: Sweep, folder: Path) -> str:

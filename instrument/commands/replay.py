@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from instrument.commands.hydra_main import command
 from instrument.commands.import_without_gc import importing
-from instrument.commands.job import report_errors
+from instrument.commands.job import report_errors, report_writer
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from instrument.commands.validated_config import read_config, read_overrides
 from instrument.commands.verbs import parser_of, with_exit_codes
@@ -111,12 +111,14 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
         terminal = Terminal(quiet=parsed.quiet)
         error: Exception | None = None
         try:
+            replayed = _config(parsed, run, hooks, source)
             runner.run(
-                _config(parsed, run, hooks, source),
+                replayed,
                 job.folder,
                 terminal,
                 raw=raw,
                 overrides=read_overrides(),
+                make_report=report_writer(replayed, job.folder),
                 source=source,
             )
         except ConfigError:

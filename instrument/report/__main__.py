@@ -1,10 +1,9 @@
-"""`python -m instrument.report`. Its module is in the package of this name, which hides it in `instrument.commands`."""
+"""`python -m instrument.report`. This package hides the module of the command, which has the same name."""
 
 from __future__ import annotations
 
 import sys
-
-from ..commands.report import main
+from importlib import import_module
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(import_module("instrument.commands.report").main())

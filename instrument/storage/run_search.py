@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +62,12 @@ def _runs_below(root: Path) -> Iterator[Path]:
 def _natural(path: Path) -> list[tuple[int, int | str]]:
     """Return a sort key that puts job 10 after job 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in path.parts]
+
+
+def report_command(folder: Path) -> str:
+    """Return the command that writes the report of a run or a sweep.
+
+    The report of a remote run is written to the current directory.
+    """
+    out = f" --out {REPORT_FILE}" if is_address(folder) else ""
+    return f"python -m instrument.report {shlex.quote(str(folder))}{out}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from .. import report
 from ..analysis.replay import replay
 from ..config.experiment import TRACKERS, RunConfig
 from ..config.run_changes import Settings
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import ConfigError, Problem
 from ..fields.targets import build
 from ..probe.collectives import own_rank
 from ..probe.probe import Probe
@@ -68,6 +67,7 @@ def run(
     *,
     raw: Mapping[str, Any],
     overrides: Mapping[str, Any],
+    make_report: Callable[[Path], Path] | None = None,
     source: ReplaySource | None = None,
 ) -> Result:
     """Run an experiment, resume a stopped run if `config.resume` is set, or replay a run.
@@ -76,6 +76,7 @@ def run(
         folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
         raw: The composed configuration, for run.json.
         overrides: The overrides by key, for run.json.
+        make_report: Writes the report of the complete run in a folder, and returns its file. Default: None, no report.
         source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
 
     Raises:
@@ -91,8 +92,6 @@ def run(
         strategy = choose_strategy(config, processes)
         require({name: f"sink.{name}" for name in config.sink.trackers})
         copy = RemoteCopy(folder, config.sink, terminal.warn, terminal.uploaded)
-        if config.report:
-            _check_report_packages()
         own_folder = (
             _open_folder(config, folder, raw, overrides, processes, source)
             if processes is None or processes.is_rank_zero
@@ -141,7 +140,7 @@ def run(
                 return Result(folder, metrics, training.probe.stop_reason, training.probe.is_pruned)
         if failure is None:
             readable = copy.readable_folder()
-            page = report.make(readable).save(folder / report.FILE) if config.report else None
+            page = None if make_report is None else make_report(readable)
             terminal.end(experiment, readable, metrics, page, training.probe.stop_reason)
         else:
             terminal.end_unrecorded(failure, metrics)
@@ -188,14 +187,6 @@ def _record_environment(
     )
     if experiment.weights is not None:
         run_folder.update(init_from=experiment.weights.entry())
-
-
-def _check_report_packages() -> None:
-    """Check that the packages for the report are installed."""
-    try:
-        report.check_packages()
-    except InstrumentError as error:
-        raise ConfigError(Problem("report", str(error), given=True)) from None
 
 
 def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRunFolder) -> None:

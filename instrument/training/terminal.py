@@ -24,8 +24,8 @@ from ..config.description import describe_forward
 from ..formatting import human_bytes
 from ..plan.cost import Forecast
 from ..plan.display import plan_view
-from ..report import command_for
 from ..storage.run_files import size_on_disk
+from ..storage.run_search import report_command
 from .compiled_models import place_of_hooks
 from .experiment import Experiment
 from .progress import Show, metric_texts, progress_bar, progress_lines, warnings_only
@@ -245,7 +245,7 @@ class Terminal:
             if experiment.config.sink.tensorboard:
                 self.console.print(f"TensorBoard tensorboard --logdir {shlex.quote(str(folder))}", soft_wrap=True)
             self.console.print(f"in Python   instrument.load({str(folder)!r})", soft_wrap=True, markup=False)
-            self.console.print(f"report      {report or command_for(folder)}", soft_wrap=True, markup=False)
+            self.console.print(f"report      {report or report_command(folder)}", soft_wrap=True, markup=False)
 
     def uploaded(self, address: str, size: int) -> None:
         """Show the address of the remote copy.

@@ -24,11 +24,11 @@ import instrument
 from instrument import ConfigError, InstrumentWarning
 from instrument.commands.upload import main
 from instrument.config.experiment import SinkConfig
-from instrument.report import command_for
 from instrument.storage import background_upload, remote_transfer, run_upload
 from instrument.storage.parts import Part, new_part
 from instrument.storage.remote_folder import RemoteFolder
 from instrument.storage.remote_transfer import send_all
+from instrument.storage.run_search import report_command
 from instrument.storage.run_upload import RemoteCopy
 from instrument.tables.schemas import TABLES
 from instrument.training.checkpoint import Checkpoints
@@ -248,7 +248,7 @@ def test_keep_local_false_moves_the_rows(cli: Cli, baseline: tuple[Path, str], r
         assert instrument.load("out").info["status"] == "done"
     assert len(instrument.load(f"{remote}/out").metrics) == len(instrument.load(whole).metrics)
 
-    command = command_for(instrument.load(f"{remote}/out").path)
+    command = report_command(instrument.load(f"{remote}/out").path)
     assert command == f"python -m instrument.report {remote}/out --out report.html"
 
 
