@@ -56,7 +56,7 @@ def test_guide_lists_the_experiments_with_their_commands() -> None:
             "instrument",
             *shlex.split(row),
         ]
-    tested = Path(__file__).read_text() + (REPOSITORY / "tests/plot/test_class_activation_map.py").read_text()
+    tested = Path(__file__).read_text() + (REPOSITORY / "tests/interpret/test_class_activation_map.py").read_text()
     assert [name for name in names if f'"{name}"' not in tested and f"+exp={name}" not in tested] == []
 
 

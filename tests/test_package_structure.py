@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from instrument import moved_names
 from instrument.plot import PLOTS
 from instrument.report.panels import RUN_PANELS, SWEEP_PANELS
 
@@ -142,6 +145,26 @@ def test_only_registries_name_the_interpretation_of_networks() -> None:
         *("attention", "by_location", "class_activation_map", "layer_similarity", "logit_lens", "patching")
     ]
     assert all(entry.startswith("instrument.interpret.") for entry in entries.values())
+
+
+@pytest.mark.parametrize(("old", "new"), {**moved_names.MODULES, **moved_names.ATTRIBUTES}.items())
+def test_moved_names_work_with_a_warning(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    module, _, name = old.rpartition(".")
+    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {new}")):
+        if old in moved_names.MODULES:
+            found, expected = vars(import_module(old)), vars(import_module(new))
+            assert {key for key in expected if not key.startswith("__")} <= found.keys()
+            assert all(found[key] is expected[key] for key in found if not key.startswith("__"))
+        else:
+            assert getattr(import_module(module), name) is getattr(import_module(new), name)
+
+
+def test_other_names_of_moved_packages_are_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'instrument\.spec\.nothing'"):
+        import_module("instrument.spec.nothing")
+    with pytest.raises(AttributeError, match=r"module 'instrument\.analysis' has no attribute 'nothing'"):
+        import_module("instrument.analysis").nothing  # noqa: B018
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
