@@ -214,7 +214,7 @@ class HookTrials:
         return self._active[attached] and not is_state and spec.name not in {*self.misfits, *self.failures}
 
     def _depends_on_data(self, spec: HookSpec, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether the size of dimension 0 of a tensor may depend on the data: it is no multiple of the number of samples."""
+        """Return whether the size of dimension 0 of a tensor may depend on the data: it is not a multiple of the number of samples."""
         of_module = spec.definition.family == "module"
         return of_module and any(tensor.dim() and len(tensor) % self._samples for tensor in tensors.values())
 
