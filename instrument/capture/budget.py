@@ -25,8 +25,7 @@ from ..actions.record import Record
 from ..kinds.attached_hook import AttachedHook
 from ..kinds.hook_timer import MAX_FACTOR, HookTimer
 from ..spec.budget import BudgetConfig
-from .budget_calibration import BLOCK, Calibration
-from .overhead import Overhead
+from .overhead import BLOCK, Calibration, Overhead
 from .recorder import Recorder
 
 WARM_UP = 3  # steps that are not counted, since the first ones allocate memory

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,35 +56,11 @@ class Piece(NamedTuple):
         return any(isinstance(each, Tensor) and not each.is_cpu for each in tensors)
 
 
-class Reducer(Protocol):
-    """The interface of collective operations."""
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the rows that are the same in all processes."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device on which numbers are merged; None for their own device."""
-
-    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all processes, in every process."""
-
-    def all_reduce_max(self, numbers: Tensor) -> Tensor:
-        """Return the maximum over all processes, in every process."""
-
-    def gather(self, numbers: Tensor) -> Tensor | None:
-        """Return [ranks, numbers] on rank 0, None on the others."""
-
-
 class LocalReducer:
-    """Collective operations of a single process."""
+    """The collective operations of `Ranks` for a single process."""
 
-    is_rank_zero, world_size, device = True, 1, None
+    is_rank_zero, world_size = True, 1
+    device = None  # each number is merged on its own device
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Return the numbers."""

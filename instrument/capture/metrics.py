@@ -78,16 +78,14 @@ class Metrics:
         recorder: Receives the rows.
         clock: Provides step, epoch and phase.
         ranks: The processes that train together; None for a single one.
-
-    Attributes:
-        steps: Provides the learning rate; None without an optimizer.
+        steps: Provides the learning rate.
     """
 
-    def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None, steps: StepWatch) -> None:
         self.recorder = recorder
         self.clock = clock
         self.ranks = ranks
-        self.steps: StepWatch | None = None
+        self.steps = steps
         self._logged: dict[str, dict[str, Tensor | float | None]] = {}  # by phase, for the next row
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -115,7 +113,7 @@ class Metrics:
                 name: value for name, value in metrics.items() if value is not None
             }
         metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
-        if metrics.get("lr") is None and self.steps is not None and self.clock.moment.phase == "train":
+        if metrics.get("lr") is None and self.clock.moment.phase == "train":
             metrics["lr"] = self.steps.take_rate()
         transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
 

@@ -154,7 +154,7 @@ class Probe:
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
-        self._metrics = Metrics(self.recorder, self.clock, ranks)
+        self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
         self.warnings: list[str] = []
         self._stop_reason: str | None = None
         self._entered = False
@@ -171,7 +171,6 @@ class Probe:
         self._entered = True
         try:
             self._hooks.attach()
-            self._metrics.steps = self._hooks.steps
             if not self._is_resumed:
                 self._layers_pending = self._is_rank_zero
                 self._write_layers()
@@ -509,7 +508,7 @@ class Probe:
             self.end_micro_step()
         else:
             self.recorder.samples.end()
-        skipped = self._hooks.pop_step_skipped()
+        skipped = self._hooks.steps.take_skipped()
         seconds = time.perf_counter() - self._step_started_at
         row = self._metrics.write(samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()

@@ -20,7 +20,7 @@ from ..stats.measure import Measured, sums_on_device
 from ..stats.merge import Array, merge_units, pack_units
 from ..stats.sums import COLUMNS, INDEX, extremes, merged, totals
 from ..stats.table_rows import Measure
-from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
+from .collectives import LocalReducer, Piece, Ranks, own_rank
 from .device_copy import HostCopy
 from .row_cells import identity_columns
 from .sink_interface import Row
@@ -180,48 +180,15 @@ class Block:
         return Taken(np.full_like(self.taken.numbers, math.nan), keys, _NO_KEYS, self.taken.moments)
 
 
-class LocalRowMerger:
-    """Merger for the rows of a single process, or of processes that each write their own rows."""
-
-    def identity(self, context: Context) -> Row:
-        """Return the identity columns of a row."""
-        return identity_columns(context)
-
-    def merges(self, context: Context) -> bool:  # noqa: ARG002
-        """Return whether the row is computed from the pieces of all processes."""
-        return False
-
-    def is_duplicate(self, context: Context) -> bool:  # noqa: ARG002
-        """Return whether another process writes the same row."""
-        return False
-
-    def add(self, piece: Piece) -> None:  # noqa: ARG002
-        """Add this process's part of a row. Only called if `merges` is true."""
-        raise AssertionError("rows of a single process have no parts")
-
-    def add_rows(self, taken: Taken, layout: Layout) -> None:  # noqa: ARG002
-        """Add this process's parts of the rows of a slab. Only called if `merges` is true."""
-        raise AssertionError("rows of a single process have no parts")
-
-    @property
-    def statistics_on_device(self) -> int:
-        """The number of pieces of the table `stats` whose sums are on a device."""
-        return 0
-
-    def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
-        """Merge the pieces of the step; None if there are none, or if another process writes the rows."""
-        return None
-
-
-class GlobalRowMerger(LocalRowMerger):
-    """Merger for rows that rank 0 writes for all processes: `reduce: global`.
+class RowMerger:
+    """Merges the rows that rank 0 writes for all processes: `reduce: global`.
 
     Args:
-        ranks: The processes.
+        ranks: The processes; None if each one writes its own rows, so that none are merged.
         slots: The identities of the rows of the table `stats`.
     """
 
-    def __init__(self, ranks: Ranks, slots: Slots) -> None:
+    def __init__(self, ranks: Ranks | None, slots: Slots) -> None:
         self.ranks = ranks
         self._slots = slots
         self._pieces: list[Piece] = []
@@ -230,7 +197,7 @@ class GlobalRowMerger(LocalRowMerger):
     def identity(self, context: Context) -> Row:
         """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
         columns = identity_columns(context)
-        return (*columns[:-1], "global") if context.scope == "averaged" else columns
+        return (*columns[:-1], "global") if self.ranks is not None and context.scope == "averaged" else columns
 
     def merges(self, context: Context) -> bool:
         """Return whether all processes contribute to one row.
@@ -238,12 +205,14 @@ class GlobalRowMerger(LocalRowMerger):
         Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
         that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
         """
+        if self.ranks is None:
+            return False
         is_part = context.scope == "local" and KINDS[context.kind].family == "module"
         return is_part or context.scope == "shard"
 
     def is_duplicate(self, context: Context) -> bool:
         """Return whether rank 0 writes the same row."""
-        return not self.ranks.is_rank_zero and context.scope == "averaged"
+        return self.ranks is not None and not self.ranks.is_rank_zero and context.scope == "averaged"
 
     def add(self, piece: Piece) -> None:
         """Add this process's part of a row."""
@@ -259,14 +228,14 @@ class GlobalRowMerger(LocalRowMerger):
         self._block = Block(taken, layout)
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
-        """Merge the pieces of the step over all processes.
+        """Merge the pieces of the step over all processes. None without any, or if another process writes the rows.
 
         Args:
             any_scheduled: Whether any hook was scheduled; equal in all processes.
             local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
         """
         block = self._block
-        if not any_scheduled and not self._pieces and block is None:
+        if self.ranks is None or not (any_scheduled or self._pieces or block is not None):
             return None
         pieces = [
             piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
@@ -314,14 +283,16 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
     return Piece("effects", identity_without_rank(context), (), numbers, _NOTHING)
 
 
-def merge(pieces: Sequence[Piece], reducer: Reducer, block: Block | None, slots: Slots) -> MergedRows | None:
+def merge(
+    pieces: Sequence[Piece], reducer: LocalReducer | Ranks, block: Block | None, slots: Slots
+) -> MergedRows | None:
     """Merge the parts of a step over all processes. None if another process writes the rows.
 
     Args:
         pieces: The pieces, in the same order in all processes.
         reducer: The processes. `LocalReducer` uses only the parts of this one.
         block: Further rows, the same in all processes.
-        slots: See `GlobalRowMerger`.
+        slots: See `RowMerger`.
     """
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
     has_numbers = stats or effects or block is not None
@@ -345,7 +316,7 @@ def merge(pieces: Sequence[Piece], reducer: Reducer, block: Block | None, slots:
 
 
 def _numbers(
-    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: Reducer
+    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: LocalReducer | Ranks
 ) -> tuple[Tensor, Tensor]:
     """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all parts.
 
@@ -401,7 +372,7 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     return found
 
 
-def _gathered(pieces: Sequence[Piece], reducer: Reducer) -> Tensor:
+def _gathered(pieces: Sequence[Piece], reducer: LocalReducer | Ranks) -> Tensor:
     """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers].
 
     Empty if another process receives them.

@@ -32,9 +32,8 @@ from .collectives import Ranks
 from .device_copy import HostCopy, Transfer
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
 from .rank_merging import (
-    GlobalRowMerger,
-    LocalRowMerger,
     MergedRows,
+    RowMerger,
     effect_piece,
     measured_piece,
     statistics_piece,
@@ -88,21 +87,17 @@ class Recorder:
         self.sink = sink
         self.on_rows = on_rows
         self.print_line = print_line
-        reduces = ranks is not None and ranks.reduces
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
-        self._merger = (
-            GlobalRowMerger(ranks, self._stats.slots) if ranks is not None and ranks.reduces else LocalRowMerger()
-        )
-        self._merged_stats = StepSlab(
-            len(COLUMNS), _DEVICE_SUMS
-        )  # this process's sums of rows that are merged from all processes
+        merging = ranks if ranks is not None and ranks.reduces else None
+        self._merger = RowMerger(merging, self._stats.slots)
+        # This process's sums of rows that are merged from all processes.
+        self._merged_stats = StepSlab(len(COLUMNS), _DEVICE_SUMS)
         self.batched_launch = self._stats.batched_launch
-        self._reduces = reduces
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, _Values]] = []
@@ -148,7 +143,7 @@ class Recorder:
         held: bool | None,
     ) -> bool:
         """Add the effect of an intervention on a plain tensor. Return false if the tensors are not, or if processes merge their rows."""
-        if self._reduces:
+        if self._merger.ranks is not None:
             return False
         if isinstance(factor, Tensor):
             return self._effects.add_effect(before, after, slot, moment, None, held, other=_Factor(factor.detach()))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.capture.budget import MAX_SUBSAMPLING
-from instrument.capture.budget_calibration import BLOCK, MIN_STEPS_OF_EACH
+from instrument.capture.overhead import BLOCK, MIN_STEPS_OF_EACH
 from instrument.kinds.hook_timer import MAX_FACTOR, USUAL_FACTOR, overhead_factor
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_budget
