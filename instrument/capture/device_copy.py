@@ -97,7 +97,6 @@ class Transfer:
             for stream in (torch.cuda.current_stream(device), _background_stream(device))
         ]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
-        # The numbers, or a vector that is read later. Only CUDA copies it asynchronously.
         self._copies: dict[tuple[torch.device, torch.dtype], list[float] | Tensor | HostCopy] = {}
         if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss
             self._copies[self._layout[0][0]] = [float(tensors[0].item())]
@@ -108,8 +107,7 @@ class Transfer:
                 for tensor, (own_key, _) in zip(tensors, self._layout, strict=True)
                 if own_key == key
             ]
-            vector = torch.cat(flat)
-            self._copies[key] = HostCopy(vector) if vector.is_cuda else vector
+            self._copies[key] = _begin_copy(torch.cat(flat))
 
     @property
     def is_complete(self) -> bool:
@@ -129,6 +127,11 @@ class Transfer:
             start = offsets[key]
             offsets[key] += count
             yield numbers[key][start : offsets[key]]
+
+
+def _begin_copy(vector: Tensor) -> Tensor | HostCopy:
+    """Begin to copy a vector that is read later. Only CUDA copies asynchronously."""
+    return HostCopy(vector) if vector.is_cuda else vector
 
 
 def _as_numbers(copy: list[float] | Tensor | HostCopy) -> list[float]:

@@ -329,15 +329,14 @@ class Probe:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run should stop: the request, or the rule and its message; None if it should continue."""
+        """Why the run should stop: the request, or the rule and its message; None if it should continue.
+
+        Assign a reason, for run.json, to request that the loop ends after this step.
+        """
         return self._stop_reason or self._rule_actions.stop_reason
 
-    def stop(self, reason: str) -> None:
-        """Request that the loop ends after this step; see `should_stop`.
-
-        Args:
-            reason: The reason, for run.json.
-        """
+    @stop_reason.setter
+    def stop_reason(self, reason: str) -> None:
         self._stop_reason = reason
 
     @property
@@ -367,13 +366,18 @@ class Probe:
     def epoch(self, epoch: int) -> None:
         self.clock.moment = self.clock.moment._replace(epoch=epoch)
 
-    def set_step(self, step: int) -> None:
-        """Set the current step to any number. Dry runs use it to run selected steps.
+    def set_step(self, step: int, epoch: int | None = None) -> None:
+        """Set the current step: the first one of a recording that begins within a training, or the selected steps of a dry run.
 
         Args:
             step: The optimizer step, from 0.
+            epoch: The epoch, from 0. Default: the current one.
         """
-        self._scheduled.advance(step=step, micro_step=0, update_all=True)
+        moment = {"step": step, "micro_step": 0, "epoch": self.epoch if epoch is None else epoch}
+        if self._entered:
+            self._scheduled.advance(update_all=True, **moment)
+        else:
+            self.clock.moment = self.clock.moment._replace(**moment)
 
     def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
         """Change hooks between two steps.
@@ -662,12 +666,12 @@ class Probe:
             for hook in self.recorder.flight_recorder.steps:
                 self._write_kept(hook, f"the run failed with {type(error).__name__}")
         self.recorder.end_step(local_only=error is not None)
-        self.flush()
+        self.recorder.flush()
         if error is None:
             if self.ranks is None:  # with several processes, some may have ended already
                 self._rule_actions.act(self.step)
             self.recorder.end_step(any_scheduled=False)
-            self.flush()
+            self.recorder.flush()
             self._report_unfired()
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
@@ -694,13 +698,6 @@ class Probe:
             message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
             self.event("flight_recorder", message, severity="info")
 
-    def flush(self) -> None:
-        """Pass the rows of all completed steps to the sink and to the rules.
-
-        This waits for values that are still being copied from a GPU.
-        """
-        self.recorder.flush()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a probe with the same plan requires to resume after the current step.
 
@@ -720,15 +717,6 @@ class Probe:
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
 
-    def begin_at(self, step: int, epoch: int) -> None:
-        """Set the first step of a recording that begins within a training. Call it before entering the `with` block.
-
-        Args:
-            step: The optimizer step, from 0.
-            epoch: The epoch, from 0.
-        """
-        self.clock.moment = self.clock.moment._replace(step=step, epoch=epoch)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
 
@@ -736,7 +724,7 @@ class Probe:
             state: The result of `state_dict`.
         """
         self._is_resumed = True
-        self.begin_at(state["step"], state["epoch"])
+        self.set_step(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])

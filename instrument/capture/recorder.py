@@ -329,7 +329,7 @@ class Recorder:
         self._metrics.append(row)
 
     def flush(self) -> None:
-        """Write the rows of the previous step. Waits for the copy."""
+        """Pass the rows of all completed steps to the sink and to the rules. Waits for values that are being copied from a GPU."""
         step, self._pending = self._pending, None
         if step is None:
             return
