@@ -31,16 +31,7 @@ from .sink_interface import EventWriter
 
 
 class HookSet:
-    """All hooks of a plan.
-
-    Args:
-        plan: The plan.
-        attached_hooks: The sites of the plan with their actions.
-        optimizers: The optimizers whose steps the hooks observe.
-        scaler: The gradient scaler, if the loop uses one.
-        clock: The current step and phase.
-        event: Writes a row of the `events` table.
-        steps_by_loop: Whether the loop calls `before_optimizer_step` itself.
+    """All hooks of a plan on a model and its optimizers; see `Probe`.
 
     Attributes:
         steps: Observes the optimizer steps while the hooks are attached.
@@ -177,12 +168,9 @@ class HookSet:
                 group.before_step()
 
     def update_step_coverage(self, row: Mapping[str, float | None]) -> None:
-        """Update the coverage of hooks around optimizer steps.
+        """Update the coverage of hooks around optimizer steps. The row of `metrics` says whether the step was skipped.
 
         With several optimizers, not all make a step in every step of the loop.
-
-        Args:
-            row: The row of the `metrics` table, which says whether the step was skipped.
         """
         stepped, several = self.steps.take_stepped(), len(self.optimizers) > 1
         scheduled = [attached for attached in self._step_hooks if attached.is_scheduled]

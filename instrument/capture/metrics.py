@@ -22,22 +22,17 @@ _KNOWN = frozenset((*METRICS, "skipped"))
 _RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*USER_METRICS}
 
 
-def checked_metrics(metrics: Mapping[str, Any], *internal: str) -> dict[str, Tensor | float | None]:
-    """Check the names and values of metrics, and convert NumPy arrays and sequences of one number.
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor | float | None]:
+    """Return metrics as numbers, or as tensors with one element, which can be on a device.
 
-    Args:
-        metrics: The metrics by name. A name without its own column is a custom metric.
-        internal: Names of computed columns that are allowed, for calls by this package.
-
-    Returns:
-        The metrics as numbers, or as tensors with one element, which can be on a device.
+    A name without its own column is a custom metric. NumPy arrays and sequences of one number are converted.
 
     Raises:
         TypeError: A name is that of a computed column, differs from a column in case only, or is not a name; or a value is not one
             number.
     """
     for name in metrics:
-        if name in USER_METRICS or name in internal:
+        if name in USER_METRICS:
             continue
         if name.lower() in _RESERVED or name.lower() in USER_METRICS:
             raise TypeError(f"{name}: the metrics table has its own column {name.lower()!r}; use another name")
@@ -72,14 +67,7 @@ def custom_metrics_in(row: Mapping[str, float | None]) -> dict[str, float | None
 
 
 class Metrics:
-    """Writes the rows of the `metrics` table.
-
-    Args:
-        recorder: Receives the rows.
-        clock: Provides step, epoch and phase.
-        ranks: The processes that train together; None for a single one.
-        steps: Provides the learning rate.
-    """
+    """Writes the rows of the `metrics` table, with the learning rate of the last optimizer step."""
 
     def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None, steps: StepWatch) -> None:
         self.recorder = recorder

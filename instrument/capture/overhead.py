@@ -22,13 +22,7 @@ MEDIAN_VARIANCE_RATIO = math.pi / 2  # the variance of a median relative to that
 
 
 class MeasuredOverhead(NamedTuple):
-    """A measured overhead.
-
-    Attributes:
-        relative: The relative overhead, as the mean over all steps.
-        error: Its standard error.
-        baseline: The duration of a step without hooks, in seconds.
-    """
+    """The relative overhead as the mean over all steps, its standard error, and the seconds of a step without hooks."""
 
     relative: float
     error: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -139,7 +139,7 @@ class Probe:
         ]
         self.budget: Budget | None = None
         if budget is not None and (budget.time is not None or budget.bytes is not None):
-            self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
+            self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self.event)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
         self._disabled: frozenset[str] = frozenset()
@@ -172,7 +172,7 @@ class Probe:
         try:
             self._hooks.attach()
             if not self._is_resumed:
-                self._layers_pending = self._is_rank_zero
+                self._layers_pending = self.ranks is None or self.ranks.is_rank_zero
                 self._write_layers()
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
@@ -210,11 +210,6 @@ class Probe:
         self._hooks.detach()
         self.clock.closed = True
 
-    @property
-    def _is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the rows that are the same in all processes."""
-        return self.ranks is None or self.ranks.is_rank_zero
-
     # ------------------------------------------------------------------------------------------------ time
 
     @property
@@ -246,20 +241,14 @@ class Probe:
         self._scheduled.set_phase(phase)
 
     def follow_model(self) -> PhaseWatch:
-        """From now on, set the phase from the mode of the model at each call. For the callbacks of trainers.
-
-        Returns:
-            The object that sets it, which has to be notified of steps.
-        """
+        """From now on, set the phase from the mode of the model at each call. The result has to be notified of a trainer's steps."""
         watch = PhaseWatch(self.plan.layers.model, self.clock, self._scheduled, partial(setattr, self, "phase"))
         self._hooks.watch_phase(watch)
         return watch
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Set the phase to `eval` for the duration of a `with` block; see `in_phase`."""
-        with self.in_phase("eval"):
-            yield
+        return self.in_phase("eval")
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
@@ -322,9 +311,7 @@ class Probe:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run should stop: a rule with `then: stop` or `then: prune` fired, or it was requested. The loop should end
-        after this step.
-        """
+        """Whether the loop should end after this step: a rule with `then: stop` or `then: prune` fired, or it was requested."""
         return self.stop_reason is not None
 
     @property
@@ -524,17 +511,12 @@ class Probe:
     def write_metrics(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """Write a row of the `metrics` table for the current step and phase.
-
-        `end_step` calls it for training steps. Call it for an evaluation.
+        """Write a row of the `metrics` table for an evaluation of the current step, with the arguments and the row of `end_step`.
 
         Args:
-            seconds: The duration of the step or evaluation, in seconds.
-            samples: The number of samples. `samples_per_second` is computed from it.
+            seconds: The duration of the evaluation, in seconds.
+            samples: The number of samples.
             **metrics: Further columns: `loss`, `accuracy`, `grad_norm`, `lr`, and numbers of any other name.
-
-        Returns:
-            The row. Values on a GPU are awaited when the row is first read.
 
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
@@ -629,10 +611,6 @@ class Probe:
         self.event("flight_recorder", message, severity="info")
         self.sink.end_step()
 
-    def _report_budget(self, message: str, attached: AttachedHook | None) -> None:
-        """Write an event: the budget samples one site less often (`attached`), or all sites (None)."""
-        self.event("budget", message, severity="info", layer=None if attached is None else attached.site.layer.name)
-
     def coverage(self) -> list[dict[str, Any]]:
         """Return the coverage so far: how often each hook fired at each site.
 
@@ -643,10 +621,8 @@ class Probe:
         return self._coverage(running=self._scheduled.has_opportunities)
 
     def _coverage(self, *, running: bool) -> list[dict[str, Any]]:
-        on = self._rule_actions.never_turned_on
-        return coverage_rows(
-            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running, never_turned_on=on
-        )
+        off, dropped = self._rule_actions.never_turned_on, self.recorder.dropped
+        return coverage_rows(self.attached_hooks, self.plan.layers, dropped, running=running, never_turned_on=off)
 
     def _finish(self, error: BaseException | None) -> None:
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
@@ -699,11 +675,7 @@ class Probe:
             self.event("flight_recorder", message, severity="info")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a probe with the same plan requires to resume after the current step.
-
-        Returns:
-            Numbers, strings, lists and dictionaries of them.
-        """
+        """Return the state that a probe with the same plan requires to resume after the current step, as numbers and strings."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -718,11 +690,7 @@ class Probe:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
-
-        Args:
-            state: The result of `state_dict`.
-        """
+        """Restore the `state_dict` of an earlier probe with the same plan. Call it before entering the `with` block."""
         self._is_resumed = True
         self.set_step(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])

@@ -36,12 +36,7 @@ _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which
 class MergedRow:
     """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`.
 
-    Attributes:
-        table: The table.
-        identity: The identity columns.
-        names: The requested statistics.
-        values: The numbers, set when they are on the host.
-        custom: The remainders of 64-bit integers, set together with `values`.
+    The numbers and the remainders of 64-bit integers (`custom`) are set when they are on the host.
     """
 
     table: str
@@ -87,8 +82,7 @@ class MergedRows:
     def fetch(self, stats_rows: Array) -> Iterator[tuple[str, Row]]:
         """Set the numbers of the rows, and return the rows of other tables. Waits for the copies.
 
-        Args:
-            stats_rows: The numbers of the rows of the table `stats`, float64 [rows, COLUMNS]. The rows of the block are the last ones.
+        The rows of the block are the last ones of `stats_rows`, the numbers of the table `stats`, float64 [rows, COLUMNS].
         """
         stats, effects, gathered = (copy.wait().numpy() for copy in self.copies)
         sums, changes = iter(stats.reshape(-1, len(COLUMNS))), iter(effects.reshape(-1, len(EFFECT)))
@@ -115,12 +109,7 @@ class MergedRows:
 
 @dataclass
 class Block:
-    """This process's parts of the rows of a slab.
-
-    Attributes:
-        taken: The rows.
-        layout: Their layout.
-    """
+    """This process's parts of the rows of a slab."""
 
     taken: Taken
     layout: Layout
@@ -163,12 +152,7 @@ class Block:
         ]
 
     def merged(self, slots: Slots, *, is_local: bool) -> Taken:
-        """Return the merged rows, without their numbers.
-
-        Args:
-            slots: The identities of the merged rows.
-            is_local: Whether they are merged from the parts of this process only.
-        """
+        """Return the merged rows, without their numbers. If local, they are merged from the parts of this process only."""
         merged_slots = None if is_local else self.layout.merged_slots
         if merged_slots is None:
             sites = self.layout.sites if is_local else [(0, *site[1:-1], "global") for site in self.layout.sites]
@@ -286,14 +270,7 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
 def merge(
     pieces: Sequence[Piece], reducer: LocalReducer | Ranks, block: Block | None, slots: Slots
 ) -> MergedRows | None:
-    """Merge the parts of a step over all processes. None if another process writes the rows.
-
-    Args:
-        pieces: The pieces, in the same order in all processes.
-        reducer: The processes. `LocalReducer` uses only the parts of this one.
-        block: Further rows, the same in all processes.
-        slots: See `RowMerger`.
-    """
+    """Merge pieces and a block, the same in all processes, in the same order. None if another process writes the rows."""
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
     has_numbers = stats or effects or block is not None
     sums, changed = _numbers(stats, effects, block, reducer) if has_numbers else (_NOTHING, _NOTHING)
@@ -355,13 +332,8 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     """Stack the pieces, float64 [rows, numbers]. Numbers on the host are copied to the device at once."""
     missing = [math.nan] * numbers
     on_host = [part.row if isinstance(part, Measured) else part for part in (piece.part for piece in pieces)]
-    found = (
-        torch.tensor(
-            np.array([missing if part is None or isinstance(part, Tensor) else part for part in on_host], np.float64)
-        )
-        .view(-1, numbers)
-        .to(device)
-    )
+    rows = [missing if part is None or isinstance(part, Tensor) else part for part in on_host]
+    found = torch.tensor(np.array(rows, np.float64)).view(-1, numbers).to(device)
     on_device = {
         at: piece.part if isinstance(piece.part, Tensor) else sums_on_device([piece.part])[0]
         for at, piece in enumerate(pieces)
@@ -373,10 +345,7 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
 
 
 def _gathered(pieces: Sequence[Piece], reducer: LocalReducer | Ranks) -> Tensor:
-    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers].
-
-    Empty if another process receives them.
-    """
+    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers]; empty if another process receives them."""
     parts = [piece.gathered for piece in pieces if len(piece.gathered)]
     if not parts:
         return _NOTHING

@@ -60,9 +60,7 @@ class Recorder:
     """Collects the results of a step's actions and passes them to the sink at the end of the step. Several threads may add results.
 
     Args:
-        sink: Receives the rows.
         on_rows: Called with the rows of each step, after all of them were passed to the sink.
-        ranks: The processes that train together; None for a single one.
         all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
             tensor is stored.
         print_line: Prints a line of `action: print`, when the values of its step are read.
@@ -71,7 +69,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        batched_launch: See `Rows`.
+        merges, set_scale, batched_launch: See `Rows`.
     """
 
     def __init__(
@@ -97,7 +95,8 @@ class Recorder:
         self._merger = RowMerger(merging, self._stats.slots)
         # This process's sums of rows that are merged from all processes.
         self._merged_stats = StepSlab(len(COLUMNS), _DEVICE_SUMS)
-        self.batched_launch = self._stats.batched_launch
+        self.merges = self._merger.merges
+        self.set_scale, self.batched_launch = self._stats.set_scale, self._stats.batched_launch
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, _Values]] = []
@@ -106,10 +105,6 @@ class Recorder:
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
-
-    def merges(self, context: Context) -> bool:
-        """Return whether the row is merged from all ranks."""
-        return self._merger.merges(context)
 
     def memory(self, device: torch.device) -> Tensor | None:
         """Return memory for the sums of a tensor on a device; None for the CPU."""
@@ -142,7 +137,7 @@ class Recorder:
         factor: float | Tensor | None,
         held: bool | None,
     ) -> bool:
-        """Add the effect of an intervention on a plain tensor. Return false if the tensors are not, or if processes merge their rows."""
+        """Add the effect of an intervention; see `Rows`. Return false if the tensors are not plain, or if processes merge their rows."""
         if self._merger.ranks is not None:
             return False
         if isinstance(factor, Tensor):
@@ -159,10 +154,6 @@ class Recorder:
         """Return the slot of the rows of a call; see `Rows`."""
         site = self._merger.identity(context)[len(context.moment) :]
         return self._slab_of(table, context).slots.slot(site, names, is_scaled=is_scaled)
-
-    def set_scale(self, scale: Tensor) -> bool:
-        """Set the scale of this step; see `Rows`."""
-        return self._stats.set_scale(scale)
 
     def _slab_of(self, table: str, context: Context) -> StepSlab:
         if table == "effects":
@@ -203,10 +194,8 @@ class Recorder:
         if self._merger.is_duplicate(context):
             return
         if context.hook in self.flight_recorder.steps:
-            has_pending_step = self._pending is not None
-            self.flight_recorder.add(
-                context.without_tensors(), source_shape, tensor, dtype, has_pending_step=has_pending_step
-            )
+            call, is_pending = context.without_tensors(), self._pending is not None
+            self.flight_recorder.add(call, source_shape, tensor, dtype, has_pending_step=is_pending)
             self.samples.note_tensor(context, source_shape, is_kept=True)
         elif decisions := _undecided(context):
             copy = tensor.to(dtype or tensor.dtype, copy=True)
@@ -363,11 +352,7 @@ class Recorder:
         for name, deferred in step.deferred:
             self.write(name, [deferred()])
         if self.on_rows is not None:
-            in_time = (
-                [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
-                if samples
-                else []
-            )
+            in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
             self.on_rows(stats_rows, step.metrics, in_time)
         self.sink.end_step()
 
@@ -400,9 +385,7 @@ class _Values(NamedTuple):
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
         """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
         row[:] = self.measured.row
-        found = {
-            name: next(fetched)[0] if isinstance(number, Tensor) else number for name, number in self.custom.items()
-        }
+        found = {name: next(fetched)[0] if isinstance(each, Tensor) else each for name, each in self.custom.items()}
         held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
         extremes = [] if self.measured.exact_extremes is None else [next(fetched)]
         custom: dict[str, float | None] = {
@@ -472,12 +455,7 @@ class _Step(NamedTuple):
 
 
 def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:
-    """Set the sums of all tensors on a device.
-
-    Args:
-        values: The additional parts of rows.
-        sums: The rows in the memory of each device, and its copy.
-    """
+    """Set the sums of all tensors on a device, given the rows in the memory of each device, and its copy."""
     copied = {id(row): found for rows, copy in sums for row, found in zip(rows, copy.wait().numpy(), strict=True)}
     waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
     if waiting:

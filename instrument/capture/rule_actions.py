@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 from ..errors import HookError, user_code_location
@@ -18,9 +20,6 @@ class RuleActions:
     """Carries out the actions of the rules that fired, in all processes alike.
 
     Args:
-        rules: The rules.
-        hooks: The hooks by name.
-        ranks: The processes that train together; None for a single one.
         write_kept: Writes the tensors that a hook keeps: called with the hook and the reason.
 
     Attributes:
@@ -47,12 +46,13 @@ class RuleActions:
         self.is_pruned = False
         self.should_checkpoint = False
         self._write_kept = write_kept
-        self._followers = _hooks_by_rule(
-            rules.specs, lambda rule: [h for h, spec in hooks.items() if spec.follows == rule]
-        )
-        self._keeping = _hooks_by_rule(
-            rules.specs, lambda rule: [h for h, spec in hooks.items() if writes_kept_tensors(rule, rules.specs, spec)]
-        )
+        self._followers: defaultdict[str, list[str]] = defaultdict(list)  # hooks by rule
+        self._keeping: defaultdict[str, list[str]] = defaultdict(list)
+        for rule, (hook, spec) in product(rules.specs, hooks.items()):
+            if spec.follows == rule:
+                self._followers[rule].append(hook)
+            if writes_kept_tensors(rule, rules.specs, spec):
+                self._keeping[rule].append(hook)
         acting = {name for name, spec in rules.specs.items() if spec.actions}
         self._names = sorted(acting | self._followers.keys() | self._keeping.keys())
         self._functions = _functions(rules.specs)
@@ -76,10 +76,7 @@ class RuleActions:
         return self._off - self._switches.keys()
 
     def act(self, step: int) -> None:
-        """Carry out the actions of the rules that fired since the last call. Call it in all processes at once.
-
-        Args:
-            step: The next step.
+        """Carry out the actions of the rules that fired since the last call, before a step. Call it in all processes at once.
 
         Raises:
             HookError: A function of `call` failed.
@@ -141,11 +138,6 @@ class RuleActions:
         """Restore the state. A rule that has stopped the run does not stop it again."""
         self._switches = {hook: (on, stop) for hook, (on, stop) in state["switches"].items()}
         self._has_stopped = set(state["has_stopped"])
-
-
-def _hooks_by_rule(rules: Iterable[str], hooks_of: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """Return the hooks of each rule that has some."""
-    return {rule: hooks for rule in rules if (hooks := hooks_of(rule))}
 
 
 def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:

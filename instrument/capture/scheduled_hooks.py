@@ -21,9 +21,6 @@ class ScheduledHooks:
     """Sets the clock of a probe, and with it the hooks that are scheduled.
 
     Args:
-        attached_hooks: All sites of the plan.
-        specs: The specs of the plan by name.
-        clock: The current step and phase, which this object changes.
         on_change: Called after scheduled hooks have changed, with those that are not of checkpoints, and after the first
             compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
@@ -62,9 +59,7 @@ class ScheduledHooks:
     def advance(self, *, update_all: bool = False, **moment: Any) -> None:
         """Set fields of the clock's moment, and update which hooks are scheduled.
 
-        Args:
-            update_all: Whether to update the hooks even if the same ones are scheduled, since their specs may have changed.
-            moment: The fields.
+        With `update_all`, hooks are updated even if the same ones are scheduled, since their specs may have changed.
         """
         previous_step, previous_phase = self.clock.moment.step, self.clock.moment.phase
         self.clock.moment = self.clock.moment._replace(**moment)

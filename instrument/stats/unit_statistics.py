@@ -45,8 +45,7 @@ def dead_units(tensor: Tensor, dim: int) -> Tensor:
     """Return which units are zero everywhere. All units of an empty tensor are.
 
     Args:
-        tensor: Any dtype with at least one dimension, strided or sparse. On the CPU, no more of a strided one is read than
-            required.
+        tensor: Any dtype with at least one dimension, strided or sparse.
         dim: The dimension of the units.
 
     Returns:

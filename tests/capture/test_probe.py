@@ -14,7 +14,7 @@ from torch import nn
 
 import instrument
 from instrument import AlreadyAttachedError, MemorySink, Probe
-from instrument.capture.coverage import NEVER_DUE
+from instrument.kinds.reasons import NEVER_DUE
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.parse import parse_hooks
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import InstrumentWarning, Probe
-from instrument.capture.coverage import NEVER_DUE
 from instrument.kinds import reasons
+from instrument.kinds.reasons import NEVER_DUE
 
 LOOK = {"action": "record", "stats": ["l2"]}
 Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
