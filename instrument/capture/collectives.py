@@ -168,10 +168,7 @@ class Ranks:
         return bool(summary[0] == -summary[1])
 
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Sort the pieces of a step in the same order in all processes.
-
-        Add empty pieces for tensors that this one has not seen.
-        """
+        """Sort the pieces of a step in the same order in all processes, with empty ones for tensors that this one has not seen."""
         blank = [
             piece._replace(part=None, gathered=torch.full_like(piece.gathered, nan, device="cpu")) for piece in pieces
         ]
@@ -192,11 +189,9 @@ class Ranks:
     def _number(self, piece: Piece) -> int:
         """Return a hash of a piece that does not depend on its moment. Equal in all processes."""
         of = (piece.table, *piece.key[3:], piece.shape)
-        number = self._numbers.get(of)
-        if number is None:
-            number = int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
-            self._numbers[of] = number
-        return number
+        if of not in self._numbers:
+            self._numbers[of] = int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
+        return self._numbers[of]
 
 
 def _name(piece: Piece) -> tuple[Any, ...]:

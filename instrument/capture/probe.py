@@ -45,7 +45,7 @@ from .rule_actions import RuleActions
 from .rule_rows import update_rules
 from .samples import SampleBatch, checked_ids, checked_targets, targets_of
 from .scheduled_hooks import ScheduledHooks
-from .sink_interface import Row, Sink
+from .sink_interface import Sink
 from .slab_rows import check_custom_columns
 
 PHASES = (*get_args(Phase), "sanity")
@@ -118,7 +118,7 @@ class Probe:
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
+        self.rules = RuleSet(rules or {}, self._write_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
@@ -201,8 +201,8 @@ class Probe:
                 finally:
                     self.sink.close()
         messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
-        for part, message in messages.items() if isinstance(exc, RuntimeError) else ():
-            if part in str(exc):
+        for part, message in messages.items():
+            if isinstance(exc, RuntimeError) and part in str(exc):
                 raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     def detach(self) -> None:
@@ -302,8 +302,7 @@ class Probe:
         """The relative overhead of hooks, as the mean over all steps so far. 0.05 means that steps take 5% longer.
 
         Steps with scheduled hooks are compared with steps without. None if there are too few steps of either type.
-        With a time budget, it is the overhead of record hooks since the budget last changed them, and is estimated from the
-        time in the hooks if there are too few steps of either type.
+        With a time budget, it is the overhead of record hooks since the budget last changed them, or its estimate.
         """
         if self.budget is not None and self.budget.config.time is not None:
             return self.budget.relative_overhead
@@ -529,10 +528,7 @@ class Probe:
             probe.log(discriminator_loss=loss)
 
         If a name is logged several times before the row is written, or also passed to `end_step`, the last value counts. Values on a
-        GPU are copied when the row is written.
-
-        Args:
-            **metrics: Numbers by name: of Python, NumPy arrays or tensors with one element.
+        GPU are copied when the row is written. The numbers are of Python, NumPy arrays or tensors with one element.
 
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
@@ -570,13 +566,7 @@ class Probe:
     # ------------------------------------------------------------------------------------------------ the record
 
     def event(
-        self,
-        rule: str,
-        message: str,
-        *,
-        severity: str = "warning",
-        layer: str | None = None,
-        step: int | None = None,
+        self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None, step: int | None = None
     ) -> None:
         """Write a row of the `events` table.
 
@@ -588,16 +578,13 @@ class Probe:
             step: The optimizer step. Default: the current step.
         """
         at = self.step if step is None else step
-        self._write_event((at, self.clock.rank, layer, rule, message, severity, None, None, None))
+        self._write_event(RuleEvent(rule, at, message, severity, layer, location=None, value=None, threshold=None))
 
-    def _write_rule_event(self, event: RuleEvent) -> None:
+    def _write_event(self, event: RuleEvent) -> None:
+        if event.severity == "warning":
+            self.warnings.append(event.message)
         about = (event.location, event.value, event.threshold)
-        self._write_event((event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about))
-
-    def _write_event(self, row: Row) -> None:
-        message, severity = row[4:6]
-        if severity == "warning":
-            self.warnings.append(message)
+        row = (event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about)
         self.recorder.write("events", [row])
 
     def _write_kept(self, hook: str, reason: str) -> None:
@@ -612,12 +599,7 @@ class Probe:
         self.sink.end_step()
 
     def coverage(self) -> list[dict[str, Any]]:
-        """Return the coverage so far: how often each hook fired at each site.
-
-        Returns:
-            One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
-            `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
-        """
+        """Return how often each hook fired at each site so far, one dictionary per site with the columns of the `coverage` table."""
         return self._coverage(running=self._scheduled.has_opportunities)
 
     def _coverage(self, *, running: bool) -> list[dict[str, Any]]:

@@ -31,13 +31,7 @@ from ..stats.table_rows import Measure, Values
 from .collectives import Ranks
 from .device_copy import HostCopy, Transfer
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
-from .rank_merging import (
-    MergedRows,
-    RowMerger,
-    effect_piece,
-    measured_piece,
-    statistics_piece,
-)
+from .rank_merging import MergedRows, RowMerger, effect_piece, measured_piece, statistics_piece
 from .samples import SampleBatch, SampleRows, Samples
 from .sink_interface import Row, Sink
 from .slab_rows import EffectRows, Matrix, StatisticsRows, StepSlab, Taken
@@ -52,6 +46,7 @@ NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` comp
 # The columns after the first one that a device fills.
 _DEVICE_SUMS = len(BASE) - 1
 _DEVICE_EFFECTS = EFFECT.index("norm_after")
+_FACTOR = EFFECT.index("factor")
 MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]
 """Table, identity, the values of a `Measure` or a function that computes them, and what converts the values to cells."""
 
@@ -141,9 +136,11 @@ class Recorder:
         if self._merger.ranks is not None:
             return False
         if isinstance(factor, Tensor):
-            return self._effects.add_effect(before, after, slot, moment, None, held, other=_Factor(factor.detach()))
+            return self._effects.add_effect(
+                before, after, slot, moment, None, held, other=_EffectValues(factor.detach())
+            )
         # In a row of the slab, NaN means no factor.
-        other = _Factor(factor) if factor is not None and math.isnan(factor) else None
+        other = _EffectValues(factor) if factor is not None and math.isnan(factor) else None
         return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
 
     def slab_of(self, context: Context) -> Slab | None:
@@ -230,7 +227,7 @@ class Recorder:
             self._merger.add(effect_piece(context, effect))
         elif not self._merger.is_duplicate(context):
             is_complete = not effect.numbers and not (effect.factor is not None and math.isnan(effect.factor))
-            other = None if is_complete else _EffectValues(effect)
+            other = None if is_complete else _EffectValues(effect.factor, effect)
             self._effects.add(self._merger.identity(context), effect.row(), other=other)
 
     def bytes_of(self, attached: AttachedHook) -> int:
@@ -364,13 +361,7 @@ class Recorder:
 
 
 class _Values(NamedTuple):
-    """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`).
-
-    Attributes:
-        measured: The sums. Those on a device are set before `complete` is called.
-        custom: The custom statistics: numbers, or scalars on a device.
-        names: The requested statistics.
-    """
+    """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`)."""
 
     measured: Measured
     custom: Mapping[str, float | Tensor | None]
@@ -407,35 +398,24 @@ class _Values(NamedTuple):
 class _EffectValues(NamedTuple):
     """An effect whose numbers may be on a device, or whose factor is NaN: the additional part of a row."""
 
-    effect: Effect
+    factor: float | Tensor | None
+    effect: Effect | None = None  # None if all numbers but the factor are in the slab
 
     @property
     def numbers(self) -> list[Tensor]:
         """The numbers on a device."""
-        return self.effect.numbers
-
-    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
-        """Write the numbers to the row. Return the factor if it is NaN."""
-        row[:] = self.effect.row(fetched)
-        factor = float(row[EFFECT.index("factor")])
-        return {"factor": factor} if self.effect.factor is not None and math.isnan(factor) else {}
-
-
-class _Factor(NamedTuple):
-    """The factor of an effect if it is on a device or NaN: the additional part of a row, whose other numbers are in the slab."""
-
-    factor: float | Tensor
-
-    @property
-    def numbers(self) -> list[Tensor]:
-        """The factor, if it is on a device."""
+        if self.effect is not None:
+            return self.effect.numbers
         return [self.factor] if isinstance(self.factor, Tensor) else []
 
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
-        """Write the factor to the row. Return it if it is NaN."""
-        factor = next(fetched)[0] if isinstance(self.factor, Tensor) else self.factor
-        row[EFFECT.index("factor")] = factor
-        return {"factor": factor} if math.isnan(factor) else {}
+        """Write the numbers to the row. Return the factor if it is NaN."""
+        if self.effect is not None:
+            row[:] = self.effect.row(fetched)
+        elif self.factor is not None:
+            row[_FACTOR] = next(fetched)[0] if isinstance(self.factor, Tensor) else self.factor
+        factor = float(row[_FACTOR])
+        return {"factor": factor} if self.factor is not None and math.isnan(factor) else {}
 
 
 class _Step(NamedTuple):

@@ -33,11 +33,7 @@ class RuleActions:
     """
 
     def __init__(
-        self,
-        rules: RuleSet,
-        hooks: Mapping[str, HookSpec],
-        ranks: Ranks | None,
-        write_kept: Callable[[str, str], None],
+        self, rules: RuleSet, hooks: Mapping[str, HookSpec], ranks: Ranks | None, write_kept: Callable[[str, str], None]
     ) -> None:
         self.rules = rules
         self.ranks = ranks

@@ -7,7 +7,7 @@ GPU are copied when the step ends, as all numbers are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 _TABLE = TABLES["samples"]
 
 
+@dataclass
 class SampleBatch:
     """The samples of one micro-step.
 
@@ -38,16 +39,16 @@ class SampleBatch:
         is_late: Whether the rows are written with a later step, because the tensors were in memory until then.
     """
 
-    def __init__(
-        self, moment: StepContext, rank: int, ids: Tensor | Sequence[str], targets: Tensor | None, *, is_checked: bool
-    ) -> None:
-        self.moment = moment
-        self.rank = rank
-        self.ids = ids
-        # The loop may modify its tensors in place before the step ends.
-        self.targets = None if targets is None else targets.detach().clone()
-        self.is_checked = is_checked
-        self.is_late = False
+    moment: StepContext
+    rank: int
+    ids: Tensor | Sequence[str]
+    targets: Tensor | None
+    is_checked: bool = field(kw_only=True)
+    is_late: bool = False
+
+    def __post_init__(self) -> None:
+        if self.targets is not None:  # the loop may modify its tensors in place before the step ends
+            self.targets = self.targets.detach().clone()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,12 +60,14 @@ class SampleBatch:
 
     def rows(self, fetched: Iterator[list[Any]]) -> SampleRows:
         """Return the rows of the table. `fetched` has the values of `numbers`, in order."""
-        ids, targets = (
-            (part.tolist() if part.is_cpu else next(fetched)) if isinstance(part, Tensor) else part
-            for part in (self.ids, self.targets)
-        )
+        ids = _on_host(self.ids, fetched) if isinstance(self.ids, Tensor) else self.ids
+        targets = None if self.targets is None else _on_host(self.targets, fetched)
         dtype = None if self.targets is None else str(self.targets.dtype).removeprefix("torch.")
         return SampleRows((*self.moment, self.rank), ids, targets, dtype)
+
+
+def _on_host(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
+    return tensor.tolist() if tensor.is_cpu else next(fetched)
 
 
 class SampleRows(ColumnRows):
@@ -263,7 +266,7 @@ def targets_of(batch: Any, samples: int) -> Tensor | None:
     targets: Any = None
     named = batch
     if is_dataclass(batch):
-        named = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
+        named = {each.name: getattr(batch, each.name, None) for each in fields(batch)}
     elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
         named = batch._asdict()
     if isinstance(named, Mapping):

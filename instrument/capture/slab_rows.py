@@ -57,18 +57,12 @@ def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
         ConfigError: A custom statistic has the name of a column that tables of runs have.
     """
     reserved = {"run", "seed", *(column.name for column in TABLES["stats"].stored), *REMAINDERS.values()}
-    problems = [
-        Problem(
-            f"hooks.{name}.stats",
-            f"the table 'stats' already has a column {custom.column!r}",
-            given=custom.target,
-            fix="set another 'name'",
-        )
-        for name, spec in specs.items()
-        if isinstance(spec, RecordSpec)
-        for custom in spec.custom_statistics
-        if custom.column.lower() in reserved
-    ]
+    problems = []
+    for name, spec in specs.items():
+        for custom in spec.custom_statistics if isinstance(spec, RecordSpec) else ():
+            if custom.column.lower() in reserved:
+                message = f"the table 'stats' already has a column {custom.column!r}"
+                problems.append(Problem(f"hooks.{name}.stats", message, custom.target, fix="set another 'name'"))
     if problems:
         raise ConfigError(*problems)
 
@@ -243,12 +237,8 @@ class Taken:
         """Return these rows and then merged ones, which are not on a device and have nothing besides their numbers."""
         keys = np.concatenate([self.keys, merged.keys])
         keys[len(self) :, MOMENT_INDEX] += len(self.moments)
-        return replace(
-            self,
-            numbers=np.concatenate([self.numbers, merged.numbers]),
-            keys=keys,
-            moments=[*self.moments, *merged.moments],
-        )
+        numbers = np.concatenate([self.numbers, merged.numbers])
+        return replace(self, numbers=numbers, keys=keys, moments=[*self.moments, *merged.moments])
 
     def without(self, left_out: Sequence[int]) -> Taken:
         """Return the rows without some of them."""
