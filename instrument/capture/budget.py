@@ -59,9 +59,7 @@ class Budget:
         event: EventWriter,
     ) -> None:
         self.config = config
-        self.record_hooks = [
-            attached for attached in attached_hooks if attached.is_record_hook and attached.site.spec.keep_as is None
-        ]
+        self.record_hooks = [each for each in attached_hooks if each.is_record_hook and each.site.spec.keep_as is None]
         self.recorder = recorder
         self.steps = steps
         self.event = event

@@ -150,8 +150,6 @@ class Ranks:
         """Restore the state."""
         self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
-    # ------------------------------------------------------------------------------------------------ agreement
-
     def agree(self, pieces: Sequence[Piece], other: object, *, on_device: bool) -> bool:
         """Return whether all processes have the same pieces in the same order. Set the device on which numbers are merged.
 
@@ -170,7 +168,7 @@ class Ranks:
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Sort the pieces of a step in the same order in all processes, with empty ones for tensors that this one has not seen."""
         blank = [
-            piece._replace(part=None, gathered=torch.full_like(piece.gathered, nan, device="cpu")) for piece in pieces
+            each._replace(part=None, gathered=torch.full_like(each.gathered, nan, device="cpu")) for each in pieces
         ]
         all_pieces: list[list[Piece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(all_pieces, blank, group=self._control)

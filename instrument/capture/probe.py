@@ -252,15 +252,12 @@ class Probe:
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Set the phase for the duration of a `with` block between two steps, and restore it afterwards.
+        """Set the phase for the duration of a `with` block between two steps: `eval`, or `probe` for a probe batch.
 
             with probe.in_phase("probe"):
                 loss_of(model(fixed_batch)).backward()
 
-        The rows of the block are written when it ends.
-
-        Args:
-            phase: The phase: `eval` for an evaluation, `probe` for a probe batch.
+        The previous phase is restored, and the rows of the block are written, when it ends.
 
         Raises:
             ValueError: It is not a phase.
@@ -285,10 +282,7 @@ class Probe:
 
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        """Mark the code that saves a checkpoint of the run.
-
-        Interventions leave the state dicts of this checkpoint unchanged. Record hooks record them.
-        """
+        """Mark the code that saves a checkpoint of the run: interventions leave its state dicts unchanged, and record hooks record them."""
         self.clock.in_checkpoint = True
         try:
             yield
@@ -434,11 +428,9 @@ class Probe:
             self.recorder.samples.begin(batch)
 
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
-        """Name the samples of the next batch, for loops that load batches from a dataset.
+        """Name the samples of the next batch by their indices in the complete dataset, for loops that load batches from it.
 
-        Args:
-            indices: The index of each sample of this process in the complete dataset.
-            batch: The batch of the data loader, or a mapping with its targets; see `targets_of`.
+        `batch` is that of the data loader, or a mapping with its targets; see `targets_of`.
         """
         self.clock.name_samples(indices)
         if self.recorder.samples.are_kept:

@@ -123,9 +123,8 @@ class Block:
     def sums(self) -> list[tuple[Keys, Tensor]]:
         """The numbers by device: the indices of rows, and float64 [rows, COLUMNS]."""
         device_rows = [(each.rows, each.device_numbers(self.taken.numbers)) for each in self.taken.device_rows]
-        on_host = np.setdiff1d(
-            np.arange(len(self.taken)), np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
-        )
+        rows_on_device = np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
+        on_host = np.setdiff1d(np.arange(len(self.taken)), rows_on_device)
         return [(on_host, torch.from_numpy(self.taken.numbers[on_host])), *device_rows]
 
     @property

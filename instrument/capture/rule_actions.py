@@ -119,11 +119,9 @@ class RuleActions:
             try:
                 function(event)
             except Exception as error:
-                location = user_code_location(error)
+                at = f"at step {event.step}{user_code_location(error)}"
                 reason = f"{type(error).__name__}: {error}"
-                raise HookError(
-                    f"rules.{name}.then: the function failed at step {event.step}{location}: {reason}"
-                ) from error
+                raise HookError(f"rules.{name}.then: the function failed {at}: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""

@@ -167,13 +167,7 @@ class Slots:
 class DeviceRows:
     """The rows of a step whose numbers are in a buffer on a device. Creating the object starts the copy to the host.
 
-    Args:
-        buffer: The buffer, float64 [rows of the buffer, columns].
-        keys: See `Taken`.
-        index: The index of the buffer.
-
-    Attributes:
-        rows: The indices of the rows among all rows of the step.
+    `buffer` is float64 [rows of the buffer, columns], and `rows` are the indices of the rows among all rows of the step.
     """
 
     def __init__(self, buffer: Tensor, keys: Keys, index: int) -> None:

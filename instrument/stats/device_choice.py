@@ -38,14 +38,7 @@ _reasons: dict[_Key, str | None] = {}
 
 
 def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None) -> DeviceSums:
-    """Compute the sums of a tensor on a device.
-
-    Args:
-        flat: Shape [elements], real, contiguous.
-        terms: Which sums with a term are required.
-        zeros: The number of further zeros of a sparse tensor.
-        row: Memory for the result, a row of `device_memory`. Default: new memory.
-    """
+    """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`."""
     found = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]
     if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, found.row[MEASURED_COLUMNS])) is None:
@@ -83,9 +76,7 @@ def measured_by() -> dict[str, str]:
     If the kernels were not used, the reason follows.
     """
     return {
-        f"{device} {str(dtype).removeprefix('torch.')}": BY_KERNEL
-        if reason is None
-        else f"PyTorch operations: {reason}"
+        f"{device} {str(dtype).removeprefix('torch.')}": f"PyTorch operations: {reason}" if reason else BY_KERNEL
         for (device, dtype), reason in _reasons.items()
     }
 

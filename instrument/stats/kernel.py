@@ -51,7 +51,6 @@ class Slab(Protocol):
         have a launcher, their address is divisible by 16, and the buffer has a free row, to which the device writes the sums.
 
         Args:
-            tensor: Any tensor.
             slot: The identity of the row.
             moment: The time of the row: any object.
             with_magnitudes: Whether the sum of magnitudes is requested. On the CPU, it requires a second read.
@@ -185,9 +184,6 @@ def add_launcher(  # noqa: PLR0917
     """Let slabs launch a kernel for tensors of a dtype on a stream.
 
     Args:
-        device: The device of the tensors.
-        dtype: Their dtype.
-        stream: The stream.
         tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
         function: The handle of the kernel, compiled for addresses divisible by 16.
         size: Threads per program, and bytes of shared memory per program.

@@ -28,25 +28,13 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
-    """Compute the distribution of one part, for `merge_distributions`.
-
-    Args:
-        tensor: Any shape, layout, dtype and device.
-        quantiles: Whether quantiles are requested.
-        bins: The number of bins; 0 for no histogram.
-
-    Returns:
-        float64 [numbers] on the device of the tensor.
-    """
+    """Compute the distribution of one part, for `merge_distributions`: float64 [numbers] on the device of the tensor."""
     measured = measure(tensor)
     sums = torch.from_numpy(measured.row[None]) if measured.on_device is None else sums_on_device([measured])
     found = distribution(tensor, _SKETCHED if quantiles else (), bins)
-    numbers = found if isinstance(found, Tensor) else _numbers(found)
-    return torch.cat([sums[0, INDEX["n"]][None], numbers])
-
-
-def _numbers(values: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+    if not isinstance(found, Tensor):
+        found = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
+    return torch.cat([sums[0, INDEX["n"]][None], found])
 
 
 def pack_units(dead: Tensor) -> Tensor:
