@@ -353,7 +353,7 @@ class Probe:
             step: The optimizer step, from 0.
             epoch: The epoch, from 0. Default: the current one.
         """
-        moment = {"step": step, "micro_step": 0, "epoch": self.epoch if epoch is None else epoch}
+        moment: dict[str, Any] = {"step": step, "micro_step": 0, "epoch": self.epoch if epoch is None else epoch}
         if self._entered:
             self._scheduled.advance(update_all=True, **moment)
         else:
