@@ -165,7 +165,7 @@ def attach(
         ids=ids,
         rules=judged,
     )
-    probe.begin_at(step, epoch)
+    probe.set_step(step, epoch)
     copy = _copy(out, remote)
     # The folder is created last: a configuration error must not leave an empty run behind.
     folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address, overwrite=overwrite)

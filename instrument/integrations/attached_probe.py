@@ -91,7 +91,7 @@ class AttachedProbe(Probe):
         Raises:
             InstrumentError: Only a custom sink received the rows.
         """
-        self.flush()
+        self.recorder.flush()
         if self._files is not None:
             return Run(IN_MEMORY, [IN_MEMORY], [self._files])
         if self._folder is None:

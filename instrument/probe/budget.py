@@ -18,15 +18,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..actions.record import Record
 from ..config.budget import BudgetConfig
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.hook_timer import MAX_FACTOR, HookTimer
-from .budget_calibration import BLOCK, Calibration
-from .overhead import Overhead
+from ..tables.sink_interface import EventWriter
+from .overhead import BLOCK, Calibration, Overhead
 from .recorder import Recorder
 
 WARM_UP = 3  # steps that are not counted, since the first ones allocate memory
@@ -40,18 +40,14 @@ ROW_BYTES = 70  # of a row of statistics on disk
 # The maximum standard error of a measured overhead that is used, relative to the budget.
 MAX_ERROR = 0.25
 
-Reporter = Callable[[str, AttachedHook | None], None]
-
 
 class Budget:
     """Measures the cost of recording and reduces it if necessary.
 
     Args:
-        config: The limits.
-        attached_hooks: All sites.
         recorder: Provides the recorded bytes.
         steps: The number of steps of the run; None if unknown.
-        report: Called with a message about each change, and its site; None for all sites.
+        event: Writes an event about each change.
     """
 
     def __init__(
@@ -60,15 +56,13 @@ class Budget:
         attached_hooks: Sequence[AttachedHook],
         recorder: Recorder,
         steps: int | None,
-        report: Reporter,
+        event: EventWriter,
     ) -> None:
         self.config = config
-        self.record_hooks = [
-            attached for attached in attached_hooks if attached.is_record_hook and attached.site.spec.keep_as is None
-        ]
+        self.record_hooks = [each for each in attached_hooks if each.is_record_hook and each.site.spec.keep_as is None]
         self.recorder = recorder
         self.steps = steps
-        self.report = report
+        self.event = event
         self.timer: HookTimer[AttachedHook] = HookTimer()
         self.measured: float | None = None  # the overhead at the last check, including the end of each step
         self.estimated: float | None = None  # without the end of each step; None after a change
@@ -135,6 +129,10 @@ class Budget:
         relative = None if self._calibration is not None else self.overhead.relative
         return self.estimated if relative is None else relative
 
+    def _report(self, message: str, attached: AttachedHook | None = None) -> None:
+        """Write an event about one site, or about all (None)."""
+        self.event("budget", message, severity="info", layer=None if attached is None else attached.site.layer.name)
+
     def _restart(self) -> None:
         self._firings.update(self.timer.firings)
         self.timer.reset()
@@ -149,13 +147,12 @@ class Budget:
             calibration.set_paused(False)
             self._baseline_seconds, self._factor = calibration.baseline_seconds, calibration.factor
             self._calibration, self.overhead = None, Overhead()
-            self.report(f"recording costs {self._factor:.1f} times the time measured inside the hooks", None)
+            self._report(f"recording costs {self._factor:.1f} times the time measured inside the hooks")
         elif calibration.is_paused and not was_paused and not self._reported_pause:
             self._reported_pause = True
-            self.report(
+            self._report(
                 f"in every second block of {BLOCK} of the first steps, hooks that are scheduled in every step are paused, to "
-                "measure the cost of recording",
-                None,
+                "measure the cost of recording"
             )
         self._restart()
 
@@ -195,11 +192,8 @@ class Budget:
         seconds_per_firing = (hook_seconds - self._factor * sum(self.timer.action_seconds.values())) / max(
             1, sum(self.timer.firings.values())
         )
-        costs = {
-            attached: self._factor * self.timer.action_seconds[attached]
-            + seconds_per_firing * self.timer.firings[attached]
-            for attached in self.record_hooks
-        }
+        actions, firings = self.timer.action_seconds, self.timer.firings
+        costs = {each: self._factor * actions[each] + seconds_per_firing * firings[each] for each in self.record_hooks}
         return self._subsample(costs, hook_seconds - allowed * baseline, self._time_message(allowed))
 
     def _time_message(self, allowed: float) -> str:
@@ -215,7 +209,7 @@ class Budget:
         self._increases += 1
         for attached in subsampled:
             attached.subsampling //= 2
-            self.report(
+            self._report(
                 f"{self._time_message(allowed)}: {_name(attached)} is sampled more often again, {_rate_text(attached.subsampling)}",
                 attached,
             )
@@ -224,9 +218,7 @@ class Budget:
     def _keep_bytes(self, allowed: int, done: int) -> bool:
         total = sum(self._bytes_of(attached) for attached in self.record_hooks)
         remaining_steps = HORIZON * done if self.steps is None else max(0, self.steps - done)
-        expected_bytes = {
-            attached: self._bytes_a_step(attached, done) * remaining_steps for attached in self.record_hooks
-        }
+        expected_bytes = {each: self._bytes_a_step(each, done) * remaining_steps for each in self.record_hooks}
         reason = f"{total:,.0f} bytes are recorded, the budget is {allowed:,}"
         return self._subsample(expected_bytes, sum(expected_bytes.values()) - (allowed - total), reason)
 
@@ -237,47 +229,32 @@ class Budget:
 
     def _bytes_a_step(self, attached: AttachedHook, done: int) -> float:
         """Return the number of bytes that a site records per step at its current rate."""
-        firings = self._firings[attached] + self.timer.firings[attached]
-        return (
-            self._bytes_of(attached) / max(1, firings) * attached.scheduled_count / max(1, done) / attached.subsampling
-        )
+        bytes_per_firing = self._bytes_of(attached) / max(1, self._firings[attached] + self.timer.firings[attached])
+        return bytes_per_firing * attached.scheduled_count / max(1, done) / attached.subsampling
 
     def _subsample(self, costs: dict[AttachedHook, float], excess: float, reason: str) -> bool:
         """Reduce the rate of the most expensive sites until the excess is gone. Return whether anything changed."""
         previous_rates = {attached: attached.subsampling for attached in self.record_hooks}
-        costs = dict(costs)
         while excess > 0:
-            candidates = [
-                attached
-                for attached in self.record_hooks
-                if attached.subsampling < MAX_SUBSAMPLING and costs[attached] > 0
-            ]
+            candidates = [each for each in self.record_hooks if each.subsampling < MAX_SUBSAMPLING and costs[each] > 0]
             if not candidates:
                 break
             most_expensive = max(candidates, key=lambda attached: costs[attached])
             most_expensive.subsampling *= 2
             costs[most_expensive] /= 2
             excess -= costs[most_expensive]
-        subsampled = [attached for attached in self.record_hooks if attached.subsampling != previous_rates[attached]]
-        for attached in subsampled:
-            self.report(f"{reason}: {_name(attached)} is sampled {_rate_text(attached.subsampling)}", attached)
-        if excess > 0:
-            return self._drop_part(costs, reason) or bool(subsampled)
-        return bool(subsampled)
-
-    def _drop_part(self, costs: dict[AttachedHook, float], reason: str) -> bool:
-        """Drop a part of the recording of the most expensive site that has one. No rate can be reduced further."""
-        for attached in sorted(self.record_hooks, key=lambda attached: -costs[attached]):
-            if part := self._drop_most_expensive_part(attached):
-                self.report(f"{reason}: {_name(attached)} continues without {part}", attached)
-                return True
-        return False
+        changed = [attached for attached in self.record_hooks if attached.subsampling != previous_rates[attached]]
+        for attached in changed:
+            self._report(f"{reason}: {_name(attached)} is sampled {_rate_text(attached.subsampling)}", attached)
+        if excess > 0:  # no rate can be reduced further
+            for attached in sorted(self.record_hooks, key=lambda attached: -costs[attached]):
+                if part := self._drop_most_expensive_part(attached):
+                    self._report(f"{reason}: {_name(attached)} continues without {part}", attached)
+                    return True
+        return bool(changed)
 
     def _drop_most_expensive_part(self, attached: AttachedHook) -> str | None:
-        """Drop the most expensive part of the recording of a site.
-
-        Return its name; None if no expensive part is left.
-        """
+        """Drop the most expensive part of the recording of a site. Return its name; None if no expensive part is left."""
         lighter = attached.action.without_most_expensive() if isinstance(attached.action, Record) else None
         if lighter is None:
             return None
@@ -291,11 +268,7 @@ class Budget:
         relative, lines = self.relative_overhead, []
         overhead = "" if relative is None else f"; since the last change, the overhead was {relative:.1%}"
         for name in dict.fromkeys(attached.site.spec.name for attached in self.record_hooks):
-            subsampled = [
-                attached
-                for attached in self.record_hooks
-                if attached.site.spec.name == name and attached.subsampling > 1
-            ]
+            subsampled = [each for each in self.record_hooks if each.site.spec.name == name and each.subsampling > 1]
             if subsampled:
                 most = max(attached.subsampling for attached in subsampled)
                 lines.append(

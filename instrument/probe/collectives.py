@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from math import nan
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,35 +56,11 @@ class Piece(NamedTuple):
         return any(isinstance(each, Tensor) and not each.is_cpu for each in tensors)
 
 
-class Reducer(Protocol):
-    """The interface of collective operations."""
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the rows that are the same in all processes."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-
-    @property
-    def device(self) -> torch.device | None:
-        """The device on which numbers are merged; None for their own device."""
-
-    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Return the sum over all processes, in every process."""
-
-    def all_reduce_max(self, numbers: Tensor) -> Tensor:
-        """Return the maximum over all processes, in every process."""
-
-    def gather(self, numbers: Tensor) -> Tensor | None:
-        """Return [ranks, numbers] on rank 0, None on the others."""
-
-
 class LocalReducer:
-    """Collective operations of a single process."""
+    """The collective operations of `Ranks` for a single process."""
 
-    is_rank_zero, world_size, device = True, 1, None
+    is_rank_zero, world_size = True, 1
+    device = None  # each number is merged on its own device
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Return the numbers."""
@@ -110,6 +86,9 @@ class Ranks:
 
     Attributes:
         rank: The rank of this process, from 0.
+        is_rank_zero: Whether this is rank 0, which writes the rows that are the same in all processes.
+        world_size: The number of processes.
+        device: The device on which the numbers of this step are merged.
         bytes_sent: Bytes that this process has sent for statistics. A reduction counts twice, as in a ring.
         differences: Messages about tensors that not all processes have seen, by hook, layer and rank.
     """
@@ -119,9 +98,10 @@ class Ranks:
         self.reduces = reduces
         self.merged_metrics = merged_metrics
         self.rank = dist.get_rank()
-        self._world_size = dist.get_world_size()
+        self.is_rank_zero = self.rank == 0
+        self.world_size = dist.get_world_size()
         self.bytes_sent = 0
-        self._device = torch.device("cpu")
+        self.device = torch.device("cpu")
         self.differences: dict[tuple[str, str, int], str] = {}
         self._control: Any = None
         if reduces:
@@ -129,21 +109,6 @@ class Ranks:
             # abort.
             self._control = control or dist.new_group(backend="gloo")
         self._numbers: dict[tuple[Any, ...], int] = {}
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the rows that are the same in all processes."""
-        return self.rank == 0
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return self._world_size
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which the numbers of this step are merged."""
-        return self._device
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Return the sum over all processes, in every process."""
@@ -163,7 +128,7 @@ class Ranks:
 
     def gather(self, numbers: Tensor) -> Tensor | None:
         """Return [ranks, numbers] on rank 0, None on the others."""
-        parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_rank_zero else None
+        parts = [torch.empty_like(numbers) for _ in range(self.world_size)] if self.is_rank_zero else None
         dist.gather(numbers, parts, group=self._group(numbers))
         self.bytes_sent += numbers.nbytes
         return None if parts is None else torch.stack(parts)
@@ -185,13 +150,10 @@ class Ranks:
         """Restore the state."""
         self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
 
-    # ------------------------------------------------------------------------------------------------ agreement
-
     def agree(self, pieces: Sequence[Piece], other: object, *, on_device: bool) -> bool:
         """Return whether all processes have the same pieces in the same order. Set the device on which numbers are merged.
 
         Args:
-            pieces: The pieces of a step.
             other: What else has to be the same, by its `repr`.
             on_device: Whether any numbers besides those of the pieces are on a device.
         """
@@ -200,18 +162,15 @@ class Ranks:
         digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
         summary = torch.tensor([digest, -digest, on_device or any(piece.is_on_device for piece in pieces)])
         dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
-        self._device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
         return bool(summary[0] == -summary[1])
 
     def align(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Sort the pieces of a step in the same order in all processes.
-
-        Add empty pieces for tensors that this one has not seen.
-        """
+        """Sort the pieces of a step in the same order in all processes, with empty ones for tensors that this one has not seen."""
         blank = [
-            piece._replace(part=None, gathered=torch.full_like(piece.gathered, nan, device="cpu")) for piece in pieces
+            each._replace(part=None, gathered=torch.full_like(each.gathered, nan, device="cpu")) for each in pieces
         ]
-        all_pieces: list[list[Piece]] = [[] for _ in range(self._world_size)]
+        all_pieces: list[list[Piece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(all_pieces, blank, group=self._control)
         union = {_name(piece): piece for pieces_of_rank in all_pieces for piece in pieces_of_rank}
         for rank, names in enumerate({_name(piece) for piece in pieces_of_rank} for pieces_of_rank in all_pieces):
@@ -228,11 +187,9 @@ class Ranks:
     def _number(self, piece: Piece) -> int:
         """Return a hash of a piece that does not depend on its moment. Equal in all processes."""
         of = (piece.table, *piece.key[3:], piece.shape)
-        number = self._numbers.get(of)
-        if number is None:
-            number = int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
-            self._numbers[of] = number
-        return number
+        if of not in self._numbers:
+            self._numbers[of] = int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
+        return self._numbers[of]
 
 
 def _name(piece: Piece) -> tuple[Any, ...]:

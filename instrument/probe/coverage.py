@@ -8,22 +8,7 @@ from typing import Any
 
 from ..hooks.attached_hook import AttachedHook
 from ..plan.modules import Layers
-from ..tables.reasons import (
-    INLINED,
-    NEVER_DUE,
-    NO_FUNCTION,
-    NO_VISIBLE_FUNCTION,
-    NOT_CALLED,
-    NOT_CALLED_COPIED,
-    NOT_TURNED_ON,
-    ONLY_IN_OTHER_MODULES,
-    SCRIPT,
-    default_reason,
-    fused_attention_reason,
-    in_another_phase,
-    is_incomplete,
-    phase_never_entered,
-)
+from ..tables import reasons
 from ..tables.sink_interface import EventWriter
 from .recorder import Recorder, count_at_site
 
@@ -39,8 +24,6 @@ def coverage_rows(
     """Return one row per site, with the columns of the coverage table.
 
     Args:
-        attached_hooks: The sites.
-        layers: The modules of the model.
         dropped: The number of dropped tensors, by hook, layer and path.
         running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
         never_turned_on: The hooks that wait for a rule that did not fire.
@@ -60,7 +43,7 @@ def coverage_rows(
             "dropped": count_at_site(dropped, attached),
             "cause": ""
             if running and attached.is_scheduled and not attached.expected
-            else NOT_TURNED_ON
+            else reasons.NOT_TURNED_ON
             if attached.site.spec.name in never_turned_on
             else _reason(attached, layers, firing),
         }
@@ -81,26 +64,33 @@ def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> 
             )
         )
     if attached.exemptions:
-        if attached.exemptions.keys() <= {NO_FUNCTION, NO_VISIBLE_FUNCTION} and attached.site.spec.name in firing:
-            return ONLY_IN_OTHER_MODULES
+        if (
+            attached.exemptions.keys() <= {reasons.NO_FUNCTION, reasons.NO_VISIBLE_FUNCTION}
+            and attached.site.spec.name in firing
+        ):
+            return reasons.ONLY_IN_OTHER_MODULES
         return "; ".join(reason for reason, _ in attached.exemptions.most_common())
     phase = attached.site.spec.phase
-    return NEVER_DUE if attached.was_ever_scheduled or phase in attached.clock.phases else phase_never_entered(phase)
+    return (
+        reasons.NEVER_DUE
+        if attached.was_ever_scheduled or phase in attached.clock.phases
+        else reasons.phase_never_entered(phase)
+    )
 
 
 def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
     """Refine a reason by what is known at the end of the run."""
-    if (elsewhere := in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
+    if (elsewhere := reasons.in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
         return elsewhere
-    if attached.site.layer.is_script and reason == default_reason(attached.site.spec.definition):
-        return SCRIPT if attached.site.parameter is None else reason
-    if reason != NOT_CALLED:
+    if attached.site.layer.is_script and reason == reasons.default_reason(attached.site.spec.definition):
+        return reasons.SCRIPT if attached.site.parameter is None else reason
+    if reason != reasons.NOT_CALLED:
         return reason
     layer = attached.site.layer
     if layers.is_inlined(layer):
-        return INLINED
-    return fused_attention_reason(layer.module, layers.parents(layer)) or (
-        NOT_CALLED_COPIED if attached.copied else reason
+        return reasons.INLINED
+    return reasons.fused_attention_reason(layer.module, layers.parents(layer)) or (
+        reasons.NOT_CALLED_COPIED if attached.copied else reason
     )
 
 
@@ -117,7 +107,7 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
     """Return one warning per hook and reason with the affected layers, and the layer if it is only one."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        if is_incomplete(row):
+        if reasons.is_incomplete(row):
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     warnings: list[tuple[str, str | None]] = []
     for (hook, kind, reason), found in groups.items():

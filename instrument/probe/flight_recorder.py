@@ -25,13 +25,7 @@ def period_of(context: Context) -> Period:
 
 
 class RecordedTensor(NamedTuple):
-    """A tensor that is not written yet.
-
-    Attributes:
-        context: The call of the hook.
-        source_shape: The shape of the complete tensor.
-        copy: The copy in CPU memory.
-    """
+    """A copy of a tensor that is not written yet, and the shape of the complete tensor."""
 
     context: Context
     source_shape: tuple[int, ...]
@@ -44,14 +38,11 @@ class FlightRecorder:
     Args:
         steps: The number of steps at which a hook records, by hook.
 
-    Attributes:
-        steps: See above.
-        unwritten: The hooks whose tensors were never taken.
     """
 
     def __init__(self, steps: Mapping[str, int]) -> None:
         self.steps = steps
-        self.unwritten = [*steps]
+        self.unwritten = [*steps]  # the hooks whose tensors were never taken
         self._tensors: dict[str, dict[Period, list[RecordedTensor]]] = {name: {} for name in steps}
         # Memory of the oldest step for the current one, by hook, and then by shape, dtype and whether it is pinned.
         self._unused: dict[str, dict[tuple[torch.Size, torch.dtype, bool], list[Tensor]]] = {name: {} for name in steps}
@@ -65,13 +56,9 @@ class FlightRecorder:
         *,
         has_pending_step: bool,
     ) -> None:
-        """Copy a tensor.
+        """Copy a tensor; see `instrument.actions.base.Rows.add_tensor`.
 
         Args:
-            context: The call of a hook with `keep`.
-            source_shape: The shape of the complete tensor.
-            tensor: The tensor, or a part of it.
-            dtype: The dtype of the copy; None keeps the tensor's dtype.
             has_pending_step: Whether the rules have not read the previous step yet, because its numbers are on a GPU. One more
                 step is kept then.
         """
@@ -79,7 +66,9 @@ class FlightRecorder:
         periods = self._tensors[hook]
         if period not in periods:
             while len(periods) >= self.steps[hook] + has_pending_step:
-                self._unused[hook] = self._released(periods.pop(next(iter(periods))))
+                self._unused[hook] = defaultdict(list)
+                for memory in (one.copy.memory for one in periods.pop(next(iter(periods)))):
+                    self._unused[hook][memory.shape, memory.dtype, memory.is_pinned()].append(memory)
             periods[period] = []
         key = (tensor.shape, dtype or tensor.dtype, tensor.is_cuda)
         unused = self._unused[hook].get(key)
@@ -87,15 +76,6 @@ class FlightRecorder:
         periods[period].append(
             RecordedTensor(context, tuple(source_shape), HostCopy(tensor, memory, in_background=True))
         )
-
-    @staticmethod
-    def _released(recorded: Sequence[RecordedTensor]) -> dict[tuple[torch.Size, torch.dtype, bool], list[Tensor]]:
-        """Return the memory of tensors that are not needed any more."""
-        memory = defaultdict(list)
-        for one in recorded:
-            tensor = one.copy.memory
-            memory[tensor.shape, tensor.dtype, tensor.is_pinned()].append(tensor)
-        return memory
 
     @property
     def bytes(self) -> dict[str, int]:

@@ -25,25 +25,16 @@ from ..tables.reasons import OTHER_STEP, SKIPPED_STEP
 from ..tables.sink_interface import EventWriter
 from .deferred_interrupts import uninterrupted
 from .optimizer_checks import optimizers_of
-from .optimizer_step_watch import AnnouncedSteps, ScalerWatch, StepWatch
+from .optimizer_step_watch import StepWatch
 from .phase_watch import PhaseWatch
 from .replacement_watch import LoadWatch, ModuleWatch
 
 
 class HookSet:
-    """All hooks of a plan.
-
-    Args:
-        plan: The plan.
-        attached_hooks: The sites of the plan with their actions.
-        optimizers: The optimizers whose steps the hooks observe.
-        scaler: The gradient scaler, if the loop uses one.
-        clock: The current step and phase.
-        event: Writes a row of the `events` table.
-        steps_by_loop: Whether the loop calls `before_optimizer_step` itself.
+    """All hooks of a plan on a model and its optimizers; see `Probe`.
 
     Attributes:
-        steps: Observes the optimizer steps while the hooks are attached; None without an optimizer.
+        steps: Observes the optimizer steps while the hooks are attached.
     """
 
     def __init__(
@@ -60,19 +51,17 @@ class HookSet:
         self.model = plan.layers.model
         self.attached_hooks = attached_hooks
         self.optimizers = optimizers
-        self.scaler = scaler
         self.clock = clock
         self.event = event
         self.steps_by_loop = steps_by_loop
-        self.steps: StepWatch | None = None
+        enabled = scaler if scaler is not None and scaler.is_enabled() else None
+        self.steps = StepWatch(optimizers, enabled, announced=steps_by_loop)
         self._groups: list[HookGroup] = []
         self._gradient_groups: list[GradientHooks] = []
         self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
         self._acting_first: list[ModuleHooks] = []  # also after the hooks were removed
         self._attached = ExitStack()  # detaches what was attached
         self._functions: FunctionThreads | None = None
-        self._scaler_watch: ScalerWatch | None = None
-        self._announced: AnnouncedSteps | None = None
         self._module_watch = ModuleWatch(self.model, attached_hooks)
 
     def attach(self) -> None:
@@ -84,16 +73,9 @@ class HookSet:
             ConfigError: PyTorch does not support a hook at this module or parameter.
         """
         with uninterrupted():
-            if self.scaler is not None and self.scaler.is_enabled():
-                self._scaler_watch = ScalerWatch(self.scaler, self.optimizers)
-                self._attach(self._scaler_watch)
-                self.clock.amp_scale = self._scaler_watch.scale
-            if self.optimizers:
-                self.steps = StepWatch(self.optimizers)
-                self._attach(self.steps)
-                if self.steps_by_loop:
-                    self._announced = AnnouncedSteps(self.optimizers)
-                    self._attach(self._announced)
+            self._attach(self.steps)
+            if self.steps.scaler is not None:
+                self.clock.amp_scale = self.steps.scale
             self._attach_groups()
             if self._gradient_groups:
                 self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
@@ -117,7 +99,7 @@ class HookSet:
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
 
-    def _attach(self, hooks: HookGroup | LoadWatch | ScalerWatch | StepWatch | AnnouncedSteps) -> None:
+    def _attach(self, hooks: HookGroup | LoadWatch | StepWatch) -> None:
         self._attached.callback(hooks.detach)
         hooks.attach()
 
@@ -161,8 +143,7 @@ class HookSet:
         self.report_hook_order()
         if self._functions is not None:
             self._functions.mode.leave_all()
-        if self._announced is not None:
-            self._announced.end_step()
+        self.steps.end_step()
 
     def loss(self, loss: Tensor) -> Tensor:
         """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
@@ -181,30 +162,22 @@ class HookSet:
         if (optimizer is None and len(selected) > 1) or not set(selected) <= set(self.optimizers):
             problem = "is required, since there are several" if optimizer is None else "was not passed to this probe"
             raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
-        if self._announced is not None:
-            self._announced.announce(selected)
+        self.steps.announce(selected)
         for group in self._groups:
             if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
                 group.before_step()
 
-    def pop_step_skipped(self) -> Tensor | float | None:
-        """Return whether the gradient scaler skipped the step; None without a scaler or an optimizer."""
-        return None if self._scaler_watch is None or not self.optimizers else self._scaler_watch.take()
-
     def update_step_coverage(self, row: Mapping[str, float | None]) -> None:
-        """Update the coverage of hooks around optimizer steps.
+        """Update the coverage of hooks around optimizer steps. The row of `metrics` says whether the step was skipped.
 
         With several optimizers, not all make a step in every step of the loop.
-
-        Args:
-            row: The row of the `metrics` table, which says whether the step was skipped.
         """
-        stepped, several = self.steps is not None and self.steps.take_stepped(), len(self.optimizers) > 1
+        stepped, several = self.steps.take_stepped(), len(self.optimizers) > 1
         scheduled = [attached for attached in self._step_hooks if attached.is_scheduled]
         without_opportunity = [attached for attached in scheduled if not attached.has_opportunities]
         skipped = False
-        if without_opportunity and self._scaler_watch is not None:
-            skipped = several and self._scaler_watch.backed_off() if stepped else bool(row["skipped"])
+        if without_opportunity and self.steps.scaler is not None:
+            skipped = several and self.steps.backed_off() if stepped else bool(row["skipped"])
         if stepped and several and not skipped:
             for attached in without_opportunity:
                 attached.count_exempt(OTHER_STEP)

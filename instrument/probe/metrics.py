@@ -22,22 +22,17 @@ _KNOWN = frozenset((*METRICS, "skipped"))
 _RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*USER_METRICS}
 
 
-def checked_metrics(metrics: Mapping[str, Any], *internal: str) -> dict[str, Tensor | float | None]:
-    """Check the names and values of metrics, and convert NumPy arrays and sequences of one number.
+def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, Tensor | float | None]:
+    """Return metrics as numbers, or as tensors with one element, which can be on a device.
 
-    Args:
-        metrics: The metrics by name. A name without its own column is a custom metric.
-        internal: Names of computed columns that are allowed, for calls by this package.
-
-    Returns:
-        The metrics as numbers, or as tensors with one element, which can be on a device.
+    A name without its own column is a custom metric. NumPy arrays and sequences of one number are converted.
 
     Raises:
         TypeError: A name is that of a computed column, differs from a column in case only, or is not a name; or a value is not one
             number.
     """
     for name in metrics:
-        if name in USER_METRICS or name in internal:
+        if name in USER_METRICS:
             continue
         if name.lower() in _RESERVED or name.lower() in USER_METRICS:
             raise TypeError(f"{name}: the metrics table has its own column {name.lower()!r}; use another name")
@@ -72,22 +67,13 @@ def custom_metrics_in(row: Mapping[str, float | None]) -> dict[str, float | None
 
 
 class Metrics:
-    """Writes the rows of the `metrics` table.
+    """Writes the rows of the `metrics` table, with the learning rate of the last optimizer step."""
 
-    Args:
-        recorder: Receives the rows.
-        clock: Provides step, epoch and phase.
-        ranks: The processes that train together; None for a single one.
-
-    Attributes:
-        steps: Provides the learning rate; None without an optimizer.
-    """
-
-    def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None, steps: StepWatch) -> None:
         self.recorder = recorder
         self.clock = clock
         self.ranks = ranks
-        self.steps: StepWatch | None = None
+        self.steps = steps
         self._logged: dict[str, dict[str, Tensor | float | None]] = {}  # by phase, for the next row
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -115,7 +101,7 @@ class Metrics:
                 name: value for name, value in metrics.items() if value is not None
             }
         metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
-        if metrics.get("lr") is None and self.steps is not None and self.clock.moment.phase == "train":
+        if metrics.get("lr") is None and self.clock.moment.phase == "train":
             metrics["lr"] = self.steps.take_rate()
         transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
 

@@ -24,12 +24,15 @@ def optimizers_of(optimizers: Optimizers) -> tuple[Optimizer, ...]:
         ConfigError: An item is not an optimizer.
     """
     several = tuple(optimizers) if isinstance(optimizers, list | tuple) else () if optimizers is None else (optimizers,)
-    plain = [_plain(optimizer) for optimizer in several]
-    for optimizer in plain:
+    plain = []
+    for wrapper in several:  # the one of accelerate has no hooks
+        inner = getattr(wrapper, "optimizer", None)
+        optimizer = inner if isinstance(inner, Optimizer) else wrapper
         if not isinstance(optimizer, Optimizer):
             message = "is not an optimizer"
             allowed = "a torch.optim.Optimizer, or a list of them"
             raise ConfigError(Problem("optimizer", message, type(optimizer).__name__, allowed))
+        plain.append(optimizer)
     return tuple(dict.fromkeys(part for optimizer in plain for part in flatten_optimizer(optimizer)))
 
 
@@ -39,12 +42,6 @@ def flatten_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     if not (isinstance(parts, Mapping) and parts and all(isinstance(part, Optimizer) for part in parts.values())):
         return (optimizer,)
     return tuple(each for part in parts.values() for each in flatten_optimizer(part))
-
-
-def _plain(optimizer: Optimizer) -> Optimizer:
-    """Return the wrapped optimizer of a library's wrapper. The one of accelerate has no hooks."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, Optimizer) else optimizer
 
 
 def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
@@ -68,15 +65,8 @@ def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
                 types = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
                 options = "does not keep with its" if len(types) == 1 else "do not keep with their"
                 message = f"role {role!r} requires optimizer state that {' and '.join(types)} {options} current options"
-                problems.append(
-                    Problem(
-                        f"hooks.{name}.role",
-                        message,
-                        given=role,
-                        allowed=", ".join(roles) or "none",
-                        similar=similar_names(role, roles),
-                    )
-                )
+                similar, allowed = similar_names(role, roles), ", ".join(roles) or "none"
+                problems.append(Problem(f"hooks.{name}.role", message, given=role, allowed=allowed, similar=similar))
     if problems:
         raise ConfigError(*problems)
 

@@ -24,9 +24,6 @@ class PhaseWatch(InertWhenCopied):
     A phase that other code sets stays until that code restores the previous one.
 
     Args:
-        model: The model.
-        clock: The current step and phase.
-        scheduled: The hooks that are scheduled.
         set_phase: Sets the phase between two calls.
 
     Attributes:
@@ -76,11 +73,7 @@ class PhaseWatch(InertWhenCopied):
             outer._compiled_call = self._compiled_call
 
     def begin_step(self, *, training_mode: bool = True) -> None:
-        """Begin a training step of the trainer.
-
-        Args:
-            training_mode: Whether the trainer trains the model in training mode (default).
-        """
+        """Begin a training step of the trainer, which trains the model in training mode or not."""
         if self._compiled_call is not None:
             self._wrap_compiled_call()
         self._in_step, self._trains_in_eval_mode = True, not training_mode

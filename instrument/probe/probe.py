@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -30,7 +30,7 @@ from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..stats.device_choice import BY_KERNEL, measured_by
-from ..tables.sink_interface import Row, Sink
+from ..tables.sink_interface import Sink
 from .budget import Budget
 from .collectives import Ranks, own_rank
 from .coverage import coverage_rows, write_coverage
@@ -118,7 +118,7 @@ class Probe:
         self.optimizers = optimizers_of(optimizer)
         self.scaler = scaler
         self.steps_by_loop = steps_by_loop
-        self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
+        self.rules = RuleSet(rules or {}, self._write_event, frozen_layers(plan))
         self.ranks = ranks
         self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
         self.recorder = Recorder(
@@ -139,7 +139,7 @@ class Probe:
         ]
         self.budget: Budget | None = None
         if budget is not None and (budget.time is not None or budget.bytes is not None):
-            self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
+            self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self.event)
             self.clock.timer = self.budget.timer
         self._overhead = Overhead()
         self._disabled: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ class Probe:
         self._hooks = HookSet(
             plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
         )
-        self._metrics = Metrics(self.recorder, self.clock, ranks)
+        self._metrics = Metrics(self.recorder, self.clock, ranks, self._hooks.steps)
         self.warnings: list[str] = []
         self._stop_reason: str | None = None
         self._entered = False
@@ -171,9 +171,8 @@ class Probe:
         self._entered = True
         try:
             self._hooks.attach()
-            self._metrics.steps = self._hooks.steps
             if not self._is_resumed:
-                self._layers_pending = self._is_rank_zero
+                self._layers_pending = self.ranks is None or self.ranks.is_rank_zero
                 self._write_layers()
                 for remark in remarks(self.plan):
                     self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
@@ -202,19 +201,14 @@ class Probe:
                 finally:
                     self.sink.close()
         messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
-        for part, message in messages.items() if isinstance(exc, RuntimeError) else ():
-            if part in str(exc):
+        for part, message in messages.items():
+            if isinstance(exc, RuntimeError) and part in str(exc):
                 raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
 
     def detach(self) -> None:
         """Remove all hooks before the end of the block. Nothing is recorded from then on."""
         self._hooks.detach()
         self.clock.closed = True
-
-    @property
-    def _is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the rows that are the same in all processes."""
-        return self.ranks is None or self.ranks.is_rank_zero
 
     # ------------------------------------------------------------------------------------------------ time
 
@@ -247,32 +241,23 @@ class Probe:
         self._scheduled.set_phase(phase)
 
     def follow_model(self) -> PhaseWatch:
-        """From now on, set the phase from the mode of the model at each call. For the callbacks of trainers.
-
-        Returns:
-            The object that sets it, which has to be notified of steps.
-        """
+        """From now on, set the phase from the mode of the model at each call. The result has to be notified of a trainer's steps."""
         watch = PhaseWatch(self.plan.layers.model, self.clock, self._scheduled, partial(setattr, self, "phase"))
         self._hooks.watch_phase(watch)
         return watch
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> AbstractContextManager[None]:
         """Set the phase to `eval` for the duration of a `with` block; see `in_phase`."""
-        with self.in_phase("eval"):
-            yield
+        return self.in_phase("eval")
 
     @contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Set the phase for the duration of a `with` block between two steps, and restore it afterwards.
+        """Set the phase for the duration of a `with` block between two steps: `eval`, or `probe` for a probe batch.
 
             with probe.in_phase("probe"):
                 loss_of(model(fixed_batch)).backward()
 
-        The rows of the block are written when it ends.
-
-        Args:
-            phase: The phase: `eval` for an evaluation, `probe` for a probe batch.
+        The previous phase is restored, and the rows of the block are written, when it ends.
 
         Raises:
             ValueError: It is not a phase.
@@ -297,10 +282,7 @@ class Probe:
 
     @contextmanager
     def saving_checkpoint(self) -> Iterator[None]:
-        """Mark the code that saves a checkpoint of the run.
-
-        Interventions leave the state dicts of this checkpoint unchanged. Record hooks record them.
-        """
+        """Mark the code that saves a checkpoint of the run: interventions leave its state dicts unchanged, and record hooks record them."""
         self.clock.in_checkpoint = True
         try:
             yield
@@ -314,8 +296,7 @@ class Probe:
         """The relative overhead of hooks, as the mean over all steps so far. 0.05 means that steps take 5% longer.
 
         Steps with scheduled hooks are compared with steps without. None if there are too few steps of either type.
-        With a time budget, it is the overhead of record hooks since the budget last changed them, and is estimated from the
-        time in the hooks if there are too few steps of either type.
+        With a time budget, it is the overhead of record hooks since the budget last changed them, or its estimate.
         """
         if self.budget is not None and self.budget.config.time is not None:
             return self.budget.relative_overhead
@@ -323,22 +304,19 @@ class Probe:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run should stop: a rule with `then: stop` or `then: prune` fired, or it was requested. The loop should end
-        after this step.
-        """
+        """Whether the loop should end after this step: a rule with `then: stop` or `then: prune` fired, or it was requested."""
         return self.stop_reason is not None
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the run should stop: the request, or the rule and its message; None if it should continue."""
+        """Why the run should stop: the request, or the rule and its message; None if it should continue.
+
+        Assign a reason, for run.json, to request that the loop ends after this step.
+        """
         return self._stop_reason or self._rule_actions.stop_reason
 
-    def stop(self, reason: str) -> None:
-        """Request that the loop ends after this step; see `should_stop`.
-
-        Args:
-            reason: The reason, for run.json.
-        """
+    @stop_reason.setter
+    def stop_reason(self, reason: str) -> None:
         self._stop_reason = reason
 
     @property
@@ -368,13 +346,18 @@ class Probe:
     def epoch(self, epoch: int) -> None:
         self.clock.moment = self.clock.moment._replace(epoch=epoch)
 
-    def set_step(self, step: int) -> None:
-        """Set the current step to any number. Dry runs use it to run selected steps.
+    def set_step(self, step: int, epoch: int | None = None) -> None:
+        """Set the current step: the first one of a recording that begins within a training, or the selected steps of a dry run.
 
         Args:
             step: The optimizer step, from 0.
+            epoch: The epoch, from 0. Default: the current one.
         """
-        self._scheduled.advance(step=step, micro_step=0, update_all=True)
+        moment: dict[str, Any] = {"step": step, "micro_step": 0, "epoch": self.epoch if epoch is None else epoch}
+        if self._entered:
+            self._scheduled.advance(update_all=True, **moment)
+        else:
+            self.clock.moment = self.clock.moment._replace(**moment)
 
     def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
         """Change hooks between two steps.
@@ -445,11 +428,9 @@ class Probe:
             self.recorder.samples.begin(batch)
 
     def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
-        """Name the samples of the next batch, for loops that load batches from a dataset.
+        """Name the samples of the next batch by their indices in the complete dataset, for loops that load batches from it.
 
-        Args:
-            indices: The index of each sample of this process in the complete dataset.
-            batch: The batch of the data loader, or a mapping with its targets; see `targets_of`.
+        `batch` is that of the data loader, or a mapping with its targets; see `targets_of`.
         """
         self.clock.name_samples(indices)
         if self.recorder.samples.are_kept:
@@ -509,7 +490,7 @@ class Probe:
             self.end_micro_step()
         else:
             self.recorder.samples.end()
-        skipped = self._hooks.pop_step_skipped()
+        skipped = self._hooks.steps.take_skipped()
         seconds = time.perf_counter() - self._step_started_at
         row = self._metrics.write(samples=samples, seconds=seconds, skipped=skipped, **metrics)
         self._write_layers()
@@ -521,17 +502,12 @@ class Probe:
     def write_metrics(
         self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
     ) -> Mapping[str, float | None]:
-        """Write a row of the `metrics` table for the current step and phase.
-
-        `end_step` calls it for training steps. Call it for an evaluation.
+        """Write a row of the `metrics` table for an evaluation of the current step, with the arguments and the row of `end_step`.
 
         Args:
-            seconds: The duration of the step or evaluation, in seconds.
-            samples: The number of samples. `samples_per_second` is computed from it.
+            seconds: The duration of the evaluation, in seconds.
+            samples: The number of samples.
             **metrics: Further columns: `loss`, `accuracy`, `grad_norm`, `lr`, and numbers of any other name.
-
-        Returns:
-            The row. Values on a GPU are awaited when the row is first read.
 
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
@@ -544,10 +520,7 @@ class Probe:
             probe.log(discriminator_loss=loss)
 
         If a name is logged several times before the row is written, or also passed to `end_step`, the last value counts. Values on a
-        GPU are copied when the row is written.
-
-        Args:
-            **metrics: Numbers by name: of Python, NumPy arrays or tensors with one element.
+        GPU are copied when the row is written. The numbers are of Python, NumPy arrays or tensors with one element.
 
         Raises:
             TypeError: A name is that of a computed column, or a value is not one number.
@@ -585,13 +558,7 @@ class Probe:
     # ------------------------------------------------------------------------------------------------ the record
 
     def event(
-        self,
-        rule: str,
-        message: str,
-        *,
-        severity: str = "warning",
-        layer: str | None = None,
-        step: int | None = None,
+        self, rule: str, message: str, *, severity: str = "warning", layer: str | None = None, step: int | None = None
     ) -> None:
         """Write a row of the `events` table.
 
@@ -603,16 +570,13 @@ class Probe:
             step: The optimizer step. Default: the current step.
         """
         at = self.step if step is None else step
-        self._write_event((at, self.clock.rank, layer, rule, message, severity, None, None, None))
+        self._write_event(RuleEvent(rule, at, message, severity, layer, location=None, value=None, threshold=None))
 
-    def _write_rule_event(self, event: RuleEvent) -> None:
+    def _write_event(self, event: RuleEvent) -> None:
+        if event.severity == "warning":
+            self.warnings.append(event.message)
         about = (event.location, event.value, event.threshold)
-        self._write_event((event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about))
-
-    def _write_event(self, row: Row) -> None:
-        message, severity = row[4:6]
-        if severity == "warning":
-            self.warnings.append(message)
+        row = (event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about)
         self.recorder.write("events", [row])
 
     def _write_kept(self, hook: str, reason: str) -> None:
@@ -626,24 +590,13 @@ class Probe:
         self.event("flight_recorder", message, severity="info")
         self.sink.end_step()
 
-    def _report_budget(self, message: str, attached: AttachedHook | None) -> None:
-        """Write an event: the budget samples one site less often (`attached`), or all sites (None)."""
-        self.event("budget", message, severity="info", layer=None if attached is None else attached.site.layer.name)
-
     def coverage(self) -> list[dict[str, Any]]:
-        """Return the coverage so far: how often each hook fired at each site.
-
-        Returns:
-            One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
-            `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
-        """
+        """Return how often each hook fired at each site so far, one dictionary per site with the columns of the `coverage` table."""
         return self._coverage(running=self._scheduled.has_opportunities)
 
     def _coverage(self, *, running: bool) -> list[dict[str, Any]]:
-        on = self._rule_actions.never_turned_on
-        return coverage_rows(
-            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running, never_turned_on=on
-        )
+        off, dropped = self._rule_actions.never_turned_on, self.recorder.dropped
+        return coverage_rows(self.attached_hooks, self.plan.layers, dropped, running=running, never_turned_on=off)
 
     def _finish(self, error: BaseException | None) -> None:
         """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
@@ -663,12 +616,12 @@ class Probe:
             for hook in self.recorder.flight_recorder.steps:
                 self._write_kept(hook, f"the run failed with {type(error).__name__}")
         self.recorder.end_step(local_only=error is not None)
-        self.flush()
+        self.recorder.flush()
         if error is None:
             if self.ranks is None:  # with several processes, some may have ended already
                 self._rule_actions.act(self.step)
             self.recorder.end_step(any_scheduled=False)
-            self.flush()
+            self.recorder.flush()
             self._report_unfired()
         self._write_layers(at_the_end=True)
         for message in [] if self.ranks is None else self.ranks.differences.values():
@@ -695,19 +648,8 @@ class Probe:
             message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
             self.event("flight_recorder", message, severity="info")
 
-    def flush(self) -> None:
-        """Pass the rows of all completed steps to the sink and to the rules.
-
-        This waits for values that are still being copied from a GPU.
-        """
-        self.recorder.flush()
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a probe with the same plan requires to resume after the current step.
-
-        Returns:
-            Numbers, strings, lists and dictionaries of them.
-        """
+        """Return the state that a probe with the same plan requires to resume after the current step, as numbers and strings."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -721,23 +663,10 @@ class Probe:
             "ranks": None if self.ranks is None else self.ranks.state_dict(),
         }
 
-    def begin_at(self, step: int, epoch: int) -> None:
-        """Set the first step of a recording that begins within a training. Call it before entering the `with` block.
-
-        Args:
-            step: The optimizer step, from 0.
-            epoch: The epoch, from 0.
-        """
-        self.clock.moment = self.clock.moment._replace(step=step, epoch=epoch)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
-
-        Args:
-            state: The result of `state_dict`.
-        """
+        """Restore the `state_dict` of an earlier probe with the same plan. Call it before entering the `with` block."""
         self._is_resumed = True
-        self.begin_at(state["step"], state["epoch"])
+        self.set_step(state["step"], state["epoch"])
         self.clock.phases = set(state["phases"])
         self.warnings = list(state["warnings"])
         self.recorder.load_state_dict(state["recorder"])

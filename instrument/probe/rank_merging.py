@@ -22,7 +22,7 @@ from ..stats.table_rows import Measure
 from ..tables.kinds import KINDS
 from ..tables.sink_interface import Row
 from ..tables.statistics import DEAD, UNITS
-from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
+from .collectives import LocalReducer, Piece, Ranks, own_rank
 from .row_cells import identity_columns
 from .slab_rows import MOMENT_INDEX, Keys, Layout, Slots, Taken
 
@@ -36,12 +36,7 @@ _UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which
 class MergedRow:
     """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`.
 
-    Attributes:
-        table: The table.
-        identity: The identity columns.
-        names: The requested statistics.
-        values: The numbers, set when they are on the host.
-        custom: The remainders of 64-bit integers, set together with `values`.
+    The numbers and the remainders of 64-bit integers (`custom`) are set when they are on the host.
     """
 
     table: str
@@ -87,8 +82,7 @@ class MergedRows:
     def fetch(self, stats_rows: Array) -> Iterator[tuple[str, Row]]:
         """Set the numbers of the rows, and return the rows of other tables. Waits for the copies.
 
-        Args:
-            stats_rows: The numbers of the rows of the table `stats`, float64 [rows, COLUMNS]. The rows of the block are the last ones.
+        The rows of the block are the last ones of `stats_rows`, the numbers of the table `stats`, float64 [rows, COLUMNS].
         """
         stats, effects, gathered = (copy.wait().numpy() for copy in self.copies)
         sums, changes = iter(stats.reshape(-1, len(COLUMNS))), iter(effects.reshape(-1, len(EFFECT)))
@@ -115,12 +109,7 @@ class MergedRows:
 
 @dataclass
 class Block:
-    """This process's parts of the rows of a slab.
-
-    Attributes:
-        taken: The rows.
-        layout: Their layout.
-    """
+    """This process's parts of the rows of a slab."""
 
     taken: Taken
     layout: Layout
@@ -134,9 +123,8 @@ class Block:
     def sums(self) -> list[tuple[Keys, Tensor]]:
         """The numbers by device: the indices of rows, and float64 [rows, COLUMNS]."""
         device_rows = [(each.rows, each.device_numbers(self.taken.numbers)) for each in self.taken.device_rows]
-        on_host = np.setdiff1d(
-            np.arange(len(self.taken)), np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
-        )
+        rows_on_device = np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
+        on_host = np.setdiff1d(np.arange(len(self.taken)), rows_on_device)
         return [(on_host, torch.from_numpy(self.taken.numbers[on_host])), *device_rows]
 
     @property
@@ -163,12 +151,7 @@ class Block:
         ]
 
     def merged(self, slots: Slots, *, is_local: bool) -> Taken:
-        """Return the merged rows, without their numbers.
-
-        Args:
-            slots: The identities of the merged rows.
-            is_local: Whether they are merged from the parts of this process only.
-        """
+        """Return the merged rows, without their numbers. If local, they are merged from the parts of this process only."""
         merged_slots = None if is_local else self.layout.merged_slots
         if merged_slots is None:
             sites = self.layout.sites if is_local else [(0, *site[1:-1], "global") for site in self.layout.sites]
@@ -180,48 +163,15 @@ class Block:
         return Taken(np.full_like(self.taken.numbers, math.nan), keys, _NO_KEYS, self.taken.moments)
 
 
-class LocalRowMerger:
-    """Merger for the rows of a single process, or of processes that each write their own rows."""
-
-    def identity(self, context: Context) -> Row:
-        """Return the identity columns of a row."""
-        return identity_columns(context)
-
-    def merges(self, context: Context) -> bool:  # noqa: ARG002
-        """Return whether the row is computed from the pieces of all processes."""
-        return False
-
-    def is_duplicate(self, context: Context) -> bool:  # noqa: ARG002
-        """Return whether another process writes the same row."""
-        return False
-
-    def add(self, piece: Piece) -> None:  # noqa: ARG002
-        """Add this process's part of a row. Only called if `merges` is true."""
-        raise AssertionError("rows of a single process have no parts")
-
-    def add_rows(self, taken: Taken, layout: Layout) -> None:  # noqa: ARG002
-        """Add this process's parts of the rows of a slab. Only called if `merges` is true."""
-        raise AssertionError("rows of a single process have no parts")
-
-    @property
-    def statistics_on_device(self) -> int:
-        """The number of pieces of the table `stats` whose sums are on a device."""
-        return 0
-
-    def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
-        """Merge the pieces of the step; None if there are none, or if another process writes the rows."""
-        return None
-
-
-class GlobalRowMerger(LocalRowMerger):
-    """Merger for rows that rank 0 writes for all processes: `reduce: global`.
+class RowMerger:
+    """Merges the rows that rank 0 writes for all processes: `reduce: global`.
 
     Args:
-        ranks: The processes.
+        ranks: The processes; None if each one writes its own rows, so that none are merged.
         slots: The identities of the rows of the table `stats`.
     """
 
-    def __init__(self, ranks: Ranks, slots: Slots) -> None:
+    def __init__(self, ranks: Ranks | None, slots: Slots) -> None:
         self.ranks = ranks
         self._slots = slots
         self._pieces: list[Piece] = []
@@ -230,7 +180,7 @@ class GlobalRowMerger(LocalRowMerger):
     def identity(self, context: Context) -> Row:
         """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
         columns = identity_columns(context)
-        return (*columns[:-1], "global") if context.scope == "averaged" else columns
+        return (*columns[:-1], "global") if self.ranks is not None and context.scope == "averaged" else columns
 
     def merges(self, context: Context) -> bool:
         """Return whether all processes contribute to one row.
@@ -238,12 +188,14 @@ class GlobalRowMerger(LocalRowMerger):
         Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
         that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
         """
+        if self.ranks is None:
+            return False
         is_part = context.scope == "local" and KINDS[context.kind].family == "module"
         return is_part or context.scope == "shard"
 
     def is_duplicate(self, context: Context) -> bool:
         """Return whether rank 0 writes the same row."""
-        return not self.ranks.is_rank_zero and context.scope == "averaged"
+        return self.ranks is not None and not self.ranks.is_rank_zero and context.scope == "averaged"
 
     def add(self, piece: Piece) -> None:
         """Add this process's part of a row."""
@@ -259,14 +211,14 @@ class GlobalRowMerger(LocalRowMerger):
         self._block = Block(taken, layout)
 
     def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
-        """Merge the pieces of the step over all processes.
+        """Merge the pieces of the step over all processes. None without any, or if another process writes the rows.
 
         Args:
             any_scheduled: Whether any hook was scheduled; equal in all processes.
             local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
         """
         block = self._block
-        if not any_scheduled and not self._pieces and block is None:
+        if self.ranks is None or not (any_scheduled or self._pieces or block is not None):
             return None
         pieces = [
             piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
@@ -314,15 +266,10 @@ def effect_piece(context: Context, effect: Effect) -> Piece:
     return Piece("effects", identity_without_rank(context), (), numbers, _NOTHING)
 
 
-def merge(pieces: Sequence[Piece], reducer: Reducer, block: Block | None, slots: Slots) -> MergedRows | None:
-    """Merge the parts of a step over all processes. None if another process writes the rows.
-
-    Args:
-        pieces: The pieces, in the same order in all processes.
-        reducer: The processes. `LocalReducer` uses only the parts of this one.
-        block: Further rows, the same in all processes.
-        slots: See `GlobalRowMerger`.
-    """
+def merge(
+    pieces: Sequence[Piece], reducer: LocalReducer | Ranks, block: Block | None, slots: Slots
+) -> MergedRows | None:
+    """Merge pieces and a block, the same in all processes, in the same order. None if another process writes the rows."""
     stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
     has_numbers = stats or effects or block is not None
     sums, changed = _numbers(stats, effects, block, reducer) if has_numbers else (_NOTHING, _NOTHING)
@@ -345,7 +292,7 @@ def merge(pieces: Sequence[Piece], reducer: Reducer, block: Block | None, slots:
 
 
 def _numbers(
-    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: Reducer
+    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: LocalReducer | Ranks
 ) -> tuple[Tensor, Tensor]:
     """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all parts.
 
@@ -384,13 +331,8 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     """Stack the pieces, float64 [rows, numbers]. Numbers on the host are copied to the device at once."""
     missing = [math.nan] * numbers
     on_host = [part.row if isinstance(part, Measured) else part for part in (piece.part for piece in pieces)]
-    found = (
-        torch.tensor(
-            np.array([missing if part is None or isinstance(part, Tensor) else part for part in on_host], np.float64)
-        )
-        .view(-1, numbers)
-        .to(device)
-    )
+    rows = [missing if part is None or isinstance(part, Tensor) else part for part in on_host]
+    found = torch.tensor(np.array(rows, np.float64)).view(-1, numbers).to(device)
     on_device = {
         at: piece.part if isinstance(piece.part, Tensor) else sums_on_device([piece.part])[0]
         for at, piece in enumerate(pieces)
@@ -401,11 +343,8 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     return found
 
 
-def _gathered(pieces: Sequence[Piece], reducer: Reducer) -> Tensor:
-    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers].
-
-    Empty if another process receives them.
-    """
+def _gathered(pieces: Sequence[Piece], reducer: LocalReducer | Ranks) -> Tensor:
+    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers]; empty if another process receives them."""
     parts = [piece.gathered for piece in pieces if len(piece.gathered)]
     if not parts:
         return _NOTHING

@@ -32,14 +32,7 @@ from ..tables.sink_interface import Row, Sink
 from ..values.nested import shape_of
 from .collectives import Ranks
 from .flight_recorder import FlightRecorder, RecordedTensor, period_of
-from .rank_merging import (
-    GlobalRowMerger,
-    LocalRowMerger,
-    MergedRows,
-    effect_piece,
-    measured_piece,
-    statistics_piece,
-)
+from .rank_merging import MergedRows, RowMerger, effect_piece, measured_piece, statistics_piece
 from .samples import SampleBatch, SampleRows, Samples
 from .slab_rows import EffectRows, Matrix, StatisticsRows, StepSlab, Taken
 
@@ -53,6 +46,7 @@ NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` comp
 # The columns after the first one that a device fills.
 _DEVICE_SUMS = len(BASE) - 1
 _DEVICE_EFFECTS = EFFECT.index("norm_after")
+_FACTOR = EFFECT.index("factor")
 MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]
 """Table, identity, the values of a `Measure` or a function that computes them, and what converts the values to cells."""
 
@@ -61,9 +55,7 @@ class Recorder:
     """Collects the results of a step's actions and passes them to the sink at the end of the step. Several threads may add results.
 
     Args:
-        sink: Receives the rows.
         on_rows: Called with the rows of each step, after all of them were passed to the sink.
-        ranks: The processes that train together; None for a single one.
         all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
             tensor is stored.
         print_line: Prints a line of `action: print`, when the values of its step are read.
@@ -72,7 +64,7 @@ class Recorder:
     Attributes:
         samples: The samples of the batches.
         flight_recorder: The tensors of hooks with `keep`.
-        batched_launch: See `Rows`.
+        merges, set_scale, batched_launch: See `Rows`.
     """
 
     def __init__(
@@ -88,21 +80,18 @@ class Recorder:
         self.sink = sink
         self.on_rows = on_rows
         self.print_line = print_line
-        reduces = ranks is not None and ranks.reduces
         self.rows_written = 0
         self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
         self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
         self.samples = Samples(of_all_batches=all_samples)
         self.flight_recorder = FlightRecorder(keep or {})
         self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
-        self._merger = (
-            GlobalRowMerger(ranks, self._stats.slots) if ranks is not None and ranks.reduces else LocalRowMerger()
-        )
-        self._merged_stats = StepSlab(
-            len(COLUMNS), _DEVICE_SUMS
-        )  # this process's sums of rows that are merged from all processes
-        self.batched_launch = self._stats.batched_launch
-        self._reduces = reduces
+        merging = ranks if ranks is not None and ranks.reduces else None
+        self._merger = RowMerger(merging, self._stats.slots)
+        # This process's sums of rows that are merged from all processes.
+        self._merged_stats = StepSlab(len(COLUMNS), _DEVICE_SUMS)
+        self.merges = self._merger.merges
+        self.set_scale, self.batched_launch = self._stats.set_scale, self._stats.batched_launch
         self._memory = DeviceMemory()
         self._measured: list[MeasuredRow] = []
         self._lines: list[tuple[str, _Values]] = []
@@ -111,10 +100,6 @@ class Recorder:
         self._deferred: list[tuple[str, Callable[[], Row]]] = []
         self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
         self._pending: _Step | None = None
-
-    def merges(self, context: Context) -> bool:
-        """Return whether the row is merged from all ranks."""
-        return self._merger.merges(context)
 
     def memory(self, device: torch.device) -> Tensor | None:
         """Return memory for the sums of a tensor on a device; None for the CPU."""
@@ -147,13 +132,15 @@ class Recorder:
         factor: float | Tensor | None,
         held: bool | None,
     ) -> bool:
-        """Add the effect of an intervention on a plain tensor. Return false if the tensors are not, or if processes merge their rows."""
-        if self._reduces:
+        """Add the effect of an intervention; see `Rows`. Return false if the tensors are not plain, or if processes merge their rows."""
+        if self._merger.ranks is not None:
             return False
         if isinstance(factor, Tensor):
-            return self._effects.add_effect(before, after, slot, moment, None, held, other=_Factor(factor.detach()))
+            return self._effects.add_effect(
+                before, after, slot, moment, None, held, other=_EffectValues(factor.detach())
+            )
         # In a row of the slab, NaN means no factor.
-        other = _Factor(factor) if factor is not None and math.isnan(factor) else None
+        other = _EffectValues(factor) if factor is not None and math.isnan(factor) else None
         return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
 
     def slab_of(self, context: Context) -> Slab | None:
@@ -164,10 +151,6 @@ class Recorder:
         """Return the slot of the rows of a call; see `Rows`."""
         site = self._merger.identity(context)[len(context.moment) :]
         return self._slab_of(table, context).slots.slot(site, names, is_scaled=is_scaled)
-
-    def set_scale(self, scale: Tensor) -> bool:
-        """Set the scale of this step; see `Rows`."""
-        return self._stats.set_scale(scale)
 
     def _slab_of(self, table: str, context: Context) -> StepSlab:
         if table == "effects":
@@ -208,10 +191,8 @@ class Recorder:
         if self._merger.is_duplicate(context):
             return
         if context.hook in self.flight_recorder.steps:
-            has_pending_step = self._pending is not None
-            self.flight_recorder.add(
-                context.without_tensors(), source_shape, tensor, dtype, has_pending_step=has_pending_step
-            )
+            call, is_pending = context.without_tensors(), self._pending is not None
+            self.flight_recorder.add(call, source_shape, tensor, dtype, has_pending_step=is_pending)
             self.samples.note_tensor(context, source_shape, is_kept=True)
         elif decisions := _undecided(context):
             copy = tensor.to(dtype or tensor.dtype, copy=True)
@@ -246,7 +227,7 @@ class Recorder:
             self._merger.add(effect_piece(context, effect))
         elif not self._merger.is_duplicate(context):
             is_complete = not effect.numbers and not (effect.factor is not None and math.isnan(effect.factor))
-            other = None if is_complete else _EffectValues(effect)
+            other = None if is_complete else _EffectValues(effect.factor, effect)
             self._effects.add(self._merger.identity(context), effect.row(), other=other)
 
     def bytes_of(self, attached: AttachedHook) -> int:
@@ -334,7 +315,7 @@ class Recorder:
         self._metrics.append(row)
 
     def flush(self) -> None:
-        """Write the rows of the previous step. Waits for the copy."""
+        """Pass the rows of all completed steps to the sink and to the rules. Waits for values that are being copied from a GPU."""
         step, self._pending = self._pending, None
         if step is None:
             return
@@ -368,11 +349,7 @@ class Recorder:
         for name, deferred in step.deferred:
             self.write(name, [deferred()])
         if self.on_rows is not None:
-            in_time = (
-                [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
-                if samples
-                else []
-            )
+            in_time = [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
             self.on_rows(stats_rows, step.metrics, in_time)
         self.sink.end_step()
 
@@ -384,13 +361,7 @@ class Recorder:
 
 
 class _Values(NamedTuple):
-    """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`).
-
-    Attributes:
-        measured: The sums. Those on a device are set before `complete` is called.
-        custom: The custom statistics: numbers, or scalars on a device.
-        names: The requested statistics.
-    """
+    """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`)."""
 
     measured: Measured
     custom: Mapping[str, float | Tensor | None]
@@ -405,9 +376,7 @@ class _Values(NamedTuple):
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
         """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
         row[:] = self.measured.row
-        found = {
-            name: next(fetched)[0] if isinstance(number, Tensor) else number for name, number in self.custom.items()
-        }
+        found = {name: next(fetched)[0] if isinstance(each, Tensor) else each for name, each in self.custom.items()}
         held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
         extremes = [] if self.measured.exact_extremes is None else [next(fetched)]
         custom: dict[str, float | None] = {
@@ -429,35 +398,24 @@ class _Values(NamedTuple):
 class _EffectValues(NamedTuple):
     """An effect whose numbers may be on a device, or whose factor is NaN: the additional part of a row."""
 
-    effect: Effect
+    factor: float | Tensor | None
+    effect: Effect | None = None  # None if all numbers but the factor are in the slab
 
     @property
     def numbers(self) -> list[Tensor]:
         """The numbers on a device."""
-        return self.effect.numbers
-
-    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
-        """Write the numbers to the row. Return the factor if it is NaN."""
-        row[:] = self.effect.row(fetched)
-        factor = float(row[EFFECT.index("factor")])
-        return {"factor": factor} if self.effect.factor is not None and math.isnan(factor) else {}
-
-
-class _Factor(NamedTuple):
-    """The factor of an effect if it is on a device or NaN: the additional part of a row, whose other numbers are in the slab."""
-
-    factor: float | Tensor
-
-    @property
-    def numbers(self) -> list[Tensor]:
-        """The factor, if it is on a device."""
+        if self.effect is not None:
+            return self.effect.numbers
         return [self.factor] if isinstance(self.factor, Tensor) else []
 
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
-        """Write the factor to the row. Return it if it is NaN."""
-        factor = next(fetched)[0] if isinstance(self.factor, Tensor) else self.factor
-        row[EFFECT.index("factor")] = factor
-        return {"factor": factor} if math.isnan(factor) else {}
+        """Write the numbers to the row. Return the factor if it is NaN."""
+        if self.effect is not None:
+            row[:] = self.effect.row(fetched)
+        elif self.factor is not None:
+            row[_FACTOR] = next(fetched)[0] if isinstance(self.factor, Tensor) else self.factor
+        factor = float(row[_FACTOR])
+        return {"factor": factor} if self.factor is not None and math.isnan(factor) else {}
 
 
 class _Step(NamedTuple):
@@ -477,12 +435,7 @@ class _Step(NamedTuple):
 
 
 def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:
-    """Set the sums of all tensors on a device.
-
-    Args:
-        values: The additional parts of rows.
-        sums: The rows in the memory of each device, and its copy.
-    """
+    """Set the sums of all tensors on a device, given the rows in the memory of each device, and its copy."""
     copied = {id(row): found for rows, copy in sums for row, found in zip(rows, copy.wait().numpy(), strict=True)}
     waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
     if waiting:

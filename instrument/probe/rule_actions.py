@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import product
 from typing import Any
 
 from ..config.hook_specs import HookSpec
@@ -18,9 +20,6 @@ class RuleActions:
     """Carries out the actions of the rules that fired, in all processes alike.
 
     Args:
-        rules: The rules.
-        hooks: The hooks by name.
-        ranks: The processes that train together; None for a single one.
         write_kept: Writes the tensors that a hook keeps: called with the hook and the reason.
 
     Attributes:
@@ -34,11 +33,7 @@ class RuleActions:
     """
 
     def __init__(
-        self,
-        rules: RuleSet,
-        hooks: Mapping[str, HookSpec],
-        ranks: Ranks | None,
-        write_kept: Callable[[str, str], None],
+        self, rules: RuleSet, hooks: Mapping[str, HookSpec], ranks: Ranks | None, write_kept: Callable[[str, str], None]
     ) -> None:
         self.rules = rules
         self.ranks = ranks
@@ -47,12 +42,13 @@ class RuleActions:
         self.is_pruned = False
         self.should_checkpoint = False
         self._write_kept = write_kept
-        self._followers = _hooks_by_rule(
-            rules.specs, lambda rule: [h for h, spec in hooks.items() if spec.follows == rule]
-        )
-        self._keeping = _hooks_by_rule(
-            rules.specs, lambda rule: [h for h, spec in hooks.items() if writes_kept_tensors(rule, rules.specs, spec)]
-        )
+        self._followers: defaultdict[str, list[str]] = defaultdict(list)  # hooks by rule
+        self._keeping: defaultdict[str, list[str]] = defaultdict(list)
+        for rule, (hook, spec) in product(rules.specs, hooks.items()):
+            if spec.follows == rule:
+                self._followers[rule].append(hook)
+            if writes_kept_tensors(rule, rules.specs, spec):
+                self._keeping[rule].append(hook)
         acting = {name for name, spec in rules.specs.items() if spec.actions}
         self._names = sorted(acting | self._followers.keys() | self._keeping.keys())
         self._functions = _functions(rules.specs)
@@ -76,10 +72,7 @@ class RuleActions:
         return self._off - self._switches.keys()
 
     def act(self, step: int) -> None:
-        """Carry out the actions of the rules that fired since the last call. Call it in all processes at once.
-
-        Args:
-            step: The next step.
+        """Carry out the actions of the rules that fired since the last call, before a step. Call it in all processes at once.
 
         Raises:
             HookError: A function of `call` failed.
@@ -126,11 +119,9 @@ class RuleActions:
             try:
                 function(event)
             except Exception as error:
-                location = user_code_location(error)
+                at = f"at step {event.step}{user_code_location(error)}"
                 reason = f"{type(error).__name__}: {error}"
-                raise HookError(
-                    f"rules.{name}.then: the function failed at step {event.step}{location}: {reason}"
-                ) from error
+                raise HookError(f"rules.{name}.then: the function failed {at}: {reason}") from error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -141,11 +132,6 @@ class RuleActions:
         """Restore the state. A rule that has stopped the run does not stop it again."""
         self._switches = {hook: (on, stop) for hook, (on, stop) in state["switches"].items()}
         self._has_stopped = set(state["has_stopped"])
-
-
-def _hooks_by_rule(rules: Iterable[str], hooks_of: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """Return the hooks of each rule that has some."""
-    return {rule: hooks for rule in rules if (hooks := hooks_of(rule))}
 
 
 def _functions(specs: Mapping[str, RuleBase]) -> dict[str, list[Callable[[RuleEvent], object]]]:

@@ -24,14 +24,7 @@ _HOOK, _RECOMPUTE = _SITE_COLUMNS.index("hook"), _SITE_COLUMNS.index("recompute"
 def update_rules(
     rules: RuleSet, stats: StatisticsRows | None, metrics: Sequence[MetricsRow], samples: Sequence[SampleRows]
 ) -> None:
-    """Pass the rows of each step and phase to the rules, in order.
-
-    Args:
-        rules: The rules.
-        stats: The statistics; None without any.
-        metrics: The rows of metrics.
-        samples: The samples of batches.
-    """
+    """Pass the rows of each step and phase to the rules, in order."""
     metrics_by_step: dict[_Moment, Mapping[str, Any]] = {(step, phase): row for step, phase, row in metrics}
     targets = _targets(samples) if samples else {}
     indices = {} if stats is None else _indices(stats)
@@ -58,7 +51,7 @@ def _indices(stats: StatisticsRows) -> dict[_Moment, list[int] | None]:
     if stats.moment is not None:
         return {(stats.moment.step, stats.moment.phase): None}
     groups: dict[_Moment, list[int] | None] = {}
-    for row, moment in enumerate(stats.moments):
+    for row, moment in enumerate(stats.taken.moments_of_rows):
         groups.setdefault((moment.step, moment.phase), []).append(row)  # type: ignore[union-attr]
     return groups
 

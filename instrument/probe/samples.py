@@ -7,7 +7,7 @@ GPU are copied when the step ends, as all numbers are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..actions.base import Context, StepContext
 from ..errors import ConfigError, Problem
+from ..hooks.clock import take
 from ..tables.kinds import KINDS
 from ..tables.message_template import ColumnRows
 from ..tables.schemas import TABLES
@@ -27,34 +28,27 @@ TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 _TABLE = TABLES["samples"]
 
 
+@dataclass
 class SampleBatch:
     """The samples of one micro-step.
 
     Attributes:
-        moment: Step, micro-step, epoch and phase.
-        rank: The rank of the process, from 0.
         ids: One id per sample: int64 [samples], or strings.
         targets: One number per sample: [samples]; None if they are unknown or not scalar.
         is_checked: Whether a recorded tensor must have as many samples in dimension 0.
         is_late: Whether the rows are written with a later step, because the tensors were in memory until then.
     """
 
-    def __init__(
-        self,
-        moment: StepContext,
-        rank: int,
-        ids: Tensor | Sequence[str],
-        targets: Tensor | None,
-        *,
-        is_checked: bool,
-    ) -> None:
-        self.moment = moment
-        self.rank = rank
-        self.ids = ids
-        # The loop may modify its tensors in place before the step ends.
-        self.targets = None if targets is None else targets.detach().clone()
-        self.is_checked = is_checked
-        self.is_late = False
+    moment: StepContext
+    rank: int
+    ids: Tensor | Sequence[str]
+    targets: Tensor | None
+    is_checked: bool = field(kw_only=True)
+    is_late: bool = False
+
+    def __post_init__(self) -> None:
+        if self.targets is not None:  # the loop may modify its tensors in place before the step ends
+            self.targets = self.targets.detach().clone()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,30 +59,19 @@ class SampleBatch:
         return [part for part in (self.ids, self.targets) if isinstance(part, Tensor) and not part.is_cpu]
 
     def rows(self, fetched: Iterator[list[Any]]) -> SampleRows:
-        """Return the rows of the table.
-
-        Args:
-            fetched: The values of `numbers`, in order.
-        """
-        ids = self.ids if not isinstance(self.ids, Tensor) else _values(self.ids, fetched)
-        targets = None if self.targets is None else _values(self.targets, fetched)
+        """Return the rows of the table. `fetched` has the values of `numbers`, in order."""
+        ids = _on_host(self.ids, fetched) if isinstance(self.ids, Tensor) else self.ids
+        targets = None if self.targets is None else _on_host(self.targets, fetched)
         dtype = None if self.targets is None else str(self.targets.dtype).removeprefix("torch.")
         return SampleRows((*self.moment, self.rank), ids, targets, dtype)
 
 
-def _values(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
+def _on_host(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
     return tensor.tolist() if tensor.is_cpu else next(fetched)
 
 
 class SampleRows(ColumnRows):
-    """The rows of the samples of one batch.
-
-    Args:
-        moment: The columns that all rows share: step, micro-step, epoch, phase and rank.
-        ids: Integers or strings.
-        targets: Numbers; None without targets.
-        dtype: The dtype of the targets; None without targets.
-    """
+    """The rows of the samples of one batch."""
 
     def __init__(self, moment: Row, ids: Sequence[Any], targets: Sequence[float] | None, dtype: str | None) -> None:
         self._moment = moment
@@ -121,18 +104,11 @@ class SampleRows(ColumnRows):
 
 
 class Samples:
-    """Collects the batches whose rows are written.
-
-    Args:
-        of_all_batches: Whether the rows of all batches are written, not only of those in which a tensor is stored.
-
-    Attributes:
-        expects_tensors: Whether a scheduled hook records tensors.
-    """
+    """Collects the batches whose rows are written: all, or those in which a tensor is stored."""
 
     def __init__(self, *, of_all_batches: bool) -> None:
         self.of_all_batches = of_all_batches
-        self.expects_tensors = False
+        self.expects_tensors = False  # whether a scheduled hook records tensors
         self._batch: SampleBatch | None = None
         self._finished: list[SampleBatch] = []
         self._has_tensor = False  # whether a tensor was stored in this micro-step
@@ -158,27 +134,16 @@ class Samples:
         self._batch = batch
 
     def note_tensor(self, context: Context, shape: Sequence[int], *, is_kept: bool = False) -> None:
-        """Note that a tensor was stored.
-
-        Args:
-            context: The context of its hook.
-            shape: The shape of the complete tensor in the model.
-            is_kept: Whether it stays in memory.
-        """
+        """Note that a tensor was stored, or kept in memory. `shape` is that of the complete tensor in the model."""
         kind = KINDS[context.kind]
         if kind.frequency == "micro_step":
-            if is_kept:
-                self._has_kept = True
-            else:
-                self._has_tensor = True
+            self._has_kept |= is_kept
+            self._has_tensor |= not is_kept
             if kind.family == "module" and shape:
                 self._sizes.add(shape[0])
 
     def end(self, *, is_checked: bool = True) -> None:
         """End the micro-step.
-
-        Args:
-            is_checked: Whether to compare the number of samples with the recorded tensors.
 
         Raises:
             ConfigError: No recorded tensor has as many samples in dimension 0 as the loop named.
@@ -198,29 +163,18 @@ class Samples:
             self._kept.append(batch)
 
     def limit_kept(self, periods: Collection[tuple[int, str]]) -> None:
-        """Forget the batches whose tensors are not in memory any more.
-
-        Args:
-            periods: The steps and phases of the tensors in memory.
-        """
+        """Forget the batches of other steps and phases than those of the tensors in memory."""
         self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
 
     def write_kept(self, periods: Collection[tuple[int, str]]) -> None:
-        """Write the rows of batches with the next step, because their tensors are written.
-
-        Args:
-            periods: The steps and phases of these tensors.
-        """
-        written = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
-        for batch in written:
-            batch.is_late = True
-        self._finished += written
-        self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) not in periods]
+        """Write the rows of the batches of these steps and phases with the next step, because their tensors are written."""
+        for batch in take(self._kept):
+            batch.is_late = (batch.moment.step, batch.moment.phase) in periods
+            (self._finished if batch.is_late else self._kept).append(batch)
 
     def take(self) -> list[SampleBatch]:
         """Return the batches of the step whose rows are to be written."""
-        finished, self._finished = self._finished, []
-        return finished
+        return take(self._finished)
 
 
 def checked_ids(ids: Any) -> Tensor | Sequence[str]:
@@ -266,11 +220,7 @@ def _ids_of(ids: Any) -> Tensor | Sequence[str]:
 
 
 def checked_targets(targets: Any, samples: int) -> Tensor | None:
-    """Return targets as a tensor [samples].
-
-    Args:
-        targets: Numbers; None if there are none.
-        samples: The number of samples.
+    """Return targets as a tensor [samples]; None if there are none.
 
     Raises:
         ConfigError: They are not numbers, not scalar, or not one for each sample.
@@ -310,17 +260,13 @@ def targets_of(batch: Any, samples: int) -> Tensor | None:
     These are the entry of a mapping, dataclass or named tuple that is named in `TARGET_KEYS`, or the second item of a
     pair.
 
-    Args:
-        batch: The batch.
-        samples: The number of samples.
-
     Returns:
         The targets [samples]; None if the batch has none, or if they are not one number for each sample.
     """
     targets: Any = None
     named = batch
     if is_dataclass(batch):
-        named = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
+        named = {each.name: getattr(batch, each.name, None) for each in fields(batch)}
     elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
         named = batch._asdict()
     if isinstance(named, Mapping):

@@ -21,9 +21,6 @@ class ScheduledHooks:
     """Sets the clock of a probe, and with it the hooks that are scheduled.
 
     Args:
-        attached_hooks: All sites of the plan.
-        specs: The specs of the plan by name.
-        clock: The current step and phase, which this object changes.
         on_change: Called after scheduled hooks have changed, with those that are not of checkpoints, and after the first
             compilation of any code.
         is_sampled: Whether a budget decides at each step which of the scheduled hooks run.
@@ -62,9 +59,7 @@ class ScheduledHooks:
     def advance(self, *, update_all: bool = False, **moment: Any) -> None:
         """Set fields of the clock's moment, and update which hooks are scheduled.
 
-        Args:
-            update_all: Whether to update the hooks even if the same ones are scheduled, since their specs may have changed.
-            moment: The fields.
+        With `update_all`, hooks are updated even if the same ones are scheduled, since their specs may have changed.
         """
         previous_step, previous_phase = self.clock.moment.step, self.clock.moment.phase
         self.clock.moment = self.clock.moment._replace(**moment)
@@ -91,11 +86,7 @@ class ScheduledHooks:
             changed |= attached.update_schedule(is_due, has_new_spec=update_all)
         self._counted = [attached for attached in self._micro_step_hooks if attached.is_scheduled]
         if changed or update_all:
-            scheduled = [
-                attached
-                for attached in self.attached_hooks
-                if attached.is_scheduled and attached.frequency != "occasion"
-            ]
+            scheduled = [each for each in self.attached_hooks if each.is_scheduled and each.frequency != "occasion"]
             self.names = tuple(dict.fromkeys(attached.site.spec.name for attached in scheduled))
             self.clock.in_graphs = any(attached.site.spec.definition.family == "module" for attached in scheduled)
             self._on_change(scheduled)
@@ -140,9 +131,7 @@ class ScheduledHooks:
 
     def end_checkpoint(self) -> bool:
         """Update the coverage of the hooks on state dicts. Return whether any is scheduled."""
-        scheduled = [
-            attached for attached in self.attached_hooks if attached.is_scheduled and attached.frequency == "occasion"
-        ]
+        scheduled = [each for each in self.attached_hooks if each.is_scheduled and each.frequency == "occasion"]
         for attached in scheduled:
             if attached.has_opportunities:
                 attached.update_coverage()

@@ -57,18 +57,12 @@ def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
         ConfigError: A custom statistic has the name of a column that tables of runs have.
     """
     reserved = {"run", "seed", *(column.name for column in TABLES["stats"].stored), *REMAINDERS.values()}
-    problems = [
-        Problem(
-            f"hooks.{name}.stats",
-            f"the table 'stats' already has a column {custom.column!r}",
-            given=custom.target,
-            fix="set another 'name'",
-        )
-        for name, spec in specs.items()
-        if isinstance(spec, RecordSpec)
-        for custom in spec.custom_statistics
-        if custom.column.lower() in reserved
-    ]
+    problems = []
+    for name, spec in specs.items():
+        for custom in spec.custom_statistics if isinstance(spec, RecordSpec) else ():
+            if custom.column.lower() in reserved:
+                message = f"the table 'stats' already has a column {custom.column!r}"
+                problems.append(Problem(f"hooks.{name}.stats", message, custom.target, fix="set another 'name'"))
     if problems:
         raise ConfigError(*problems)
 
@@ -82,12 +76,14 @@ class Layout:
         names: For each row, the requested statistics.
         scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
         merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
+        phases: The columns with the same phase in all rows, which are added when they are needed.
     """
 
     sites: list[Row]
     names: list[tuple[str, ...]]
     scaled: list[int]
     merged_slots: Keys | None = None
+    phases: dict[str, pa.Array] = field(default_factory=dict)
 
     @cached_property
     def arrays(self) -> list[pa.Array]:
@@ -104,13 +100,8 @@ class Layout:
     @cached_property
     def requested(self) -> tuple[str, ...]:
         """The statistics of any row: built-in ones in the order of `ALL`, then registered ones."""
-        every = {
-            name: None
-            for names in dict.fromkeys(self.names)
-            for name in names
-            if name in STATISTICS or name in REGISTERED
-        }
-        return (*(name for name in ALL if name in every), *(name for name in every if name not in STATISTICS))
+        every = dict.fromkeys(name for names in dict.fromkeys(self.names) for name in names)
+        return (*(name for name in ALL if name in every), *(name for name in every if name in REGISTERED))
 
     @cached_property
     def built_in(self) -> list[int]:
@@ -131,11 +122,6 @@ class Layout:
         return np.full((len(self.sites), len(ALL)), np.nan)
 
     @cached_property
-    def phases(self) -> dict[str, pa.Array]:
-        """The columns with the same phase in all rows, which are added when they are needed."""
-        return {}
-
-    @cached_property
     def absent(self) -> Mask | None:
         """Which statistics are not requested, bool [requested, rows]; None if each row has all of them."""
         of = {names: [name not in names for name in self.requested] for names in dict.fromkeys(self.names)}
@@ -154,13 +140,7 @@ class Slots:
         self._lock = threading.Lock()
 
     def slot(self, site: Row, names: tuple[str, ...] = (), *, is_scaled: bool = False) -> int:
-        """Return the number of an identity.
-
-        Args:
-            site: The identity columns without the moment.
-            names: The requested statistics.
-            is_scaled: See `instrument.actions.base.Rows.slot`.
-        """
+        """Return the number of an identity; see `instrument.actions.base.Rows.slot`. A site has no moment."""
         identity = site, names, is_scaled
         number = self._numbers.get(identity)
         if number is None:
@@ -187,14 +167,7 @@ class Slots:
 class DeviceRows:
     """The rows of a step whose numbers are in a buffer on a device. Creating the object starts the copy to the host.
 
-    Args:
-        buffer: The buffer, float64 [rows of the buffer, columns].
-        keys: See `Taken`.
-        index: The index of the buffer.
-
-    Attributes:
-        device: The device.
-        rows: The indices of the rows among all rows of the step.
+    `buffer` is float64 [rows of the buffer, columns], and `rows` are the indices of the rows among all rows of the step.
     """
 
     def __init__(self, buffer: Tensor, keys: Keys, index: int) -> None:
@@ -211,11 +184,7 @@ class DeviceRows:
         return numbers
 
     def device_numbers(self, numbers: Matrix) -> Tensor:
-        """Return the numbers of the rows, with those that the device has written, on the device: float64 [rows, columns of the slab].
-
-        Args:
-            numbers: See `Taken`.
-        """
+        """Return the numbers of the rows, with those that the device has written, on the device: float64 [rows, slab columns]."""
         found = torch.from_numpy(numbers[self.rows]).to(self.device)
         measured = self._buffer[torch.from_numpy(self._buffer_rows).to(self.device)]
         found[:, 1 : 1 + measured.shape[1]] = measured  # the host has set the first column, the number of elements
@@ -252,11 +221,6 @@ class Taken:
         """The moment of each row."""
         return [self.moments[number] for number in self.keys[:, MOMENT_INDEX].tolist()]
 
-    @property
-    def shapes(self) -> ListColumn:
-        """The shapes of all rows."""
-        return ListColumn(self.keys[:, 2], self.dims)
-
     def fetch(self) -> None:
         """Fill in the numbers of `device_rows`. Waits for the copies."""
         for each in self.device_rows:
@@ -267,12 +231,8 @@ class Taken:
         """Return these rows and then merged ones, which are not on a device and have nothing besides their numbers."""
         keys = np.concatenate([self.keys, merged.keys])
         keys[len(self) :, MOMENT_INDEX] += len(self.moments)
-        return replace(
-            self,
-            numbers=np.concatenate([self.numbers, merged.numbers]),
-            keys=keys,
-            moments=[*self.moments, *merged.moments],
-        )
+        numbers = np.concatenate([self.numbers, merged.numbers])
+        return replace(self, numbers=numbers, keys=keys, moments=[*self.moments, *merged.moments])
 
     def without(self, left_out: Sequence[int]) -> Taken:
         """Return the rows without some of them."""
@@ -324,8 +284,6 @@ class StepSlab:
         """Add a row.
 
         Args:
-            identity: The identity columns.
-            numbers: Its numbers; NaN for missing ones.
             shape: The shape of the tensor; None if the row is merged from several tensors.
             names: The requested statistics.
             other: What the row has besides its numbers.
@@ -349,11 +307,7 @@ class StepSlab:
         *,
         other: Any = None,
     ) -> bool:
-        """Add the effect of an intervention on a plain tensor; see `instrument.stats.kernel.Slab.add_effect`.
-
-        Returns:
-            Whether the row was added. False if the tensors are not plain.
-        """
+        """Add an effect; see `instrument.stats.kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain."""
         if other is None:
             return self.slab.add_effect(before, after, slot, moment, factor, held) is not None
         with self._lock:
@@ -388,9 +342,7 @@ class StepSlab:
     def take(self, *, rows_elsewhere: int = 0) -> Taken:
         """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step.
 
-        Args:
-            rows_elsewhere: The number of rows of the step with numbers on a device that are not in this slab. The buffers of the next
-                step have space for them too.
+        The buffers of the next step also have space for `rows_elsewhere`: rows with numbers on a device that are not in this slab.
         """
         if not (len(self.slab) or rows_elsewhere):
             self._scale = None
@@ -415,9 +367,7 @@ class StepSlab:
     def _set_buffers(self, launched: Mapping[torch.device, int], incomplete: int) -> None:
         """Set the buffers for the next step. Reuse those of the step before the last one, whose numbers the host has read.
 
-        Args:
-            launched: How many rows of the last step are in the buffer of each device.
-            incomplete: How many other rows of the last step have numbers that may be on any device.
+        `launched` rows of the last step are in the buffer of each device, and `incomplete` others have numbers on any device.
         """
         free, self._previous_buffers = {each.device: each for each in self._previous_buffers}, self._buffers
         self._buffers = []
@@ -435,12 +385,7 @@ class StepSlab:
 
 
 class SlabRows(ColumnRows):
-    """Rows of a table as columns.
-
-    Args:
-        table: The name of the table.
-        slab: Where they were collected.
-        taken: The rows. Every number has to be on the host.
+    """Rows of a table as columns. Every number has to be on the host.
 
     Attributes:
         sites: For each row, the identity columns without the moment. The same object in all steps with the same rows.
@@ -455,25 +400,17 @@ class SlabRows(ColumnRows):
         first, *others = taken.moments
         self.moment = None if any(moment != first for moment in others) else first
 
-    @property
-    def moments(self) -> list[StepContext]:
-        """The moment of each row."""
-        return self.taken.moments_of_rows
-
     def __len__(self) -> int:
         return len(self.taken)
 
+    @cached_property
     @abstractmethod
     def values(self) -> tuple[Matrix, Mask]:
-        """Return columns of numbers, float64 [columns, rows], and which of them are null."""
-
-    @cached_property
-    def _values(self) -> tuple[Matrix, Mask]:
-        return self.values()
+        """The columns of numbers, float64 [columns, rows], and which of them are null."""
 
     def number_columns(self) -> list[Column]:
         """Return the columns of numbers after the identity."""
-        values, nulls = self._values
+        values, nulls = self.values
         has_nulls = np.asarray(nulls.any(axis=1)).tolist()
         return [
             NumberColumn(column, absent if some else None)
@@ -490,7 +427,7 @@ class SlabRows(ColumnRows):
 
     def _moment_columns(self, count: int) -> Iterator[Column]:
         if self.moment is None:
-            yield from zip(*self.moments, strict=True)
+            yield from zip(*self.taken.moments_of_rows, strict=True)
             return
         *numbers, phase = self.moment
         yield from (NumberColumn(np.full(count, number)) for number in numbers)
@@ -509,6 +446,7 @@ class StatisticsRows(SlabRows):
     def __init__(self, slab: StepSlab, taken: Taken) -> None:
         super().__init__("stats", slab, taken)
 
+    @cached_property
     def values(self) -> tuple[Matrix, Mask]:
         requested, built_in = self.layout.requested, len(self.layout.built_in)
         if self.layout.scaled:
@@ -544,7 +482,7 @@ class StatisticsRows(SlabRows):
     def numbers(self) -> Matrix:
         """The built-in statistics, float64 [rows, ALL]; NaN for no value."""
         numbers = self.layout.no_numbers.copy()
-        numbers[:, self.layout.built_in] = self._values[0].T
+        numbers[:, self.layout.built_in] = self.values[0].T
         return numbers
 
     def column(self, name: str) -> Matrix:
@@ -552,7 +490,7 @@ class StatisticsRows(SlabRows):
         if name in _STATISTIC:
             column: Matrix = self.numbers[:, _STATISTIC[name]]
             return column
-        _ = self._values  # adds the registered statistics to the others
+        _ = self.values  # adds the registered statistics to the others
         values = np.full(len(self), np.nan)
         for row, custom in self.taken.others.items():
             value = custom.get(name)
@@ -568,7 +506,10 @@ class StatisticsRows(SlabRows):
     def other_columns(self) -> list[Column]:
         others = self.taken.others
         custom = pa.array([others.get(row) for row in range(len(self))], CUSTOM.type) if others else None
-        return [self.taken.shapes, self.layout.no_values[-1] if custom is None else custom]
+        return [
+            ListColumn(self.taken.keys[:, 2], self.taken.dims),
+            self.layout.no_values[-1] if custom is None else custom,
+        ]
 
 
 class EffectRows(SlabRows):
@@ -577,6 +518,7 @@ class EffectRows(SlabRows):
     def __init__(self, slab: StepSlab, taken: Taken) -> None:
         super().__init__("effects", slab, taken)
 
+    @cached_property
     def values(self) -> tuple[Matrix, Mask]:
         numel, changed, before, after, factor, held = self.taken.numbers.T
         with np.errstate(all="ignore"):

@@ -38,14 +38,7 @@ _reasons: dict[_Key, str | None] = {}
 
 
 def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None) -> DeviceSums:
-    """Compute the sums of a tensor on a device.
-
-    Args:
-        flat: Shape [elements], real, contiguous.
-        terms: Which sums with a term are required.
-        zeros: The number of further zeros of a sparse tensor.
-        row: Memory for the result, a row of `device_memory`. Default: new memory.
-    """
+    """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`."""
     found = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]
     if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, found.row[MEASURED_COLUMNS])) is None:
@@ -73,15 +66,7 @@ def measure_batch(batch: bytes) -> None:
 
 
 def histogram_on_device(flat: Tensor, bins: int) -> Tensor | None:
-    """Compute a histogram of a tensor on a device with a kernel.
-
-    Args:
-        flat: Shape [elements], real, contiguous.
-        bins: The number of bins.
-
-    Returns:
-        Minimum, maximum, and the counts, [2 + bins]; None if the kernel is not used.
-    """
+    """Return minimum, maximum, and the counts of a histogram of a vector on a device, [2 + bins]; None if the kernel is not used."""
     return _by_kernel(flat, lambda kernels: kernels.histogram_by_kernel(flat, bins))
 
 
@@ -91,9 +76,7 @@ def measured_by() -> dict[str, str]:
     If the kernels were not used, the reason follows.
     """
     return {
-        f"{device} {str(dtype).removeprefix('torch.')}": BY_KERNEL
-        if reason is None
-        else f"PyTorch operations: {reason}"
+        f"{device} {str(dtype).removeprefix('torch.')}": f"PyTorch operations: {reason}" if reason else BY_KERNEL
         for (device, dtype), reason in _reasons.items()
     }
 
@@ -141,21 +124,17 @@ def _kernels() -> Any:
 
 def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return how the results of the kernels for known values differ from those on the CPU. Waits for the device."""
-    integers = (
-        torch.arange(5000, device="cpu") % 61 - 20.0
-    )  # every dtype represents them, and none is on an edge of the bins
+    # Every dtype represents these integers, and none is on an edge of the bins.
+    integers = torch.arange(5000, device="cpu") % 61 - 20.0
     finite = integers.to(dtype)
     values = torch.cat([finite, torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype, device="cpu")])
-
-    def by_kernel(flat: Tensor, results: Tensor) -> None:
-        kernels.measure_by_kernel(flat, results)
 
     def by_slab(flat: Tensor, results: Tensor) -> None:
         slab = make_slab(len(COLUMNS))
         slab.set_buffer(*results.__dlpack_device__(), results.data_ptr(), 1)
         slab.add(flat, 0, None, True)
         if not _has_launched(slab):
-            by_kernel(flat, results)
+            kernels.measure_by_kernel(flat, results)
 
     def by_batch(flat: Tensor, results: Tensor) -> None:
         first = torch.empty_like(results)  # of a tensor with 7 elements, in the same launch
@@ -163,7 +142,7 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
         kernels.measure_batch_by_kernel(device, dtype, np.array(numbers, np.int64))
 
     for given in (finite, values):
-        if (difference := _difference(given, device, by_kernel)) is not None:
+        if (difference := _difference(given, device, kernels.measure_by_kernel)) is not None:
             return difference
     counts = kernels.histogram_by_kernel(values.to(device), _BINS)[2:].tolist()
     expected_counts = np.histogram(integers.numpy(), _BINS)[0].tolist()
@@ -177,17 +156,16 @@ def _problem(kernels: Any, device: torch.device, dtype: torch.dtype) -> str | No
     return _difference_of_effects(values, device)
 
 
-def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor, Tensor], None]) -> str | None:
+def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor, Tensor], object]) -> str | None:
     """Return how the sums of CPU values, measured on a device, differ from those by operations; None if they agree."""
     sums, row = device_memory(1, values.device), device_memory(1, device)
     sums[0, MEASURED_COLUMNS] = portable_sums(values)
     sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums[0], [MAGNITUDES])[0]
     measure(values.to(device), row[0, MEASURED_COLUMNS])
-    both = (statistics_of(each.numpy(force=True), _COMPARED) for each in (sums, row))
-    for name, expected, found in zip(_COMPARED, *both, strict=True):
-        if not np.isclose(found, expected, rtol=_TOLERANCE):
-            return f"the kernel returned {name} {found.item()} instead of {expected.item()}"
-    return None
+    expected, found = (
+        [column.item() for column in statistics_of(each.numpy(force=True), _COMPARED)] for each in (sums, row)
+    )
+    return _first_difference(_COMPARED, expected, found)
 
 
 def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
@@ -201,11 +179,13 @@ def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
     slab.add_effect(before.to(device), after.to(device), 0, None, None, None)
     if not _has_launched(slab):
         return None
-    for name, wanted, found in zip(
-        ("changed", "norm_before", "norm_after"), expected, results[0].tolist(), strict=True
-    ):
-        if not np.isclose(found, wanted, rtol=_TOLERANCE):
-            return f"the kernel returned {name} {found} instead of {wanted}"
+    return _first_difference(("changed", "norm_before", "norm_after"), expected, results[0].tolist())
+
+
+def _first_difference(names: Sequence[str], expected: Sequence[float], found: Sequence[float]) -> str | None:
+    for name, wanted, number in zip(names, expected, found, strict=True):
+        if not np.isclose(number, wanted, rtol=_TOLERANCE):
+            return f"the kernel returned {name} {number} instead of {wanted}"
     return None
 
 

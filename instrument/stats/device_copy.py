@@ -97,9 +97,9 @@ class Transfer:
             for stream in (torch.cuda.current_stream(device), _background_stream(device))
         ]
         self._layout = [((tensor.device, tensor.dtype), tensor.numel()) for tensor in tensors]
-        self._copies: dict[tuple[torch.device, torch.dtype], _Copy | _HostNumber] = {}
+        self._copies: dict[tuple[torch.device, torch.dtype], list[float] | Tensor | HostCopy] = {}
         if len(tensors) == 1 and self._layout[0][0][0] == _HOST and tensors[0].numel() == 1:  # most often a loss
-            self._copies[self._layout[0][0]] = _HostNumber(tensors[0])
+            self._copies[self._layout[0][0]] = [float(tensors[0].item())]
             return
         for key in dict.fromkeys(key for key, _ in self._layout):
             flat = [
@@ -107,7 +107,7 @@ class Transfer:
                 for tensor, (own_key, _) in zip(tensors, self._layout, strict=True)
                 if own_key == key
             ]
-            self._copies[key] = _Copy(torch.cat(flat))
+            self._copies[key] = _begin_copy(torch.cat(flat))
 
     @property
     def is_complete(self) -> bool:
@@ -121,7 +121,7 @@ class Transfer:
         return self._numbers()
 
     def _numbers(self) -> Iterator[list[float]]:
-        numbers = {key: copy.numbers() for key, copy in self._copies.items()}
+        numbers = {key: _as_numbers(copy) for key, copy in self._copies.items()}
         offsets = dict.fromkeys(numbers, 0)
         for key, count in self._layout:
             start = offsets[key]
@@ -129,26 +129,17 @@ class Transfer:
             yield numbers[key][start : offsets[key]]
 
 
-class _Copy:
-    """A vector that is read later. Only CUDA copies it asynchronously."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self._vector = HostCopy(vector) if vector.is_cuda else vector
-
-    def numbers(self) -> list[float]:
-        vector = self._vector.wait() if isinstance(self._vector, HostCopy) else self._vector
-        values: list[float] = vector.tolist()
-        return values
+def _begin_copy(vector: Tensor) -> Tensor | HostCopy:
+    """Begin to copy a vector that is read later. Only CUDA copies asynchronously."""
+    return HostCopy(vector) if vector.is_cuda else vector
 
 
-class _HostNumber:
-    """One number in CPU memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.number = float(tensor.item())
-
-    def numbers(self) -> list[float]:
-        return [self.number]
+def _as_numbers(copy: list[float] | Tensor | HostCopy) -> list[float]:
+    if isinstance(copy, list):
+        return copy
+    vector = copy.wait() if isinstance(copy, HostCopy) else copy
+    numbers: list[float] = vector.tolist()
+    return numbers
 
 
 class PendingMetrics(Mapping[str, float | None]):

@@ -40,20 +40,13 @@ _PROGRAMS_PER_MULTIPROCESSOR = 3
 _NUMBERS = tl.constexpr(8)
 _OTHERS = 4  # parameters of a kernel after its tensors: partials, arrived, results, numel
 _STAGES = tl.constexpr(4)  # stages of the pipeline that loads blocks in advance
-_LANES = tl.constexpr(
-    512
-)  # results of programs that one iteration merges: all results on GPUs with up to 170 multiprocessors
+# Results of programs that one iteration merges: all results on GPUs with up to 170 multiprocessors.
+_LANES = tl.constexpr(512)
 
 
 @triton.jit(do_not_specialize=["results", "numel"])
 def _measure(  # noqa: PLR0917
-    elements,
-    partials,
-    arrived,
-    results,
-    numel: tl.int64,
-    block_size: tl.constexpr,
-    is_bfloat16: tl.constexpr,
+    elements, partials, arrived, results, numel: tl.int64, block_size: tl.constexpr, is_bfloat16: tl.constexpr
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     _measure_part(elements, partials, arrived, results, numel, program, programs, block_size, is_bfloat16)
@@ -93,15 +86,7 @@ def _measure_batch(  # noqa: PLR0917
 
 @triton.jit
 def _measure_part(  # noqa: PLR0915, PLR0917
-    elements,
-    partials,
-    arrived,
-    results,
-    numel,
-    program,
-    programs,
-    block_size: tl.constexpr,
-    is_bfloat16: tl.constexpr,
+    elements, partials, arrived, results, numel, program, programs, block_size: tl.constexpr, is_bfloat16: tl.constexpr
 ):
     full_blocks = numel // block_size
     first = _as_float(tl.load(elements + program.to(tl.int64) * block_size), is_bfloat16)
@@ -256,14 +241,7 @@ def _merge(partials, results, programs):
 # elements (NaN without any).
 @triton.jit(do_not_specialize=["results", "numel"])
 def _compare(  # noqa: PLR0917
-    before,
-    after,
-    partials,
-    arrived,
-    results,
-    numel: tl.int64,
-    block_size: tl.constexpr,
-    is_bfloat16: tl.constexpr,
+    before, after, partials, arrived, results, numel: tl.int64, block_size: tl.constexpr, is_bfloat16: tl.constexpr
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
     changed = tl.zeros([block_size], tl.int32)
@@ -283,10 +261,8 @@ def _compare(  # noqa: PLR0917
         finite_before, finite_after = tl.abs(was) < float("inf"), tl.abs(is_now) < float("inf")
         n_before += (inside & finite_before).to(tl.int32)
         n_after += (inside & finite_after).to(tl.int32)
-        value, new = (
-            tl.where(finite_before, was, 0.0).to(tl.float64),
-            tl.where(finite_after, is_now, 0.0).to(tl.float64),
-        )
+        value = tl.where(finite_before, was, 0.0).to(tl.float64)
+        new = tl.where(finite_after, is_now, 0.0).to(tl.float64)
         squares_before += value * value
         squares_after += new * new
     program_results = partials + program * _NUMBERS
@@ -368,13 +344,9 @@ _tables: OrderedDict[tuple[torch.device, int, bytes], Tensor] = OrderedDict()
 def measure_batch_by_kernel(
     device: torch.device, dtype: torch.dtype, tensors: np.ndarray[Any, np.dtype[np.int64]]
 ) -> None:
-    """Compute the sums of several tensors with one launch.
+    """Compute the sums of several tensors of one dtype with one launch; see `measure_by_kernel`.
 
-    Args:
-        device: Their device.
-        dtype: Their dtype, one of `DTYPES`.
-        tensors: int64 [tensors, 3]: the address of the elements, divisible by 16, the number of elements, and the address of the
-            results; see `measure_by_kernel`.
+    `tensors` is int64 [tensors, 3]: the address of the elements, divisible by 16, their number, and the address of the results.
     """
     # About 4 * max_programs programs in proportion to the sizes, with 1 to max_programs for each tensor.
     max_programs = _max_programs(device)
@@ -405,11 +377,7 @@ def _cached_table(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.devi
 
 
 def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:
-    """Compute a histogram with few launches: the extremes, zeros for the counts, and the counts.
-
-    Args:
-        flat: A tensor as for `measure_by_kernel`.
-        bins: The number of bins between the minimum and the maximum.
+    """Compute a histogram of a tensor as for `measure_by_kernel` with few launches.
 
     Returns:
         Minimum, maximum, and the counts of the finite elements, float64 [2 + bins]; NaN instead of both extremes without one.
@@ -463,10 +431,8 @@ _compiled: dict[tuple[torch.device, torch.dtype], tuple[Any, Any]] = {}
 def enable_launches(flat: Tensor) -> None:
     """Let slabs launch the kernels for tensors of a device and dtype, which takes less time than a launch by Triton.
 
-    Compiles and runs both kernels once. A further stream is added when `measure_by_kernel` runs on it.
-
-    Args:
-        flat: A tensor of the device and dtype, as for `measure_by_kernel`, with an address divisible by 16.
+    Compiles and runs both kernels once, with a tensor whose address is divisible by 16. A further stream is added when
+    `measure_by_kernel` runs on it.
     """
     with _on_gpu(_gpu_index(flat)):
         elements, is_bfloat16, programs, stream = _prepared(flat)

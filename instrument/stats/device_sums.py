@@ -79,12 +79,7 @@ class DeviceSums:
 
 
 def sums_on_host(sums: Sequence[DeviceSums], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return the sums of tensors, float64 [rows, COLUMNS].
-
-    Args:
-        sums: The sums.
-        rows: Copies of their rows in the memory of the host, [rows, COLUMNS].
-    """
+    """Return the sums of tensors, float64 [rows, COLUMNS], given copies of their rows in the memory of the host, [rows, COLUMNS]."""
     found: np.ndarray[Any, Any] = rows.astype(np.float64)
     found[:, 0] = [each.numel for each in sums]
     for at, each in enumerate(sums):

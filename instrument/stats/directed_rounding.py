@@ -12,13 +12,9 @@ from torch import Tensor
 
 
 def round_down(bound: float, dtype: torch.dtype) -> float:
-    """Return the largest number of a floating-point dtype that is not above a bound.
+    """Return the largest number of a floating-point dtype that is not above a finite bound.
 
     Comparing or clamping a tensor of this dtype with the result is equivalent to using the bound.
-
-    Args:
-        bound: Any finite number.
-        dtype: float16, bfloat16, float32 or float64.
 
     Returns:
         The number; minus infinity if the bound is below all finite numbers.
@@ -38,14 +34,9 @@ def round_up(bound: float, dtype: torch.dtype) -> float:
 
 
 def toward_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert values to a narrower dtype without increasing any magnitude. The gradient passes through.
+    """Convert float32 values to float16 or bfloat16 without increasing any magnitude. The gradient passes through.
 
-    Args:
-        values: Any shape; float32, or the target dtype.
-        dtype: float16, bfloat16, or the dtype of the values.
-
-    Returns:
-        The values in `dtype`.
+    Values that have the dtype already are returned.
     """
     narrow = values.to(dtype)
     if dtype == values.dtype:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,6 @@ SAMPLE = 16_384  # sorted and gathered in about 0.2 ms
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # the fractional parts of its multiples are evenly distributed (Weyl)
 # A width whose inverse might overflow, and the factor that is applied to it first.
 NARROW, WIDER = 2.0**-1000, 2.0**600
-BLOCK = 1 << 20  # elements that are counted at once without the compiled kernel
 
 Distribution = Sequence[float | None] | Tensor
 """The result of `distribution`: numbers, None for no value; or on the device of the tensor, NaN for no value."""
@@ -90,41 +88,18 @@ def _histogram(vector: Tensor, bins: int, zeros: int) -> list[float | None]:
     low, high = measure_statistics(vector, ("min", "max"))
     counts = np.zeros(bins, np.int64)
     if low is not None and high is not None:
-        _count(vector, float(low), float(high), counts)
+        wide = vector.to(torch.float32) if vector.dtype == torch.float16 else vector
+        if not add_to_bins(wide, low, high, counts):
+            return [low, high, *map(int, _histogram_by_operations(vector, bins, zeros)[2:].tolist())]
         if zeros:
             bin_of_zero = np.zeros(bins, np.int64)
-            _count(vector[-1:], float(low), float(high), bin_of_zero)
+            add_to_bins(wide[-1:], low, high, bin_of_zero)
             counts += zeros * bin_of_zero
-    return [None if low is None else float(low), None if high is None else float(high), *counts.tolist()]
-
-
-def _count(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """Add the elements of a vector to the counts."""
-    wide = vector.to(torch.float32) if vector.dtype == torch.float16 else vector
-    if not add_to_bins(wide, low, high, counts):
-        for block in vector.split(BLOCK):
-            _add_block(block.to(torch.float64).numpy(), low, high, counts)
-
-
-def _add_block(x: np.ndarray[Any, np.dtype[np.float64]], low: float, high: float, counts: np.ndarray[Any, Any]) -> None:
-    """Add a block to the counts. Same computation as `histogram` in native.c."""
-    x = x[np.isfinite(x)]
-    width = high - low
-    unit = 0.5 if not math.isfinite(width) else WIDER if 0.0 < width < NARROW else 1.0
-    scale = len(counts) / (high * unit - low * unit) if high > low else 0.0
-    at = ((x * unit - low * unit) * scale).astype(np.int64)
-    counts += np.bincount(np.minimum(at, len(counts) - 1), minlength=len(counts))
+    return [low, high, *counts.tolist()]
 
 
 def distribution_on_device(vector: Tensor, levels: tuple[float, ...], bins: int, zeros: int = 0) -> Tensor:
-    """Compute quantiles and a histogram without branches on values, so that the host never waits for the device.
-
-    Args:
-        vector: The elements; see `stored_elements`.
-        levels: The levels of the quantiles.
-        bins: The number of bins.
-        zeros: The number of further zeros, one of which is the last element.
-    """
+    """Return `distribution` of `stored_elements` without branches on values, so that the host never waits for the device."""
     parts = []
     if levels:
         parts.append(_quantiles_on_device(vector, levels, zeros))
@@ -166,6 +141,7 @@ def _comparable(sample: Tensor) -> Tensor:
 
 
 def _histogram_by_operations(vector: Tensor, bins: int, zeros: int) -> Tensor:
+    """Compute a histogram on any device. Same computation as `histogram` in native.c."""
     x = vector.to(widest(vector.device))
     if not len(x):
         return torch.cat([x.new_full((2,), math.nan), x.new_zeros(bins)])
@@ -189,10 +165,7 @@ def _histogram_by_operations(vector: Tensor, bins: int, zeros: int) -> Tensor:
 
 @lru_cache(maxsize=128)
 def _sample_indices(numel: int, device: torch.device) -> Tensor:
-    """Return `SAMPLE` indices: one in each of as many equal intervals.
-
-    Their positions within the intervals vary, so that every channel is sampled.
-    """
+    """Return one index in each of `SAMPLE` equal intervals, at varying positions, so that every channel is sampled."""
     interval = torch.arange(SAMPLE, dtype=torch.float64, device=device)
     at = (interval + (interval * GOLDEN) % 1.0) * (numel / SAMPLE)
     return at.long().clamp(max=numel - 1)

@@ -48,15 +48,12 @@ def integer_extremes(tensor: Tensor, names: Sequence[str], measured: Measured, *
 
 
 def remainders(extremes: Iterable[Sequence[float]], names: Sequence[str], row: Row) -> dict[str, float]:
-    """Return the differences between exact integers and the float64 statistics of a tensor.
+    """Return the differences between exact integers and the float64 statistics of a tensor, if they are not zero, by their names.
 
     Args:
         extremes: The `integer_extremes` of each part of the tensor.
         names: The names of its statistics.
         row: Its sums, float64 [COLUMNS].
-
-    Returns:
-        The remainders that are not zero, at most 1024 in magnitude, by their names.
     """
     parts = [[int(number) for number in part] for part in extremes if not math.isnan(part[0])]
     if not parts:

@@ -66,31 +66,20 @@ def as_vector(tensor: Tensor) -> Tensor:
 
 
 def unreadable(tensor: Tensor) -> str | None:
-    """Return why the values of a tensor cannot be read, as a cause for coverage; None if they can.
-
-    Args:
-        tensor: Any tensor. Of a sharded tensor, the shard of this process is tested.
-    """
+    """Return why the values of a tensor, or of its shard of this process, cannot be read, as a cause for coverage; None if they can."""
     part = local_shard(tensor)
     if is_lazy(part):
         return "the tensor has no values yet: it is a parameter or a buffer of a lazy module that has not run a forward pass"
     if part.is_meta:
         return "the tensor is on the meta device, which stores shapes but no values"
     if part.is_quantized:
-        return (
-            f"the tensor is quantized (torch.{_name(part.dtype)}): hook the layer before quantize or after dequantize"
-        )
+        return f"the tensor is quantized ({part.dtype}): hook the layer before quantize or after dequantize"
     if not _is_numeric(part.dtype):
-        return f"PyTorch cannot convert elements of type torch.{_name(part.dtype)} to numbers"
+        return f"PyTorch cannot convert elements of type {part.dtype} to numbers"
     if type(part) not in (Tensor, Parameter) and not _has_memory(part):
-        return (
-            f"the tensor is a {type(part).__name__}, whose values are not stored in memory like those of a plain tensor"
-        )
+        kind = type(part).__name__
+        return f"the tensor is a {kind}, whose values are not stored in memory like those of a plain tensor"
     return None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @cache

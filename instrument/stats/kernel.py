@@ -38,8 +38,7 @@ is_connected = native is not None and _exchange_api is not None and native.conne
 class Slab(Protocol):
     """The rows of a step: for each tensor a slot and a moment, its shape, and numbers. Several threads may add rows.
 
-    Args:
-        width: The count of the numbers of a row.
+    `width` is the count of the numbers of a row.
     """
 
     def __init__(self, width: int) -> None: ...
@@ -52,7 +51,6 @@ class Slab(Protocol):
         have a launcher, their address is divisible by 16, and the buffer has a free row, to which the device writes the sums.
 
         Args:
-            tensor: Any tensor.
             slot: The identity of the row.
             moment: The time of the row: any object.
             with_magnitudes: Whether the sum of magnitudes is requested. On the CPU, it requires a second read.
@@ -75,8 +73,7 @@ class Slab(Protocol):
         """Set a buffer on a device, to which launched kernels write until the next `take`; see `add_launcher`.
 
         Args:
-            device_type: The first number of `__dlpack_device__`.
-            device_id: The second number.
+            device_type, device_id: `__dlpack_device__` of a tensor on the device.
             address: The address of the buffer: float64 [rows, 9], or [rows, 3] for `add_effect`.
             rows: The number of its rows.
 
@@ -187,9 +184,6 @@ def add_launcher(  # noqa: PLR0917
     """Let slabs launch a kernel for tensors of a dtype on a stream.
 
     Args:
-        device: The device of the tensors.
-        dtype: Their dtype.
-        stream: The stream.
         tensors: 1 for `instrument.stats.device_kernel._measure`, 2 for `_compare`.
         function: The handle of the kernel, compiled for addresses divisible by 16.
         size: Threads per program, and bytes of shared memory per program.
@@ -205,11 +199,7 @@ def add_launcher(  # noqa: PLR0917
 
 
 def kernel_sums(flat: Tensor, *, with_magnitudes: bool) -> np.ndarray[Any, np.dtype[np.float64]] | None:
-    """Compute the sums of a CPU tensor whose elements are a contiguous block in any order.
-
-    Args:
-        flat: Any shape and dtype.
-        with_magnitudes: Whether the sum of magnitudes is requested.
+    """Compute the sums of a CPU tensor of any shape and dtype whose elements are a contiguous block in any order.
 
     Returns:
         float64, the first of `instrument.stats.sums.COLUMNS`. None if the kernel is missing, does not support the dtype, or
@@ -253,11 +243,7 @@ Returns:
 def add_to_bins(vector: Tensor, low: float, high: float, counts: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
     """Count the elements of a CPU vector between `low` and `high` in equal-width bins.
 
-    Args:
-        vector: Shape [elements], contiguous.
-        low: The lower end of the first bin.
-        high: The upper end of the last bin.
-        counts: Shape [bins], contiguous. The counts are added to it.
+    The counts are added to `counts`, contiguous [bins]. The vector is contiguous, [elements].
 
     Returns:
         Whether the elements were counted. False if the kernel is missing or does not support the dtype.

@@ -67,12 +67,7 @@ class Measured:
 
 
 def on_host(measured: Sequence[Measured], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return sums that were on a device, float64 [rows, COLUMNS].
-
-    Args:
-        measured: The sums.
-        rows: Copies of their rows in the memory of the host, [rows, COLUMNS].
-    """
+    """Return sums that were on a device, float64 [rows, COLUMNS], given copies of their rows in the memory of the host."""
     found = sums_on_host([each.on_device for each in measured if each.on_device is not None], rows)
     others = np.stack([each.row for each in measured])
     return np.where(np.isnan(others), found, others)

@@ -28,36 +28,17 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
-    """Compute the distribution of one part, for `merge_distributions`.
-
-    Args:
-        tensor: Any shape, layout, dtype and device.
-        quantiles: Whether quantiles are requested.
-        bins: The number of bins; 0 for no histogram.
-
-    Returns:
-        float64 [numbers] on the device of the tensor.
-    """
+    """Compute the distribution of one part, for `merge_distributions`: float64 [numbers] on the device of the tensor."""
     measured = measure(tensor)
     sums = torch.from_numpy(measured.row[None]) if measured.on_device is None else sums_on_device([measured])
     found = distribution(tensor, _SKETCHED if quantiles else (), bins)
-    numbers = found if isinstance(found, Tensor) else _numbers(found)
-    return torch.cat([sums[0, INDEX["n"]][None], numbers])
-
-
-def _numbers(values: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float64)
+    if not isinstance(found, Tensor):
+        found = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
+    return torch.cat([sums[0, INDEX["n"]][None], found])
 
 
 def pack_units(dead: Tensor) -> Tensor:
-    """Pack a mask of dead units, 48 units per number.
-
-    Args:
-        dead: bool [units].
-
-    Returns:
-        float64 [ceil(units / 48)]: integers below 2^48.
-    """
+    """Pack a mask of dead units, bool [units], 48 units per number: float64 [ceil(units / 48)], integers below 2^48."""
     padded = torch.zeros(-(-len(dead) // PACKED) * PACKED, dtype=torch.float64, device=dead.device)
     padded[: len(dead)] = dead.to(torch.float64)
     powers = torch.exp2(torch.arange(PACKED, dtype=torch.float64, device=dead.device))
@@ -65,11 +46,7 @@ def pack_units(dead: Tensor) -> Tensor:
 
 
 def merge_units(packed: Array) -> int:
-    """Return the number of units that are dead in all parts.
-
-    Args:
-        packed: float64 [parts, numbers], the results of `pack_units`; NaN for missing parts.
-    """
+    """Return the number of units that are dead in all parts: `pack_units` of each, [parts, numbers]; NaN for missing parts."""
     dead = np.bitwise_and.reduce(packed[~np.isnan(packed).any(axis=1)].astype(np.int64), axis=0)
     return sum(int(number).bit_count() for number in dead)
 
@@ -106,10 +83,7 @@ def merge_distributions(
 
 
 def _quantiles(sketches: Array, sizes: Array, levels: Sequence[float]) -> list[float]:
-    """Compute quantiles of all parts.
-
-    The elements of a part are assumed to be evenly distributed between its quantiles.
-    """
+    """Return quantiles of all parts, whose elements are assumed to be evenly distributed between their quantiles."""
     weight_per_point = np.ones(sketches.shape[1])
     weight_per_point[[0, -1]] = 0.5
     weights = (sizes[:, None] * weight_per_point).ravel()

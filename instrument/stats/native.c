@@ -1,66 +1,14 @@
 /* Sums and histograms of floating-point numbers, each computed in one pass over memory.
 
-   sums and histogram read `count` contiguous elements at `address`. `kind` is 0 for float32, 1 for bfloat16, 2 for float64.
-   The global interpreter lock is released during the computation, except for small tensors.
+   `instrument.stats.kernel` documents the functions and the class `Slab`, and `instrument.stats.sums.BASE` the sums of a tensor. `unit`
+   is 1 here: sums of powers of x are not scaled. Without a finite element, all sums but the counts are NaN.
 
-   The sums of a tensor are numbers in double precision over its n finite elements x:
+   In all functions, `kind` is 0 for float32, 1 for bfloat16, 2 for float64, and on devices 3 for float16. The global interpreter lock
+   is released during the computation, except for small tensors.
 
-   numel         the number of elements
-   n             the number of finite elements
-   nan           the number of NaN
-   zeros         the number of zeros
-   low, high     minimum and maximum
-   mean          sum(x) / n
-   deviations    sum((x - mean)^2)
-   magnitudes    sum(|x|) if requested, otherwise NaN
-   unit          1: sums of powers of x are not scaled
-
-   Without a finite element, all of them but the counts are NaN.
-
-   sums(address, count, kind, with_magnitudes) -> bytes or None
-
-   Returns the sums as a float64 array. None if the squares of float64 elements overflow or underflow.
-
-   Slab(width)
-
-   The rows of a step: for each tensor a slot (an integer that the caller chooses), a moment (any object), its shape, and `width`
-   numbers: the sums, and then NaN. Several threads may add rows.
-
-   add(tensor, slot, moment, with_magnitudes) -> bool: adds a row. Supports tensors whose elements are a contiguous block in any
-   order of the dimensions, on the CPU and, with a buffer, on a device. False for all others: other dtypes, layouts and classes,
-   negated views, and tensors with fewer than two elements. False for every tensor until `connect` was called.
-
-   set_buffer(device type, device id, address, rows): sets a buffer on a device, float64 [rows, 9], or [rows, 3] for `add_effect`. Until
-   the next `take`, `add` and `add_effect` launch a kernel for tensors on this device. It writes to a row of the buffer all sums but
-   the number of elements, or the results of `effect`. They add no row if the buffer is full, if the current stream has no launcher
-   for the dtype, if an address is not divisible by 16, if the device is not the current one, while a graph is captured, and
-   if the launch fails; the row of the buffer then stays unused. ValueError for more than 64 buffers.
-
-   begin_batch(): until `end_batch`, `add` collects its launches in this thread instead of making them. end_batch() -> bytes: returns the
-   collected launches, which the caller has to make: int64 [tensors, 6] with the device type and id, the kind, the address of the elements,
-   their number, and the address of the results. The tensors must not be changed or freed before that.
-
-   add_effect(before, after, slot, moment, factor, held) -> int or None: adds a row of six numbers, and returns its index: the number of
-   elements, the results of `effect`, and two given numbers, which may be None. None for tensors that `effect` does not support.
-
-   append(numbers, slot, moment, shape) -> int: adds a row with the given numbers, the memory of a float64 array, and returns its
-   index. The shape is a sequence of integers, or None.
-
-   take() -> (numbers, keys, dims, moments): removes all rows. The numbers are float64 [rows, width], the keys int64 [rows, 5]:
-   slot, index of the moment, number of dimensions (-1 without a shape), and for numbers on a device the index of the buffer and the
-   row there (otherwise -1); the dims int64: the dimensions of all rows; the moments a list, in which consecutive rows with the same
-   object share an entry. Afterwards, no buffer is set.
-
-   effect(before, after) -> list or None
-
-   Returns three numbers: how many elements differ (two NaN are equal), and the L2 norms over the finite elements (NaN if
-   there is none). None for tensors that `Slab.add` does not support, or that differ in dtype or strides.
-
-   effect_of_clip(tensor, low, high) -> (is_inside, effect) or None
-
-   Returns whether all elements are finite and none equals low or high, as numbers of the tensor's dtype, and `effect` for
-   the tensor and its elements clamped to [low, high]. A bound may be None. None if low exceeds high, and for tensors that
-   `Slab.add` does not support.
+   `add` and `add_effect` of a slab with a buffer launch a kernel for tensors on its device, which writes to a row of the buffer. They
+   add no row if the buffer is full, if the current stream has no launcher for the dtype, if an address is not divisible by 16, if
+   the device is not the current one, while a graph is captured, and if the launch fails; the row of the buffer then stays unused.
 
    connect(tensor class, parameter class, exchange API) -> bool
 
@@ -68,23 +16,8 @@
    which DLPack defines (https://dmlc.github.io/dlpack/latest/c_api.html). False if it cannot describe a tensor without
    a new reference.
 
-   connect_driver(launch, capture status, current device, elements) -> None
-
-   Sets the addresses of three functions of a device's driver with the signatures of `cuLaunchKernel`, `cuStreamIsCapturing` and
-   `cuCtxGetDevice`, and the number of elements per program.
-
-   add_launcher(device type, device id, stream, kind, tensors, function, max programs, threads, shared memory, partials, arrived) -> bool
-
-   Adds a kernel for tensors of one dtype on a stream: of `device_kernel.py`, `_measure` for one tensor or `_compare` for two,
-   compiled for addresses divisible by 16. `kind` is as above, or 3 for float16. A launch has at most `max programs` programs, and
-   `partials` has space for the results of each. False if no
-   driver is connected, or if there are 256 launchers already. ValueError for other numbers.
-
-   histogram(address, count, kind, low, high, bins, counts) -> None
-
-   Adds the number of elements in each of `bins` equal-width bins from low to high to the int64 array at `counts`. An
-   element on an edge belongs to the bin above it, and high to the last bin. Elements outside the range and NaN are
-   ignored. If low equals high, all elements are in the first bin. */
+   add_launcher returns false if no driver is connected, or if there are 256 launchers already, and raises ValueError for invalid
+   numbers. A histogram ignores elements outside the range and NaN. If low equals high, all elements are in the first bin. */
 
 #include "native.h"
 #include <math.h>

@@ -19,10 +19,7 @@ from .sums import BASE
 SAFE_EXPONENT = 200
 """Powers of two up to this one neither overflow nor underflow float64 if they are raised to the fourth power."""
 # For each dtype, integers of the same size, the bits of the exponent, and the largest unit whose inverse is finite.
-_FORMATS = {
-    torch.float64: (torch.int64, 0x7FF << 52, 2.0**1000),
-    torch.float32: (torch.int32, 0xFF << 23, 2.0**120),
-}
+_FORMATS = {torch.float64: (torch.int64, 0x7FF << 52, 2.0**1000), torch.float32: (torch.int32, 0xFF << 23, 2.0**120)}
 _BYTE = 255  # as many ones fit into one byte
 _LANES = _BYTE * 8
 

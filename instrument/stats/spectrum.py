@@ -19,11 +19,7 @@ from .portable import widest
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The largest singular values, the spectral norm and the stable rank; see `instrument.stats.table_rows.Measure`.
-
-    Attributes:
-        spectrum: The number of singular values.
-    """
+    """The largest singular values, the spectral norm and the stable rank; see `instrument.stats.table_rows.Measure`."""
 
     spectrum: int
 
@@ -91,14 +87,9 @@ def _singular_values(matrix: Tensor) -> Tensor:
 
 
 def _triangle(matrix: Tensor, most_rows: int) -> Tensor:
-    """Return the triangular factor, with rows of zeros, and the number of rows and columns of the matrix.
+    """Return the triangular factor, with rows of zeros, and the number of rows and columns of a real matrix.
 
-    Args:
-        matrix: [rows, columns], real.
-        most_rows: The largest number of rows of any shard.
-
-    Returns:
-        float64 [min(most_rows, columns) * columns + 2]. The factor is NaN if an element is not finite.
+    float64 [min(most_rows, columns) * columns + 2]. The factor is NaN if an element is not finite.
     """
     rows, columns = matrix.shape
     finite = matrix.isfinite().all()

@@ -163,17 +163,16 @@ def statistic(
 
 def _add_sum(new: Sum, place: str) -> None:
     """Give a sum a column."""
-    known = next((each for each in (MAGNITUDES, *FURTHER) if each.name == new.name), None)
-    if known == new:
+    if new in (MAGNITUDES, *FURTHER):
         return
-    if known is not None or new.name in INDEX or new.term is None or new.is_central or len(INDEX) == len(COLUMNS):
-        reason = (
-            "has another definition already"
-            if known is not None or new.name in INDEX
-            else f"is one too many: {_SPARE} are possible"
-            if len(INDEX) == len(COLUMNS)
-            else "requires a term that is not central"
-        )
+    reason = None
+    if new.name in INDEX:
+        reason = "has another definition already"
+    elif len(INDEX) == len(COLUMNS):
+        reason = f"is one too many: {_SPARE} are possible"
+    elif new.term is None or new.is_central:
+        reason = "requires a term that is not central"
+    if reason is not None:
         raise ConfigError(Problem(place, f"sum {new.name!r} {reason}"))
     INDEX[new.name] = len(INDEX)
     FURTHER.append(new)
@@ -294,12 +293,9 @@ def _weight_unit(maxima: Tensor) -> Tensor:
 
 
 def add_zeros(matrix: Matrix, zeros: int, terms: Sequence[Sum]) -> Matrix:
-    """Return the sums of tensors with further zeros, of which the other elements already have one.
+    """Return the sums of tensors with further zeros, of which the other elements already have one, [rows, COLUMNS].
 
-    Args:
-        matrix: [rows, COLUMNS].
-        zeros: The number of further zeros.
-        terms: The measured sums with a term.
+    `terms` are the measured sums with a term.
     """
     sums, found, zero = Sums(matrix), matrix + 0.0, np.zeros(1)
     n = sums.n + zeros

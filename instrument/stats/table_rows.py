@@ -35,19 +35,10 @@ class Measure(Protocol):
         """
 
     def cells(self, values: Sequence[float | None], shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return the cells of a row.
-
-        Args:
-            values: The numbers on the host.
-            shape: The shape of the tensor.
-        """
+        """Return the cells of a row from the numbers on the host and the shape of the tensor."""
 
     def part(self, tensor: Tensor, shards: Shards) -> Tensor | Callable[[], Tensor]:
         """Measure one process's part of a tensor, for `reduce: global`: float64 [numbers], equally many in all processes.
-
-        Args:
-            tensor: The part.
-            shards: How the parts form the tensor.
 
         Returns:
             The numbers, or a function that computes them when the step ends.

@@ -14,8 +14,6 @@ from .portable import count_masks
 
 # Fraction of the output range: |tanh| > 0.97, as in Karpathy's lectures on activations ("makemore", part 3).
 NEAR = 0.015
-
-
 CHANNELS_FIRST = (
     *(nn.Conv1d, nn.ConvTranspose1d, nn.BatchNorm1d, nn.InstanceNorm1d, nn.GroupNorm),
     *(nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d),
@@ -42,21 +40,18 @@ def unit_dim(dims: int, module: nn.Module, *, of_parameter: bool) -> int | None:
 
 
 def dead_units(tensor: Tensor, dim: int) -> Tensor:
-    """Return which units are zero everywhere. All units of an empty tensor are.
+    """Return which units are zero everywhere, bool [units] on the device of the tensor. All units of an empty tensor are.
 
     Args:
-        tensor: Any dtype with at least one dimension, strided or sparse. On the CPU, no more of a strided one is read than
-            required.
+        tensor: Any dtype with at least one dimension, strided or sparse.
         dim: The dimension of the units.
-
-    Returns:
-        bool [units] on the device of the tensor.
 
     Raises:
         IndexError: The tensor has no such dimension.
     """
     x = tensor.detach()
-    others = _other_dims(x, dim)
+    kept = range(x.dim())[dim]
+    others = [other for other in range(x.dim()) if other != kept]
     if not x.numel():
         return torch.ones(x.shape[dim], dtype=torch.bool, device=x.device)
     if is_sparse(x):
@@ -75,16 +70,8 @@ def _dead_units_of_sparse(tensor: Tensor, dim: int) -> Tensor:
     return counts.index_add_(0, tensor.indices()[dim], alive.reshape(len(alive), -1).any(1).int()) == 0
 
 
-def _other_dims(tensor: Tensor, dim: int) -> list[int]:
-    kept = range(tensor.dim())[dim]
-    return [other for other in range(tensor.dim()) if other != kept]
-
-
 def _dead(tensor: Tensor, others: list[int]) -> Tensor:
-    """Return which units are zero everywhere, shape [units].
-
-    A few samples are tested first, since one nonzero value is sufficient to stop.
-    """
+    """Return which units are zero everywhere, shape [units]. Tests a few samples first: one nonzero value is sufficient."""
     along = others[0]
     begin, size = 0, 1
     dead = torch.ones((), dtype=torch.bool)

@@ -92,11 +92,7 @@ class Message(NamedTuple):
 
 
 class MessageTemplate:
-    """The latest message of a table.
-
-    Args:
-        schema: The schema of the rows.
-    """
+    """The latest message of a table with this schema."""
 
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
@@ -105,12 +101,7 @@ class MessageTemplate:
         self._numbers: list[Numbers | None] = []  # writable parts of the message
 
     def message(self, count: int, columns: Sequence[Column]) -> Message:
-        """Return the message of rows.
-
-        Args:
-            count: The number of rows.
-            columns: Their columns, in the order of the schema.
-        """
+        """Return the message of rows, given their columns in the order of the schema."""
         if count != self._message.num_rows or not all(map(_replace, columns, self._columns, self._numbers)):
             batch = as_record_batch(self.schema, columns)
             self._message = Message(count, bytearray(batch.serialize()))

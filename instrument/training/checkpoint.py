@@ -83,7 +83,7 @@ class Checkpoints:
             if experiment.optimizer is not None and experiment.strategy.saves_state:
                 states |= pack_shards(_states(_shared(experiment)))
                 states["buffers"] = dict(_unsaved_buffers(experiment.model, states["model"]))
-        probe.flush()
+        probe.recorder.flush()
         ends = sink.finish_parts()
         state = {
             "version": VERSION,
@@ -251,7 +251,7 @@ def restore(state: dict[str, Any], experiment: Experiment, probe: Probe, *, resu
         if resumes:
             probe.load_state_dict(state["probe"])
         else:
-            probe.begin_at(state["step"], state["probe"]["epoch"])
+            probe.set_step(state["step"], state["probe"]["epoch"])
     except (KeyError, RuntimeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(Problem("resume", "the checkpoint does not match this experiment", given=reason)) from None

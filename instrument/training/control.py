@@ -75,7 +75,7 @@ class Control:
             self._make_with_event(request)
             commands += request.commands
         if "stop" in commands:
-            self.probe.stop(f"python -m instrument.control stopped the run after {self.probe.step} steps")
+            self.probe.stop_reason = f"python -m instrument.control stopped the run after {self.probe.step} steps"
         return "checkpoint" in commands
 
     def _new_requests(self) -> list[Request]:

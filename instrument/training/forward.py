@@ -50,7 +50,7 @@ def run_forward(
             row, weight, classified = forward_step(experiment, probe, batches)
             sums.add(row, weight, classified, batches.samples)
             if probe.step == experiment.steps:
-                probe.flush()  # to report the warnings of the last steps
+                probe.recorder.flush()  # to report the warnings of the last steps
             rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
             on_progress(Progress(probe.step, experiment.steps, row, rows, "forward", probe.overhead, warnings))
             if on_step_end is not None:

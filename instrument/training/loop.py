@@ -68,7 +68,7 @@ def train(
 
     def report(metrics: Mapping[str, float | None], phase: str) -> None:
         if probe.step == experiment.steps:
-            probe.flush()  # to report the warnings of the last steps
+            probe.recorder.flush()  # to report the warnings of the last steps
         rows, warnings = probe.recorder.rows_written, probe.warnings[earlier_warnings:]
         on_progress(Progress(probe.step, experiment.steps, metrics, rows, phase, probe.overhead, warnings))
 

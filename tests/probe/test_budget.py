@@ -20,7 +20,7 @@ from instrument.config.spec_file import read_specs
 from instrument.hooks.hook_timer import MAX_FACTOR, USUAL_FACTOR, overhead_factor
 from instrument.plan.hook_plan import make_plan
 from instrument.probe.budget import MAX_SUBSAMPLING
-from instrument.probe.budget_calibration import BLOCK, MIN_STEPS_OF_EACH
+from instrument.probe.overhead import BLOCK, MIN_STEPS_OF_EACH
 from instrument.stats.measure import Measured
 
 Cli = Callable[..., Any]

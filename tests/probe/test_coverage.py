@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.probe.coverage import NEVER_DUE, coverage_warnings
-from instrument.tables.reasons import FROZEN, NO_INPUT_GRAPH
+from instrument.probe.coverage import coverage_warnings
+from instrument.tables.reasons import FROZEN, NEVER_DUE, NO_INPUT_GRAPH
 
 
 def row(layer: str, fired: int, expected: int = 4, cause: str = "", path: str = "", hook: str = "h") -> dict[str, Any]:

@@ -72,16 +72,6 @@ class Launches(TorchDispatchMode):
         return result
 
 
-class EndlessCopy:
-    """Takes the place of a copy to the host, which requires a driver."""
-
-    def __init__(self, vector: Tensor) -> None:
-        self.count = vector.numel()
-
-    def numbers(self) -> list[float]:
-        return [1.0] * self.count
-
-
 class EndlessHostCopy:
     """Takes the place of a copy of the sums of a step, which requires a driver."""
 
@@ -100,7 +90,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
     for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "together"):
         monkeypatch.setattr(f"instrument.hooks.{module}.unreadable", lambda tensor: None, raising=False)
-    monkeypatch.setattr(device_copy, "_Copy", EndlessCopy)
+    monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: [1.0] * vector.numel())
     monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)
     monkeypatch.setattr(nested, "_reads_pinned_memory", lambda device: False)  # fake tensors cannot be pinned
     monkeypatch.setattr(Context, "generator", lambda context, device: None)

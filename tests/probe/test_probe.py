@@ -16,7 +16,7 @@ import instrument
 from instrument import AlreadyAttachedError, MemorySink, Probe
 from instrument.config.parse import parse_hooks
 from instrument.plan.hook_plan import make_plan
-from instrument.probe.coverage import NEVER_DUE
+from instrument.tables.reasons import NEVER_DUE
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import InstrumentWarning, Probe
-from instrument.probe.coverage import NEVER_DUE
 from instrument.tables import reasons
+from instrument.tables.reasons import NEVER_DUE
 
 LOOK = {"action": "record", "stats": ["l2"]}
 Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
