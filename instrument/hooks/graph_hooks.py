@@ -105,7 +105,7 @@ class GraphHooks:
         self._every = [self._stages_of(place) for place in places[:-1]]
         self._first_gradient_stage = sum(map(len, self._every[:3]))
         module = attached_hooks[0].site.layer.module
-        self._is_simple_module = type(module).__module__.startswith("torch.nn.modules.") and not [*module.children()]
+        self._is_simple_module = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
         self.refresh()
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
