@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .moved_names import MovedModules
+from .runtime.moved_names import MovedModules
 
 if TYPE_CHECKING:
     from . import analysis, interpret, plot, report

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from instrument import moved_names
 from instrument.plot import PLOTS
 from instrument.report.panels import RUN_PANELS, SWEEP_PANELS
+from instrument.runtime import moved_names
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "instrument"
@@ -25,18 +25,16 @@ PACKAGE = REPOSITORY / "instrument"
 # Layers in import order: a subpackage imports only from itself and from earlier layers. Subpackages of the same layer do
 # not import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "formatting", "lazy_compiler", "moved_names"),
+    ("errors", "formatting", "runtime"),
     ("fields", "values"),
     ("tables",),
     ("config", "stats"),
     ("actions", "importers", "plan", "rules", "trackers"),
-    ("hooks",),
-    ("probe",),
-    ("storage", "tasks"),
-    ("analysis",),
-    ("comparison", "training"),
-    ("integrations", "plot"),
-    ("report",),
+    ("hooks", "storage"),
+    ("analysis", "probe"),
+    ("comparison", "tasks"),
+    ("plot", "training"),
+    ("integrations", "report"),
     ("commands", "interpret"),
     ("__main__",),
 )

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..moved_names import moved_attribute
+from ..runtime.moved_names import moved_attribute
 
 
 def __getattr__(name: str) -> Any:

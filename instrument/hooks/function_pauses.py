@@ -10,9 +10,9 @@ from torch import nn
 from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import is_compiled_module
 from ..plan.function_calls import module_frame
 from ..plan.mode_pauses import needs_pause, register_pauses
+from ..runtime.lazy_compiler import is_compiled_module
 from ..tables.reasons import FAST_PATH, PARTLY_COMPILED
 from .clock import Clock
 from .functions import FunctionThreads

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from ..actions.intervention import describe
 from ..config.base import HookBase
 from ..errors import HookError
-from ..lazy_compiler import exclude_from_graphs, excluded_method, has_compiled
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
+from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled
 from ..stats.flatten import unreadable
 from ..tables.reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
 from ..values.dtensor import sharding_hooks

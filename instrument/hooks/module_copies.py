@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..lazy_compiler import runs_compiled
+from ..runtime.lazy_compiler import runs_compiled
 from ..values.nested import iter_tensors, map_tensors
 
 _UNCHANGED = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ..fields.field_types import describe_callable
-from ..lazy_compiler import exclude_from_graphs, run_outside_of_graphs
+from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..stats.flatten import unreadable
 from ..tables.reasons import TRANSFORMED
 from ..values.containers import copied_containers, write_back

@@ -15,7 +15,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import excluded_method
+from ..runtime.lazy_compiler import excluded_method
 from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 from .attached_hook import AttachedHook
 from .clock import Clock

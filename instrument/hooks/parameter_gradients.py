@@ -16,7 +16,7 @@ from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import excluded_method
+from ..runtime.lazy_compiler import excluded_method
 from ..tables.reasons import CLEARED, FROZEN, NO_GRADIENT_AT_STEP, NOT_OPTIMIZED, REMOVED
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ..lazy_compiler import runs_compiled
+from ..runtime.lazy_compiler import runs_compiled
 from ..values.nested import iter_tensors, join_arguments, map_tensors
 from .clock import Clock
 from .gradient_contribution import Edge, ModuleContribution, edge_of, find_contributions, next_sequence_number

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..lazy_compiler import compiler_imported
 from ..plan.shape_inference import preserve_random_state
+from ..runtime.lazy_compiler import compiler_imported
 from .clock import graph_task
 from .gradient_contribution import edge_of
 from .gradient_hooks import Hook, TensorGradientHook

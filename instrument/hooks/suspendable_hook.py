@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import has_compiled
+from ..runtime.lazy_compiler import has_compiled
 
 
 class SuspendableHook:

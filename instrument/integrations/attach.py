@@ -25,10 +25,10 @@ from ..errors import ConfigError, InstrumentWarning, Problem
 from ..hooks.distributed_scope import Parallel
 from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
-from ..probe.collectives import Ranks, own_rank
-from ..probe.deferred_interrupts import signal_safe_contextmanager
+from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..rules.requirements import check_rules
+from ..runtime.deferred_interrupts import signal_safe_contextmanager
 from ..stats.device_choice import measured_by
 from ..stats.kernel import KERNEL
 from ..storage.custom import CustomSink
@@ -42,7 +42,7 @@ from ..tables.sink_interface import Sink
 from ..training.compiled_models import prepare_compiled, reported_graph_breaks
 from ..training.distributed.process_group import report_dead_ranks
 from ..training.distributed.unsupported import reduce_problems, shard_problems
-from ..values.dtensor import is_sharded
+from ..values.dtensor import is_sharded, own_rank
 from .attached_probe import AttachedProbe
 
 

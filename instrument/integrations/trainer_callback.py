@@ -10,9 +10,9 @@ from typing import Any, Literal
 from torch import nn
 
 from ..config.spec_file import Specs
-from ..probe.collectives import own_rank
-from ..probe.deferred_interrupts import signal_safe_contextmanager
 from ..probe.phase_watch import PhaseWatch
+from ..runtime.deferred_interrupts import signal_safe_contextmanager
+from ..values.dtensor import own_rank
 from .attach import attach
 from .attached_probe import AttachedProbe
 

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from ..config.base import HookBase
 from ..fields.globs import matches
-from ..lazy_compiler import compiler_entries
+from ..runtime.lazy_compiler import compiler_entries
 
 _MAX_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import is_compiled_module
+from ..runtime.lazy_compiler import is_compiled_module
 from ..values.nested import iter_tensors
 from .function_calls import FunctionMode, module_frame
 

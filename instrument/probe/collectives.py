@@ -8,7 +8,6 @@ histograms, spectra and dead units. Hooked tensors are never sent.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from math import nan
 from typing import Any, NamedTuple
@@ -21,13 +20,6 @@ from ..hooks.distributed_scope import Parallel
 from ..stats.device_sums import DeviceSums
 from ..stats.measure import Measured
 from ..tables.sink_interface import Row
-
-
-def own_rank() -> int:
-    """Return the rank of this process, from 0: that of the process group, or before it exists that of torchrun."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))
 
 
 class Piece(NamedTuple):

@@ -19,11 +19,11 @@ from ..hooks.module_tensors import ModuleHooks
 from ..hooks.optimizer import StepHooks
 from ..hooks.parameter_gradients import BoundaryHooks, GradientHooks
 from ..hooks.site_grouping import group_sites
-from ..lazy_compiler import has_compiled
 from ..plan.hook_plan import HookPlan
+from ..runtime.deferred_interrupts import uninterrupted
+from ..runtime.lazy_compiler import has_compiled
 from ..tables.reasons import OTHER_STEP, SKIPPED_STEP
 from ..tables.sink_interface import EventWriter
-from .deferred_interrupts import uninterrupted
 from .optimizer_checks import optimizers_of
 from .optimizer_step_watch import StepWatch
 from .phase_watch import PhaseWatch

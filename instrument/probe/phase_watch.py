@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..hooks.clock import Clock
 from ..hooks.hook_group_interface import InertWhenCopied
-from ..lazy_compiler import excluded_method
+from ..runtime.lazy_compiler import excluded_method
 from .scheduled_hooks import ScheduledHooks
 
 

@@ -29,12 +29,13 @@ from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
 from ..plan.hook_plan import HookPlan
 from ..plan.remarks import remarks
 from ..rules.rule_set import RuleEvent, RuleSet
+from ..runtime.deferred_interrupts import deferred_signals
 from ..stats.device_choice import BY_KERNEL, measured_by
 from ..tables.sink_interface import Sink
+from ..values.dtensor import own_rank
 from .budget import Budget
-from .collectives import Ranks, own_rank
+from .collectives import Ranks
 from .coverage import coverage_rows, write_coverage
-from .deferred_interrupts import deferred_signals
 from .hook_set import HookSet
 from .metrics import Metrics, checked_metrics
 from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer

@@ -22,7 +22,8 @@ from ..stats.table_rows import Measure
 from ..tables.kinds import KINDS
 from ..tables.sink_interface import Row
 from ..tables.statistics import DEAD, UNITS
-from .collectives import LocalReducer, Piece, Ranks, own_rank
+from ..values.dtensor import own_rank
+from .collectives import LocalReducer, Piece, Ranks
 from .row_cells import identity_columns
 from .slab_rows import MOMENT_INDEX, Keys, Layout, Slots, Taken
 

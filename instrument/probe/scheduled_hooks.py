@@ -11,7 +11,7 @@ from ..config.schedule import STEP_PHASES, Schedule
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
 from ..hooks.plain_calls import update_counts
-from ..lazy_compiler import has_compiled
+from ..runtime.lazy_compiler import has_compiled
 
 # Without a Python call for each hook.
 _subsampling: Callable[[AttachedHook], int] = attrgetter("subsampling")

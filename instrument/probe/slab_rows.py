@@ -30,7 +30,7 @@ from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
 from ..stats.kernel import launch_devices, make_slab
 from ..stats.sums import BASE, INDEX, statistics_of
-from ..tables.message_template import Column, ColumnRows, ListColumn, NumberColumn, as_record_batch
+from ..tables.message_template import Column, ListColumn, NumberColumn, StepColumns, as_record_batch
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES
 from ..tables.sink_interface import Row
 from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
@@ -384,7 +384,7 @@ class StepSlab:
             self._buffers.append(buffer)
 
 
-class SlabRows(ColumnRows):
+class SlabRows(StepColumns):
     """Rows of a table as columns. Every number has to be on the host.
 
     Attributes:
@@ -399,6 +399,12 @@ class SlabRows(ColumnRows):
         self.sites = self.layout.sites
         first, *others = taken.moments
         self.moment = None if any(moment != first for moment in others) else first
+
+    @property
+    def latest(self) -> tuple[int, str]:
+        """See `StepColumns.latest`."""
+        moment = self.taken.moments[-1]
+        return moment.step, moment.phase
 
     def __len__(self) -> int:
         return len(self.taken)

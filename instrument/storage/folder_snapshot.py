@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, Problem
-from ..probe.deferred_interrupts import uninterrupted
+from ..runtime.deferred_interrupts import uninterrupted
 from .control_folder import CONTROL
 from .lock import FolderLock, is_locked, is_written
 from .remote_folder import SWEEP_RECORD, check_is_local

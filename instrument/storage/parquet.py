@@ -18,11 +18,10 @@ from torch import Tensor
 
 from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentWarning, SinkError
-from ..probe.collectives import own_rank
-from ..probe.slab_rows import SlabRows
-from ..tables.message_template import Message, MessageTemplate
+from ..tables.message_template import Message, MessageTemplate, StepColumns
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row
+from ..values.dtensor import own_rank
 from .journal_truncation_check import RowCounts
 from .parts import JOURNALS, disk_reserve_file, row_counts_of
 from .recovery import has_moved
@@ -43,8 +42,8 @@ def warn(message: str) -> None:
 
 def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
     """Return step and phase of the last one of some rows."""
-    if isinstance(rows, SlabRows):
-        return rows.taken.moments[-1].step, rows.taken.moments[-1].phase
+    if isinstance(rows, StepColumns):
+        return rows.latest
     return rows[-1][0], rows[-1][phase_at]
 
 
@@ -143,7 +142,7 @@ class ParquetSink:
         if len(groups) > 1:
             return as_batch(TABLES[table], *groups)
         (rows,) = groups
-        columns = rows.columns() if isinstance(rows, SlabRows) else [*zip(*rows, strict=True)]
+        columns = rows.columns() if isinstance(rows, StepColumns) else [*zip(*rows, strict=True)]
         return self._templates[table].message(len(rows), columns)
 
     def finish_parts(self) -> dict[str, int]:

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from ..config.experiment import SinkConfig
 from ..errors import ConfigError, Problem
-from ..probe.collectives import own_rank
+from ..values.dtensor import own_rank
 from .background_upload import Upload
 from .remote_errors import safe_message
 from .remote_folder import REMOTE_KEY, RemoteFolder, check_remote, folder_at, remote_address_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..probe.collectives import own_rank
 from ..tables.message_template import Message
 from ..tables.schemas import Table
+from ..values.dtensor import own_rank
 from .journal import Journal
 from .parts import Part, convert_journal, new_part, part_files
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import SinkError
-from ..probe.collectives import own_rank
 from ..tables.schemas import TABLES
 from ..tables.sink_interface import Row, Sink
+from ..values.dtensor import own_rank
 from .parquet import warn
 
 

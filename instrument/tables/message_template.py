@@ -75,6 +75,19 @@ class ColumnRows(Sequence[Row]):
         return self._tuples[index]
 
 
+class StepColumns(ColumnRows):
+    """Rows that were recorded in one step."""
+
+    @property
+    @abstractmethod
+    def latest(self) -> tuple[int, str]:
+        """Step and phase of the last row."""
+
+    @abstractmethod
+    def columns(self) -> list[Column]:
+        """Return the columns, for a message."""
+
+
 class Message(NamedTuple):
     """A serialized record batch, with the part of the interface of `pyarrow.RecordBatch` that a journal needs.
 

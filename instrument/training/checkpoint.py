@@ -29,11 +29,10 @@ from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
 from ..errors import ConfigError, InstrumentError, Problem
-from ..probe.collectives import own_rank
 from ..probe.probe import Probe
 from ..storage.parquet import ParquetSink
 from ..storage.run_record import CHECKPOINTS, checkpoint_steps
-from ..values.dtensor import full_tensor, mesh_of, pack_shards, unpack_shards
+from ..values.dtensor import full_tensor, mesh_of, own_rank, pack_shards, unpack_shards
 from .distributed.torchrun import synced_errors
 from .experiment import Experiment
 

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from ..lazy_compiler import compiler_imported
+from ..runtime.lazy_compiler import compiler_imported
 
 _UNTRACED_METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 _REPLACEMENT_ATTRIBUTE = "__dynamo_disable"  # The attribute in which PyTorch caches the replacement of a method.

@@ -15,7 +15,6 @@ from ..config.experiment import TRACKERS, RunConfig
 from ..config.run_changes import Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
-from ..probe.collectives import own_rank
 from ..probe.probe import Probe
 from ..stats.device_choice import measured_by
 from ..stats.kernel import KERNEL
@@ -28,6 +27,7 @@ from ..storage.run_record import config_hash
 from ..storage.run_upload import RemoteCopy
 from ..storage.tee import TeeSink
 from ..trackers.tracking import TrackedRun, open_tracker, require
+from ..values.dtensor import own_rank
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import reported_graph_breaks
 from .control import Control

@@ -1,13 +1,15 @@
-"""Tensors that are sharded over several processes: DTensor, as used by FSDP2 for parameters."""
+"""Several processes: the rank of this one, and sharded tensors (DTensor, as used by FSDP2 for parameters)."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Size, Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
@@ -20,6 +22,13 @@ if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
 _SHARD = "instrument/shard"  # key of the dictionary that replaces a sharded tensor
+
+
+def own_rank() -> int:
+    """Return the rank of this process, from 0: that of the process group, or before it exists that of torchrun."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def is_sharded(tensor: Tensor) -> TypeIs[DTensor]:

@@ -86,7 +86,7 @@ def test_hooks_fire_if_the_compiler_is_imported_later(monkeypatch: pytest.Monkey
     batch = torch.randn(3, 4)
     expected = model(batch).detach()
     imported = False
-    monkeypatch.setattr("instrument.lazy_compiler.compiler_imported", lambda: imported)
+    monkeypatch.setattr("instrument.runtime.lazy_compiler.compiler_imported", lambda: imported)
     with instrument.attach(model, HOOKS) as probe:
         for imported in (False, True, True):
             if imported:

@@ -14,7 +14,7 @@ from torch import nn
 import instrument
 from instrument.config.spec_file import read_specs
 from instrument.plan.hook_plan import make_plan
-from instrument.probe.deferred_interrupts import deferred_signals, uninterrupted
+from instrument.runtime.deferred_interrupts import deferred_signals, uninterrupted
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
 
