@@ -296,7 +296,7 @@ class ModuleHooks(InertWhenCopied):
     def detach(self) -> None:
         """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
         self.hooks.remove()
-        self.input_gradients.release()
+        self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
 
 

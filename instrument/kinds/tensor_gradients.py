@@ -45,7 +45,6 @@ from .gradient_contribution import (
 from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
 from .module_calls import Call
 from .reasons import REPEATED_ARGUMENT
-from .replayed_calls import ReplayedCalls
 from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
 from .separate_gradients import SeparateGradients
 from .together import is_together
@@ -81,13 +80,13 @@ class PendingInputGradients:
         """
         if self.graph is not None:
             self.graph.watch(tensor for _, tensor in iter_tensors(output))
-        stored = self.stored() if self.contributions else None
-        if stored is not None:
+        if self.contributions:
+            stored = self.stored()
             self._find_contributions(output, stored())
-        for arguments in self.repeated:
-            obstacle = arguments.evaluate(output, stored)
-            if obstacle is not None:
-                arguments.gradients.count_misses(obstacle)
+            for arguments in self.repeated:
+                obstacle = arguments.evaluate(output, stored)
+                if obstacle is not None:
+                    arguments.gradients.count_misses(obstacle)
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -121,8 +120,6 @@ class InputGradients:
         self.leaf_hooks = LeafHooks(clock)
         self.stored: StoredTensors | None = None
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
-        # If an exception ends a call, its hooks on submodules remain. They are removed in a later micro-step.
-        self.replayed_calls: dict[int, ReplayedCalls] = {}
 
     def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
         """Register hooks for all input tensors. Return the input with which to call the module.
@@ -133,8 +130,6 @@ class InputGradients:
             positional: The number of positional arguments.
             call: The call.
         """
-        if self.replayed_calls:
-            self._release_calls(but_of=call.micro_step_index)
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -188,24 +183,13 @@ class InputGradients:
             gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
             contribution = ModuleContribution()
             self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
-            pending.repeated.append(SeparateArguments(inputs, tensor, gradients, self.clock, self.replayed_calls))
+            pending.repeated.append(SeparateArguments(inputs, tensor, gradients))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
     def _stored_tensors(self, module: nn.Module) -> StoredTensors:
         """Return the tensors that the module stores. The attributes are those with tensors after its first call."""
         self.stored = self.stored or StoredTensors(module)
         return self.stored
-
-    def release(self) -> None:
-        """Remove the hooks that do not belong to a graph."""
-        self.leaf_hooks.release()
-        self._release_calls()
-
-    def _release_calls(self, *, but_of: int | None = None) -> None:
-        """Remove the hooks on submodules, but not those of a micro-step."""
-        for calls in [*self.replayed_calls.values()]:
-            if calls.micro_step_index != but_of:
-                calls.release()
 
     def _add_contribution(
         self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
