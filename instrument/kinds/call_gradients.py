@@ -188,13 +188,11 @@ class CallGradients:
             if any(attached.matches_path(path) for path in self.expected_paths):
                 attached.count_opportunity()
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
-                attached.count_opportunity()
-                attached.count_miss(reasons[0])
+                attached.count_missed_opportunity(reasons[0])
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
                 attached.count_exempt(NO_INPUT_GRAPH)
             else:
-                attached.count_opportunity()
-                attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+                attached.count_missed_opportunity(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
     def miss_callback(self, reason: str) -> Callable[[str], None]:
         """Return a function that counts a miss for each hook. It holds no reference to the call.
@@ -207,8 +205,7 @@ class CallGradients:
         def count_misses(detail: str) -> None:
             for attached in attached_hooks:
                 if attached in fired:  # in an earlier backward pass
-                    attached.count_opportunity()
-                attached.count_miss(reason.format(detail))
+                    attached.count_missed_opportunity(reason.format(detail))
 
         return count_misses
 

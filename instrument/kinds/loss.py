@@ -8,20 +8,17 @@ from torch import Tensor
 
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
+from .hook_group_interface import HookGroup
 
 
-class LossHooks:
-    """The loss sites of all specs."""
+class LossHooks(HookGroup):
+    """The loss sites of all specs. The loop calls `apply`."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        self.attached_hooks = attached_hooks
-        self.clock = clock
+        super().__init__(attached_hooks, clock)
         self.scheduled: list[AttachedHook] = []
         self.micro_step_index = -1
         self.calls = 0
-
-    def attach(self) -> None:
-        """Do nothing: the loop calls the hooks."""
 
     def refresh(self) -> None:
         """Select the scheduled sites."""
@@ -39,6 +36,3 @@ class LossHooks:
                 attached.count_unscheduled()
         firing = [attached for attached in self.scheduled if attached.count_and_check_readable(loss)]
         return fire_all(firing, loss, "", FiringIndex(self.calls - 1))
-
-    def detach(self) -> None:
-        """Do nothing: no PyTorch hook was registered."""

@@ -24,11 +24,10 @@ from .attached_hook import AttachedHook, fire_all
 from .call_gradients import finish_gradient
 from .clock import Clock
 from .graph_hooks import GraphHooks, Places
-from .hook_group_interface import InertWhenCopied
+from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of
 from .reasons import TRANSFORMED
-from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
 from .together import act_together, groups_of, is_together
 
@@ -37,21 +36,16 @@ _FORWARD = ("forward_pre", "forward")
 MAX_COMPOSED = 8  # combinations of scheduled hooks that are kept
 
 
-class ModuleHooks(InertWhenCopied):
+class ModuleHooks(SuspendableModuleHooks):
     """All sites at one module, served by two hooks.
 
-    If no site is scheduled, the hooks are suspended, in each phase after the first call of the module. They stay registered
-    if they were prepended, or if any code was compiled: compiled code calls only the hooks that were registered when it was
-    compiled.
+    They are not suspended if they were prepended, or if any code was compiled: compiled code calls only the hooks that were
+    registered when it was compiled.
 
     Args:
-        module: The module.
-        attached_hooks: The sites.
-        clock: The clock of the probe.
-        calls: The calls of the module.
+        module, attached_hooks, clock, calls, suspend: See `SuspendableModuleHooks`.
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
-        suspend: Whether the hooks may be suspended.
         early: Whether the forward hook runs before those of other code that are registered already.
 
     Attributes:
@@ -73,28 +67,19 @@ class ModuleHooks(InertWhenCopied):
         suspend: bool = True,
         early: bool = False,
     ) -> None:
-        self.module = module
-        self.attached_hooks = attached_hooks
-        self.clock = clock
+        # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
+        only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
+        may_suspend = suspend and not prepend
+        super().__init__(module, attached_hooks, clock, calls, suspend=may_suspend, note_inputs=not only_values)
         self.prepend = prepend
         self.always_call = always_call
         self.early = early
-        self.active = False
-        # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
-        only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
-        self.calls = calls
-        self.calls.add_group(note_inputs=not only_values)
-        for attached in attached_hooks:
-            attached.module_calls = self.calls
-        # Sites that are not scheduled; empty after the next call of the module.
-        self.unscheduled: list[AttachedHook] = []
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: Sequence[AttachedHook] = []
         self.graph = GraphHooks(attached_hooks, clock, calls)
         self.input_gradients = InputGradients(clock)
         self.output_gradients = OutputGradients(clock)
-        self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
         self.earlier_hooks: dict[str, AttachedHook | None] = {}
         # Where the scheduled sites act, and what runs the calls, by what each site does with plain tensors (False: it is not scheduled).
         self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
@@ -127,10 +112,8 @@ class ModuleHooks(InertWhenCopied):
         scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
         key = tuple(attached.is_scheduled and attached.direct for attached in self.attached_hooks)
         places = self._composed[key][0] if key in self._composed else Places.of(scheduled)
-        self.active = bool(scheduled)
         self.graph.refresh()
-        self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
-        self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
+        super().refresh()
         self.pre, self.forward_input, self.output, gradients, contributions, totals = places
         interventions = [attached for attached in self.output if not attached.is_record_hook]
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
@@ -165,7 +148,7 @@ class ModuleHooks(InertWhenCopied):
         if self.clock.closed:
             return None
         if self.unscheduled:
-            self._count_unscheduled()
+            self.count_unscheduled()
         if not self.active:
             self.hooks.suspend()
             return None
@@ -173,7 +156,7 @@ class ModuleHooks(InertWhenCopied):
             with timer:  # run again, measured
                 return self.before(module, args, kwargs)
         if current_transform() is not None:
-            self._count_transformed()
+            self.count_missed_call(TRANSFORMED)
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
         inputs, outputs = self.input_gradients, self.output_gradients
@@ -190,19 +173,6 @@ class ModuleHooks(InertWhenCopied):
             return None
         call.copies = copied_containers(original, new)
         return split_arguments(new, len(args))
-
-    def _count_unscheduled(self) -> None:
-        """Count the first call in this phase for each hook that is not scheduled."""
-        for attached in self.unscheduled:
-            attached.count_unscheduled()
-        self.unscheduled = []
-
-    def _count_transformed(self) -> None:
-        """Count a miss for each scheduled hook, because a transform of torch.func runs the module."""
-        for attached in self.attached_hooks:
-            if attached.is_scheduled:
-                attached.count_opportunity()
-                attached.count_miss(TRANSFORMED)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
@@ -295,7 +265,7 @@ class ModuleHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
-        self.hooks.remove()
+        super().detach()
         self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
 

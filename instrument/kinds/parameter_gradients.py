@@ -6,27 +6,24 @@ They see the gradient of a micro-batch, the accumulated gradient, and the gradie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
 from .gradient_scaling import unscaled
-from .optimizer_closure import Arguments, run_after_gradients
-from .optimizer_owners import Owners, parameter_ids
-from .reasons import CLEARED, FROZEN, NO_GRADIENT_AT_STEP, NOT_OPTIMIZED, REMOVED
+from .hook_group_interface import HookGroup
+from .optimizer_owners import OptimizerHooks, Owners, parameter_ids
+from .reasons import CLEARED
 
 
-class GradientHooks:
+class GradientHooks(HookGroup):
     """The parameter_grad_micro and post_accumulate_grad sites at one parameter.
 
     The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
@@ -35,14 +32,12 @@ class GradientHooks:
     """
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        self.clock = clock
-        self.attached_hooks = attached_hooks
+        super().__init__(attached_hooks, clock)
         self.micro = [attached for attached in attached_hooks if attached.site.spec.kind == "parameter_grad_micro"]
         self.accumulated = [
             attached for attached in attached_hooks if attached.site.spec.kind == "post_accumulate_grad"
         ]
         self.site = attached_hooks[0]
-        self.handles: list[RemovableHandle] = []
         self.micro_step_index = -1
         self.passes: Counter[str] = Counter()
         self.parameter: Parameter | None = None
@@ -67,9 +62,6 @@ class GradientHooks:
                 if self.accumulated:
                     self.handles.append(parameter.register_post_accumulate_grad_hook(self.on_accumulated))
 
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined at each gradient."""
-
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
         scheduled = self._scheduled(self.micro, gradient)
@@ -82,8 +74,7 @@ class GradientHooks:
         if gradient is None:
             for attached in self.accumulated if not self.clock.closed else ():
                 if attached.is_scheduled:
-                    attached.count_opportunity()
-                    attached.count_miss(CLEARED)
+                    attached.count_missed_opportunity(CLEARED)
             return
         scheduled = self._scheduled(self.accumulated, gradient)
         new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("accumulated"), parameter)
@@ -105,13 +96,8 @@ class GradientHooks:
             if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
         ]
 
-    def detach(self) -> None:
-        """Remove the hooks in reverse order."""
-        while self.handles:
-            self.handles.pop().remove()
 
-
-class BoundaryHooks:
+class BoundaryHooks(OptimizerHooks):
     """The parameter_grad sites of all specs at an optimizer's parameters, served by one hook before its `step`.
 
     If the step has a closure (LBFGS), the sites run after each call of the closure, which computes the gradients. A
@@ -128,26 +114,10 @@ class BoundaryHooks:
         *,
         steps_by_loop: bool = False,
     ) -> None:
-        self.optimizer = optimizer
-        self.owners = owners
-        self.clock = clock
+        super().__init__(optimizer, owners, attached_hooks, clock, steps_by_loop=steps_by_loop)
         self.by_spec: dict[str, list[AttachedHook]] = {}
         for attached in attached_hooks:
             self.by_spec.setdefault(attached.site.spec.name, []).append(attached)
-        self.steps_by_loop = steps_by_loop
-        self.handle: RemovableHandle | None = None
-
-    def attach(self) -> None:
-        """Register the hook before the step, unless the loop announces the step. It breaks the graph of a compiled step."""
-        if not self.steps_by_loop:
-            self.handle = self.optimizer.register_step_pre_hook(excluded_method(self.on_step))
-
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined at each step."""
-
-    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
-        """The hook before the step."""
-        return run_after_gradients(args, kwargs, self.before_step)
 
     def before_step(self) -> None:
         """Run the specs in the order of the configuration. Each sees the gradients that the previous one returned."""
@@ -155,12 +125,16 @@ class BoundaryHooks:
             return
         optimized_ids = parameter_ids(self.optimizer)  # parameters may be added or removed during the loop
         for attached_hooks in self.by_spec.values():
-            scheduled = self.owners.sites_of(
-                self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled]
-            )
+            scheduled = self.scheduled(attached_hooks)
             # A fused optimizer unscales gradients itself and provides the factor.
             scale = getattr(self.optimizer, "grad_scale", None)
-            sites = [entry for attached in scheduled if (entry := _with_gradient(attached, optimized_ids)) is not None]
+            sites = []
+            for attached in scheduled:
+                parameter = attached.current_parameter()
+                if parameter is None or parameter.grad is None or id(parameter) not in optimized_ids:
+                    self.count_missing(attached, parameter)
+                else:
+                    sites.append((attached, parameter, parameter.grad))
             if attached_hooks[0].is_record_hook:
                 with torch.no_grad(), batched_launch(scheduled):
                     for attached, parameter, gradient in sites:
@@ -183,30 +157,6 @@ class BoundaryHooks:
         for gradient, new in zip(gradients, changed, strict=True):
             if new is not gradient:
                 _write_gradient(gradient, new)
-
-    def detach(self) -> None:
-        """Remove the hook."""
-        if self.handle is not None:
-            self.handle.remove()
-
-
-def _with_gradient(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
-    """Return a site with its parameter and gradient. If the gradient is missing, note the reason and return None."""
-    parameter = attached.current_parameter()
-    if parameter is None:
-        attached.count_opportunity()
-        attached.count_miss(REMOVED)
-        return None
-    if id(parameter) in optimized_ids and parameter.grad is not None:
-        return attached, parameter, parameter.grad
-    if not parameter.requires_grad:
-        attached.count_exempt(FROZEN)
-    elif id(parameter) not in optimized_ids:
-        attached.count_exempt(NOT_OPTIMIZED)
-    else:
-        attached.count_opportunity()
-        attached.count_miss(NO_GRADIENT_AT_STEP)
-    return None
 
 
 def _can_train(parameter: Parameter) -> bool:

@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import UNKNOWN_CALL
 from ..errors import ConfigError, Problem
@@ -24,7 +23,7 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, fire_all, no_gradient_reason
 from .clock import Clock, FiringIndex
-from .hook_group_interface import InertWhenCopied
+from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
 from .together import act_together, groups_of, is_together
@@ -32,7 +31,7 @@ from .together import act_together, groups_of, is_together
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
 
-class ModuleBackwardHooks(InertWhenCopied):
+class ModuleBackwardHooks(ModuleCallHooks):
     """The `via: module` sites at one module.
 
     Raises:
@@ -55,21 +54,11 @@ class ModuleBackwardHooks(InertWhenCopied):
                 "does not allow together with a full backward hook"
             )
             raise ConfigError(Problem(f"hooks.{site.spec.name}.via", message, given="module", fix="remove 'via'"))
-        self.module = module
+        super().__init__(module, attached_hooks, clock, calls)
         self.prepend = prepend
-        self.attached_hooks = attached_hooks
-        self.clock = clock
         self.returns_tensor = True  # whether the output is a tensor, not a tuple
-        self.calls = calls
-        self.calls.add_group()
-        for attached in attached_hooks:
-            attached.module_calls = self.calls
         # The calls whose gradients are expected, by PyTorch's object for the backward hooks of one call.
         self.expected_calls: WeakKeyDictionary[object, Call] = WeakKeyDictionary()
-        self.handles: list[RemovableHandle] = []
-
-    def attach(self) -> None:
-        """Do nothing: the hooks are registered when a site is scheduled."""
 
     def refresh(self) -> None:
         """Register the hooks if a site is scheduled, and remove them if none is."""
@@ -163,8 +152,7 @@ class ModuleBackwardHooks(InertWhenCopied):
     def detach(self) -> None:
         """Remove all hooks in reverse order."""
         self.expected_calls.clear()
-        while self.handles:
-            self.handles.pop().remove()
+        super().detach()
 
 
 def _obstacle(attached: AttachedHook, value: Any) -> str:
