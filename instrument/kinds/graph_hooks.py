@@ -168,7 +168,7 @@ class GraphHooks:
         return traced_call(output, call, self.token, stages, self.output_gradients, tensors_in(given))
 
     def begin(self, missing: str) -> GraphCall:
-        """See `instrument.kinds.graph_operators.GraphTarget`."""
+        """Start a call of the module. `missing`: why no input gets a gradient; empty if one does."""
         call = self.calls.enter(self, in_graph=True)
         if self.calls.indices.micro_step_index != self._micro_step_index:
             self._micro_step_index = self.calls.indices.micro_step_index
@@ -178,7 +178,12 @@ class GraphHooks:
         return GraphCall(call.index, call.origin, call.is_recomputed, call.micro_step_index)
 
     def end(self, missing: str, begins: bool) -> GraphCall:
-        """See `instrument.kinds.graph_operators.GraphTarget`."""
+        """End the forward pass of a call.
+
+        Args:
+            missing: Why no output gets a gradient; empty if one does.
+            begins: Whether the call starts here too, since no hook needs its start.
+        """
         if begins:
             self.begin("")
         call = self.calls.leave(self, in_graph=True)
@@ -212,7 +217,7 @@ class GraphHooks:
     def run(
         self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
     ) -> tuple[Tensor, list[bool]]:
-        """See `instrument.kinds.graph_operators.GraphTarget`."""
+        """Run the hooks of a stage on a tensor. Return the tensor that replaces it, and which hooks acted."""
         acted = [False] * len(self._stages[stage])
         if self.clock.closed:
             return value, acted
@@ -244,7 +249,7 @@ class GraphHooks:
     def differentiate(
         self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
     ) -> Tensor:
-        """See `instrument.kinds.graph_operators.GraphTarget`."""
+        """Return the gradient of the value that hooks of a stage have changed."""
         firing = FiringIndex(call.number, 0, True, call.origin)
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()

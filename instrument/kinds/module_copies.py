@@ -105,18 +105,8 @@ def _new_copy(value: Any, known: dict[int, Any]) -> Any:
             return getattr(copy_part(value.__self__), value.__name__)
         case weakref.ref():
             return weakref.ref(known[id(value())]) if id(value()) in known else value
-        case tuple() if type(value) is tuple:
-            return tuple(map(copy_part, value))
-        case list() if type(value) is list:
-            items: list[Any] = []
-            known[id(value)] = items
-            items.extend(map(copy_part, value))
-            return items
-        case dict() if type(value) is dict:
-            entries: dict[Any, Any] = {}
-            known[id(value)] = entries
-            entries.update((copy_part(key), copy_part(part)) for key, part in value.items())
-            return entries
+    if type(value) in (tuple, list, dict):
+        return copy._deepcopy_dispatch[type(value)](value, known, _copy)  # type: ignore[attr-defined]
     if type(value) in _LOCKS:
         return _LOCKS[type(value)]()
     if isinstance(value, _UNCHANGED) or type(value) is object:

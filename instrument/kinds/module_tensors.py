@@ -17,10 +17,9 @@ from torch.compiler import is_dynamo_compiling
 
 from ..containers import copied_containers, write_back
 from ..lazy_compiler import exclude_from_graphs, run_outside_of_graphs
-from ..nested import join_arguments, map_tensors, returned_value, split_arguments
+from ..nested import join_arguments, returned_value, split_arguments
 from ..spec.field_types import describe_callable
-from ..stats.flatten import unreadable
-from .attached_hook import AttachedHook, fire_all
+from .attached_hook import AttachedHook
 from .call_gradients import finish_gradient
 from .clock import Clock
 from .graph_hooks import GraphHooks, Places
@@ -29,7 +28,7 @@ from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of
 from .reasons import TRANSFORMED
 from .tensor_gradients import InputGradients, OutputGradients
-from .together import act_together, groups_of, is_together
+from .together import act_on_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
@@ -233,27 +232,7 @@ class ModuleHooks(SuspendableModuleHooks):
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
         ]
-        fired: set[AttachedHook] = set()
-        obstacles: dict[AttachedHook, str] = {}
-
-        def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
-            accepting = [attached for attached in group if attached.accepts(tensor, path)]
-            if accepting and (reason := unreadable(tensor)) is not None:
-                obstacles.update(dict.fromkeys(accepting, reason))
-                return tensor
-            fired.update(accepting)
-            return fire_all(accepting, tensor, path, firing)
-
-        new = value
-        for group in groups_of(active_hooks, is_together):
-            if not is_together(group[0]):
-                new = map_tensors(new, partial(act, group), in_place=in_place)
-                continue
-            new, obstacle = act_together(group[0], new, firing, in_place=in_place)
-            if obstacle is None:
-                fired.add(group[0])
-            else:
-                obstacles[group[0]] = obstacle
+        new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.count_opportunity()

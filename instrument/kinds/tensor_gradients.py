@@ -68,10 +68,13 @@ class PendingInputGradients:
         if (base := ViewBase.of(tensor)) is not None:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
 
-    def hook_leaf(self, hooks: LeafHooks, leaf: Tensor, hook: Hook) -> None:
-        """Register a hook on an input that is a leaf."""
-        self.graph = self.graph or Graph()
-        self.graph.register(hooks, leaf, hook)
+    def register(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
+        """Register a hook on an input."""
+        if tensor.is_leaf:
+            self.graph = self.graph or Graph()
+            self.graph.register(leaf_hooks, tensor, hook)
+        else:
+            TensorGradientHook(tensor, hook).finish_registration()
 
     def complete(self, output: Any) -> None:
         """Complete the registration after the module has run.
@@ -140,10 +143,7 @@ class InputGradients:
                 continue
             if (hook := totals.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
-                if tensor.is_leaf:
-                    pending.hook_leaf(self.leaf_hooks, tensor, hook)
-                else:
-                    TensorGradientHook(tensor, hook).finish_registration()
+                pending.register(self.leaf_hooks, tensor, hook)
         # The hook that is next to the module sees its gradients first.
         for group in reversed(groups):
             contributions = CallGradients(group, call, self.clock)
@@ -198,10 +198,7 @@ class InputGradients:
 
         The contribution is complete when the hook is called.
         """
-        if tensor.is_leaf:
-            pending.hook_leaf(self.leaf_hooks, tensor, hook)
-        else:
-            TensorGradientHook(tensor, hook).finish_registration()
+        pending.register(self.leaf_hooks, tensor, hook)
         pending.add_contribution(contribution, tensor)
 
 

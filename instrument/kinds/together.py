@@ -8,6 +8,7 @@ that a hook never misses a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from ..plan.hook_plan import Site
 from ..sparse import alias_of
 from ..spec.modify import FunctionSpec
 from ..stats.flatten import unreadable
-from .attached_hook import AttachedHook
+from .attached_hook import AttachedHook, fire_all
 from .clock import FiringIndex
 
 Item = TypeVar("Item")
@@ -76,6 +77,43 @@ def act_together(
         return value, next(iter(obstacles.values()), None) or attached.no_tensor_reason(value, root)
     new = attached.fire_together(tensors, firing)
     return map_tensors(value, new.get, root, in_place=in_place), None
+
+
+def act_on_tensors(
+    attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
+) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
+    """Run hooks on all tensors of a value, in the order of the configuration.
+
+    Args:
+        attached_hooks: The hooks, with `together: true` or without.
+        value: A tensor or nested tensors.
+        firing: Which of several firings this is.
+        in_place: See `map_tensors`.
+
+    Returns:
+        The new value, the hooks that fired, and why hooks could not act on a tensor.
+    """
+    fired: set[AttachedHook] = set()
+    obstacles: dict[AttachedHook, str] = {}
+
+    def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
+        accepting = [attached for attached in group if attached.accepts(tensor, path)]
+        if accepting and (reason := unreadable(tensor)) is not None:
+            obstacles.update(dict.fromkeys(accepting, reason))
+            return tensor
+        fired.update(accepting)
+        return fire_all(accepting, tensor, path, firing)
+
+    for group in groups_of(attached_hooks, is_together):
+        if not is_together(group[0]):
+            value = map_tensors(value, partial(act, group), in_place=in_place)
+            continue
+        value, obstacle = act_together(group[0], value, firing, in_place=in_place)
+        if obstacle is None:
+            fired.add(group[0])
+        else:
+            obstacles[group[0]] = obstacle
+    return value, fired, obstacles
 
 
 def join_gradients(tensors: Sequence[Tensor], hook: GradientsHook) -> tuple[Tensor, ...]:

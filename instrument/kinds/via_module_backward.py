@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,15 +17,15 @@ from torch import Tensor, nn
 
 from ..actions.base import UNKNOWN_CALL
 from ..errors import ConfigError, Problem
-from ..nested import iter_tensors, map_tensors
+from ..nested import iter_tensors
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
-from .attached_hook import AttachedHook, fire_all, no_gradient_reason
+from .attached_hook import AttachedHook, no_gradient_reason
 from .clock import Clock, FiringIndex
 from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
-from .together import act_together, groups_of, is_together
+from .together import act_on_tensors
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
@@ -126,23 +125,9 @@ class ModuleBackwardHooks(ModuleCallHooks):
         owner = sys._getframe(2).f_locals.get("self")
         call = None if owner is None else self.expected_calls.get(owner)
         firing = FiringIndex(UNKNOWN_CALL) if call is None else call.firing()
-        fired: set[AttachedHook] = set()
-
-        def act(group: Sequence[AttachedHook], path: str, gradient: Tensor) -> Tensor:
-            accepting = [
-                attached for attached in group if attached.accepts(gradient, path) and unreadable(gradient) is None
-            ]
-            fired.update(accepting)
-            return fire_all(accepting, gradient, path, firing)
-
         is_tensor = role == "grad_output" and self.returns_tensor
-        new = value = gradients[0] if is_tensor else gradients
-        for group in groups_of(attached_hooks, is_together):
-            if is_together(group[0]):
-                new, obstacle = act_together(group[0], new, firing)
-                fired.update(group if obstacle is None else ())
-            else:
-                new = map_tensors(new, partial(act, group))
+        value = gradients[0] if is_tensor else gradients
+        new, fired, _ = act_on_tensors(attached_hooks, value, firing)
         for attached in fired:
             attached.count_firing()
         if new is value:
