@@ -18,7 +18,7 @@ from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
 from .module_calls import Call
 from .plain_calls import firing_of
 from .reasons import NO_INPUT_GRAPH, NO_TENSOR
-from .together import groups_of, is_together, join_gradients
+from .together import JoinedGradients, groups_of, is_together
 
 
 class CallGradients:
@@ -159,7 +159,7 @@ class CallGradients:
             new = attached.fire_together(given, firing_of(index, next(passes), recompute, origin), values=values)
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
-        aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
+        aliases = JoinedGradients.apply(on_gradients, *tensors.values()) if tensors else ()
         self.aliases = {self._key(*item): alias for item, alias in zip(tensors.items(), aliases, strict=True)}
         return self.with_aliases(value)
 

@@ -216,25 +216,18 @@ class FunctionHooks(SuspendableModuleHooks):
     """The sites of the function kinds at one module.
 
     Args:
-        module, attached_hooks, clock, calls, suspend: See `SuspendableModuleHooks`.
+        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
         threads: The mode of each thread.
     """
 
     early = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        calls: Calls,
-        threads: FunctionThreads,
-        *,
-        suspend: bool = True,
+        self, attached_hooks: Sequence[AttachedHook], calls: Calls, threads: FunctionThreads, *, suspend: bool
     ) -> None:
-        super().__init__(module, attached_hooks, clock, calls, suspend=suspend)
+        super().__init__(attached_hooks, calls, suspend=suspend)
         self.threads = threads
-        self.leaf_hooks = LeafHooks(clock)
+        self.leaf_hooks = LeafHooks(self.clock)
         self.scheduled: dict[str, AttachedHook] = {}
 
     def attach(self) -> None:

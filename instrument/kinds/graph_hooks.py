@@ -19,7 +19,7 @@ from ..nested import join_arguments, split_arguments
 from ..spec.mode_checks import graph_obstacle
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook
-from .clock import Clock, FiringIndex
+from .clock import FiringIndex
 from .graph_operators import (
     GraphCall,
     Stage,
@@ -88,7 +88,6 @@ class GraphHooks:
 
     Args:
         attached_hooks: The sites.
-        clock: The clock of the probe.
         calls: The calls of the module.
 
     Attributes:
@@ -96,8 +95,8 @@ class GraphHooks:
         obstacle: Why the hooks cannot be part of a graph; None if they can.
     """
 
-    def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock, calls: Calls) -> None:
-        self.clock = clock
+    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls) -> None:
+        self.clock = calls.clock
         self.calls = calls
         self.token = new_token(self)
         self._places = places = Places.of(attached_hooks)

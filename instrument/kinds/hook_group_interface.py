@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import StepContext
@@ -28,6 +27,10 @@ class HookGroup:
         self.attached_hooks = attached_hooks
         self.clock = clock
         self.handles: list[RemovableHandle] = []
+
+    def of_kind(self, kind: str) -> list[AttachedHook]:
+        """Return the sites of a kind."""
+        return [attached for attached in self.attached_hooks if attached.site.spec.kind == kind]
 
     def attach(self) -> None:
         """Register all hooks. After an exception, `detach` removes those that were registered."""
@@ -73,24 +76,14 @@ class ModuleCallHooks(InertWhenCopied):
     """Base of hooks that see the calls of one module.
 
     Args:
-        module: The module.
-        attached_hooks: The sites.
-        clock: The clock of the probe.
+        attached_hooks: The sites, at least one.
         calls: The calls of the module.
         note_inputs: See `Calls.add_group`.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        calls: Calls,
-        *,
-        note_inputs: bool = True,
-    ) -> None:
-        super().__init__(attached_hooks, clock)
-        self.module = module
+    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, note_inputs: bool = True) -> None:
+        super().__init__(attached_hooks, calls.clock)
+        self.module = attached_hooks[0].site.layer.module
         self.calls = calls
         self.calls.add_group(note_inputs=note_inputs)
         for attached in attached_hooks:
@@ -101,7 +94,7 @@ class SuspendableModuleHooks(ModuleCallHooks):
     """Base of hooks that are suspended if no site is scheduled, in each phase after the first call of the module.
 
     Args:
-        module, attached_hooks, clock, calls, note_inputs: See `ModuleCallHooks`.
+        attached_hooks, calls, note_inputs: See `ModuleCallHooks`.
         suspend: Whether the hooks may be suspended.
 
     Attributes:
@@ -110,16 +103,9 @@ class SuspendableModuleHooks(ModuleCallHooks):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        calls: Calls,
-        *,
-        suspend: bool,
-        note_inputs: bool = True,
+        self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, suspend: bool, note_inputs: bool = True
     ) -> None:
-        super().__init__(module, attached_hooks, clock, calls, note_inputs=note_inputs)
+        super().__init__(attached_hooks, calls, note_inputs=note_inputs)
         self.active = False
         self.unscheduled: list[AttachedHook] = []
         self.hooks = SuspendableHooks(may_suspend=suspend)

@@ -16,13 +16,8 @@ class LossHooks(HookGroup):
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         super().__init__(attached_hooks, clock)
-        self.scheduled: list[AttachedHook] = []
         self.micro_step_index = -1
         self.calls = 0
-
-    def refresh(self) -> None:
-        """Select the scheduled sites."""
-        self.scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
 
     def apply(self, loss: Tensor) -> Tensor:
         """Run the hooks on a loss. Return the loss to call `backward` on."""
@@ -34,5 +29,6 @@ class LossHooks(HookGroup):
         for attached in self.attached_hooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
-        firing = [attached for attached in self.scheduled if attached.count_and_check_readable(loss)]
+        scheduled = (attached for attached in self.attached_hooks if attached.is_scheduled)
+        firing = [attached for attached in scheduled if attached.count_and_check_readable(loss)]
         return fire_all(firing, loss, "", FiringIndex(self.calls - 1))

@@ -21,7 +21,6 @@ from ..nested import join_arguments, returned_value, split_arguments
 from ..spec.field_types import describe_callable
 from .attached_hook import AttachedHook
 from .call_gradients import finish_gradient
-from .clock import Clock
 from .graph_hooks import GraphHooks, Places
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
@@ -42,7 +41,7 @@ class ModuleHooks(SuspendableModuleHooks):
     registered when it was compiled.
 
     Args:
-        module, attached_hooks, clock, calls, suspend: See `SuspendableModuleHooks`.
+        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
         early: Whether the forward hook runs before those of other code that are registered already.
@@ -56,9 +55,7 @@ class ModuleHooks(SuspendableModuleHooks):
 
     def __init__(
         self,
-        module: nn.Module,
         attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
         calls: Calls,
         *,
         prepend: bool = False,
@@ -69,16 +66,16 @@ class ModuleHooks(SuspendableModuleHooks):
         # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
         only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
         may_suspend = suspend and not prepend
-        super().__init__(module, attached_hooks, clock, calls, suspend=may_suspend, note_inputs=not only_values)
+        super().__init__(attached_hooks, calls, suspend=may_suspend, note_inputs=not only_values)
         self.prepend = prepend
         self.always_call = always_call
         self.early = early
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: Sequence[AttachedHook] = []
-        self.graph = GraphHooks(attached_hooks, clock, calls)
-        self.input_gradients = InputGradients(clock)
-        self.output_gradients = OutputGradients(clock)
+        self.graph = GraphHooks(attached_hooks, calls)
+        self.input_gradients = InputGradients(self.clock)
+        self.output_gradients = OutputGradients(self.clock)
         self.earlier_hooks: dict[str, AttachedHook | None] = {}
         # Where the scheduled sites act, and what runs the calls, by what each site does with plain tensors (False: it is not scheduled).
         self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}

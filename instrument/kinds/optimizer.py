@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,9 +17,8 @@ from torch.optim import Optimizer
 
 from ..lazy_compiler import excluded_method
 from .attached_hook import AttachedHook
-from .clock import Clock
 from .direct import are_recordings, batched_launch
-from .optimizer_owners import Arguments, OptimizerHooks, Owners, run_after_gradients
+from .optimizer_owners import Arguments, OptimizerHooks, run_after_gradients
 
 
 class StepHooks(OptimizerHooks):
@@ -27,21 +27,12 @@ class StepHooks(OptimizerHooks):
     The first one also copies the parameters whose update is recorded.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        owners: Owners,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        *,
-        steps_by_loop: bool = False,
-    ) -> None:
-        super().__init__(optimizer, owners, attached_hooks, clock, steps_by_loop=steps_by_loop)
-        self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
-        self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
-        self.parameters_before: dict[AttachedHook, Tensor] = {}
-        # Sites whose buffer there contains the update already.
-        self.sites_with_update: frozenset[AttachedHook] = frozenset()
+    sites_with_update: frozenset[AttachedHook] = frozenset()  # whose buffer contains the update already
+
+    @cached_property
+    def parameters_before(self) -> dict[AttachedHook, Tensor]:
+        """The buffers for parameters before their update."""
+        return {}
 
     def attach(self) -> None:
         """Register the hook after the step, and the one before it unless the loop announces the step. Both break a compiled step."""
@@ -52,18 +43,18 @@ class StepHooks(OptimizerHooks):
         """The hook before the step. Sites on gradients run after the closure if there is one."""
         if self.clock.closed:
             return None
-        self._act([attached for attached in self.pre if not _is_gradient(attached)])
+        self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
         with self.clock.timer or nullcontext():
             self._copy_parameters()
         return run_after_gradients(args, kwargs, self._on_gradients)
 
     def before_step(self) -> None:
         """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
-        self._act(self.pre)
+        self._act(self.of_kind("step_pre"))
         self._copy_parameters()
 
     def _on_gradients(self) -> None:
-        self._act([attached for attached in self.pre if _is_gradient(attached)])
+        self._act([attached for attached in self.of_kind("step_pre") if _is_gradient(attached)])
 
     @torch.no_grad()
     def _copy_parameters(self) -> None:
@@ -72,7 +63,7 @@ class StepHooks(OptimizerHooks):
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
         copies: list[tuple[Tensor, Tensor]] = []
-        for attached in self.scheduled(self.post):
+        for attached in self.scheduled(self.of_kind("step_post")):
             if attached.role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
                 if parameter is None or is_lazy(parameter):
@@ -95,7 +86,7 @@ class StepHooks(OptimizerHooks):
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites."""
         if not self.clock.closed:
-            self._act(self.post)
+            self._act(self.of_kind("step_post"))
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:

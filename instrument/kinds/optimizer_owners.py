@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,34 +15,6 @@ from .hook_group_interface import HookGroup
 from .reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class Owners:
-    """Assigns sites to the optimizers that train a model.
-
-    A parameter belongs to the optimizers that hold it, and a buffer to those that hold a parameter of its module. Sites
-    without an optimizer are assigned to the first one. Nothing is cached between steps, since a loop may add parameter
-    groups.
-
-    Args:
-        optimizers: The optimizers, at least one.
-    """
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
-
-    def sites_of(self, optimizer: Optimizer, attached_hooks: Iterable[AttachedHook]) -> list[AttachedHook]:
-        """Return the sites that run when this optimizer makes its step, in the given order."""
-        if len(self.optimizers) == 1:
-            return list(attached_hooks)
-        optimized_ids = parameter_ids(optimizer)
-        elsewhere = {key for other in self.optimizers if other is not optimizer for key in parameter_ids(other)}
-        is_first = optimizer is self.optimizers[0]
-        return [
-            attached
-            for attached in attached_hooks
-            if not optimized_ids.isdisjoint(keys := _parameters(attached)) or (is_first and elsewhere.isdisjoint(keys))
-        ]
 
 
 def parameter_ids(optimizer: Optimizer) -> set[int]:
@@ -62,7 +34,7 @@ class OptimizerHooks(HookGroup):
 
     Args:
         optimizer: The optimizer.
-        owners: Assigns the sites to optimizers.
+        optimizers: All optimizers.
         attached_hooks: The sites.
         clock: The clock of the probe.
         steps_by_loop: Whether the loop announces the step by `before_step`, so that no hook is registered.
@@ -71,7 +43,7 @@ class OptimizerHooks(HookGroup):
     def __init__(
         self,
         optimizer: Optimizer,
-        owners: Owners,
+        optimizers: Sequence[Optimizer],
         attached_hooks: Sequence[AttachedHook],
         clock: Clock,
         *,
@@ -79,7 +51,7 @@ class OptimizerHooks(HookGroup):
     ) -> None:
         super().__init__(attached_hooks, clock)
         self.optimizer = optimizer
-        self.owners = owners
+        self.optimizers = optimizers
         self.steps_by_loop = steps_by_loop
 
     def attach(self) -> None:
@@ -96,8 +68,24 @@ class OptimizerHooks(HookGroup):
         raise NotImplementedError
 
     def scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
-        """Return the scheduled sites that run at the step of this optimizer."""
-        return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
+        """Return the scheduled sites that run when this optimizer makes its step, in the given order.
+
+        A parameter belongs to the optimizers that hold it, and a buffer to those that hold a parameter of its module. Sites
+        without an optimizer are assigned to the first one. Nothing is cached between steps, since a loop may add parameter
+        groups.
+        """
+        scheduled = [attached for attached in attached_hooks if attached.is_scheduled]
+        if len(self.optimizers) == 1:
+            return scheduled
+        optimized_ids = parameter_ids(self.optimizer)
+        others = [other for other in self.optimizers if other is not self.optimizer]
+        elsewhere = {key for other in others for key in parameter_ids(other)}
+        is_first = self.optimizer is self.optimizers[0]
+        return [
+            attached
+            for attached in scheduled
+            if not optimized_ids.isdisjoint(keys := _parameters(attached)) or (is_first and elsewhere.isdisjoint(keys))
+        ]
 
     def count_missing(self, attached: AttachedHook, current: Tensor | None) -> None:
         """Count that the tensor of a site does not exist.

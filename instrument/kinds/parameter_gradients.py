@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
-from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
 from .gradient_scaling import unscaled
 from .hook_group_interface import HookGroup
-from .optimizer_owners import OptimizerHooks, Owners, parameter_ids
+from .optimizer_owners import OptimizerHooks, parameter_ids
 from .reasons import CLEARED
 
 
@@ -33,10 +33,7 @@ class GradientHooks(HookGroup):
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
         super().__init__(attached_hooks, clock)
-        self.micro = [attached for attached in attached_hooks if attached.site.spec.kind == "parameter_grad_micro"]
-        self.accumulated = [
-            attached for attached in attached_hooks if attached.site.spec.kind == "post_accumulate_grad"
-        ]
+        self.micro, self.accumulated = self.of_kind("parameter_grad_micro"), self.of_kind("post_accumulate_grad")
         self.site = attached_hooks[0]
         self.micro_step_index = -1
         self.passes: Counter[str] = Counter()
@@ -62,10 +59,26 @@ class GradientHooks(HookGroup):
                 if self.accumulated:
                     self.handles.append(parameter.register_post_accumulate_grad_hook(self.on_accumulated))
 
+    def _fire(
+        self, attached_hooks: Sequence[AttachedHook], kind: str, gradient: Tensor, value: Tensor | None
+    ) -> Tensor:
+        """Run the scheduled hooks on a gradient. A micro-step has several of a kind if backward is called several times."""
+        scheduled = [
+            attached
+            for attached in attached_hooks
+            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
+        ]
+        if self.micro_step_index != self.clock.micro_step_index:
+            self.micro_step_index = self.clock.micro_step_index
+            self.passes.clear()
+        self.passes[kind] += 1
+        return fire_all(
+            scheduled, gradient, self.site.site.own_name, FiringIndex(backward=self.passes[kind] - 1), value
+        )
+
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
-        scheduled = self._scheduled(self.micro, gradient)
-        new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("micro"), self.parameter)
+        new = self._fire(self.micro, "micro", gradient, self.parameter)
         return None if new is gradient else new
 
     def on_accumulated(self, parameter: Tensor) -> None:
@@ -76,25 +89,9 @@ class GradientHooks(HookGroup):
                 if attached.is_scheduled:
                     attached.count_missed_opportunity(CLEARED)
             return
-        scheduled = self._scheduled(self.accumulated, gradient)
-        new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("accumulated"), parameter)
+        new = self._fire(self.accumulated, "accumulated", gradient, parameter)
         if new is not gradient:
             _write_gradient(gradient, new)
-
-    def _passes(self, kind: str) -> FiringIndex:
-        """Count a gradient of the parameter. A micro-step has several if backward is called several times."""
-        if self.micro_step_index != self.clock.micro_step_index:
-            self.micro_step_index = self.clock.micro_step_index
-            self.passes.clear()
-        self.passes[kind] += 1
-        return FiringIndex(backward=self.passes[kind] - 1)
-
-    def _scheduled(self, attached_hooks: Sequence[AttachedHook], gradient: Tensor) -> list[AttachedHook]:
-        return [
-            attached
-            for attached in attached_hooks
-            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
-        ]
 
 
 class BoundaryHooks(OptimizerHooks):
@@ -105,19 +102,13 @@ class BoundaryHooks(OptimizerHooks):
     (`steps_by_loop`).
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        owners: Owners,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        *,
-        steps_by_loop: bool = False,
-    ) -> None:
-        super().__init__(optimizer, owners, attached_hooks, clock, steps_by_loop=steps_by_loop)
-        self.by_spec: dict[str, list[AttachedHook]] = {}
-        for attached in attached_hooks:
-            self.by_spec.setdefault(attached.site.spec.name, []).append(attached)
+    @cached_property
+    def by_spec(self) -> dict[str, list[AttachedHook]]:
+        """The sites by the name of their spec."""
+        by_spec: dict[str, list[AttachedHook]] = {}
+        for attached in self.attached_hooks:
+            by_spec.setdefault(attached.site.spec.name, []).append(attached)
+        return by_spec
 
     def before_step(self) -> None:
         """Run the specs in the order of the configuration. Each sees the gradients that the previous one returned."""

@@ -20,7 +20,6 @@ from .loss import LossHooks
 from .module_calls import Calls
 from .module_tensors import ModuleHooks
 from .optimizer import StepHooks
-from .optimizer_owners import Owners
 from .parameter_gradients import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
 from .via_module_backward import ModuleBackwardHooks
@@ -57,7 +56,6 @@ def group_sites(
     calls: defaultdict[nn.Module, Calls] = defaultdict(partial(Calls, clock))
     for attached in attached_hooks:
         groups.setdefault((*_location(attached), attached in early), []).append(attached)
-    owners = Owners(optimizers)
     for (group_type, _, prepend, always_call, is_early), sites in groups.items():
         layer = sites[0].site.layer
         module = layer.module
@@ -66,16 +64,14 @@ def group_sites(
         suspend = module not in never_suspended
         if group_type is ModuleHooks:
             options = {"prepend": prepend, "always_call": always_call, "early": is_early}
-            yield ModuleHooks(module, sites, clock, calls[module], suspend=suspend, **options)
+            yield ModuleHooks(sites, calls[module], suspend=suspend, **options)
         elif group_type is FunctionHooks:
-            yield FunctionHooks(module, sites, clock, calls[module], threads, suspend=suspend)
+            yield FunctionHooks(sites, calls[module], threads, suspend=suspend)
         elif group_type is ModuleBackwardHooks:
-            yield ModuleBackwardHooks(module, sites, clock, calls[module], prepend=prepend)
-        elif group_type in (BoundaryHooks, StepHooks):
+            yield ModuleBackwardHooks(sites, calls[module], prepend=prepend)
+        elif group_type in (BoundaryHooks, StepHooks, OptimizerStateDictHooks):
             for optimizer in optimizers:
-                yield group_type(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
-        elif group_type is OptimizerStateDictHooks:
-            yield from (OptimizerStateDictHooks(optimizer, owners, sites, clock) for optimizer in optimizers)
+                yield group_type(optimizer, optimizers, sites, clock, steps_by_loop=steps_by_loop)
         elif group_type in (GradientHooks, LossHooks):
             yield group_type(sites, clock)
         else:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from .attached_hook import AttachedHook
 from .clock import Clock
 from .hook_group_interface import InertWhenCopied
-from .optimizer_owners import Owners
+from .optimizer_owners import OptimizerHooks
 from .reasons import CHECKPOINT, NO_STATE
 
 _HOOKS = {  # by kind, the method that is the hook
@@ -31,23 +31,15 @@ _HOOKS = {  # by kind, the method that is the hook
 class _HooksOfKinds(InertWhenCopied):
     """Hooks of the four state-dict kinds on a module or an optimizer."""
 
-    def __init__(self, owner: nn.Module | Optimizer, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        super().__init__(attached_hooks, clock)
-        self.owner = owner
-
-    def attach(self) -> None:
+    def register(self, owner: nn.Module | Optimizer) -> None:
         """Register a hook for each kind that has a site."""
         for kind, hook in _HOOKS.items():
             if self.of_kind(kind):
                 # PyTorch sets an attribute on one of them, which a bound method does not allow.
-                register = getattr(self.owner, f"register_{kind}_hook")
+                register = getattr(owner, f"register_{kind}_hook")
                 self.handles.append(register(partial(getattr(self, hook), kind)))
 
-    def of_kind(self, kind: str) -> list[AttachedHook]:
-        """Return the sites of a kind."""
-        return [attached for attached in self.attached_hooks if attached.site.spec.kind == kind]
-
-    def scheduled(self, kind: str) -> list[AttachedHook]:
+    def scheduled_of_kind(self, kind: str) -> list[AttachedHook]:
         """Return the scheduled sites of a kind. For the run's own checkpoint, only those that record."""
         scheduled = [attached for attached in self.of_kind(kind) if attached.is_scheduled]
         if self.clock.in_checkpoint:
@@ -61,6 +53,14 @@ class _HooksOfKinds(InertWhenCopied):
 class StateDictHooks(_HooksOfKinds):
     """The sites of the four state-dict kinds with role `entry` at one module."""
 
+    def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
+        super().__init__(attached_hooks, clock)
+        self.module = module
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        self.register(self.module)
+
     def on_values(self, kind: str, module: nn.Module, *rest: Any) -> None:  # noqa: ARG002
         """The hook before a state dict is created, or after one was loaded: the values of the module."""
         sites = [attached.site for attached in self.of_kind(kind)]
@@ -68,28 +68,25 @@ class StateDictHooks(_HooksOfKinds):
 
     def on_state(self, kind: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ARG002
         """The hook after the module's entries were added to a state dict, or before one is loaded."""
-        for attached in self.scheduled(kind) if not self.clock.closed else ():
+        for attached in self.scheduled_of_kind(kind) if not self.clock.closed else ():
             name = attached.site.own_name
             _fire(attached, state, prefix + name, f"the state dict has no entry {name!r} of this module")
 
 
-class OptimizerStateDictHooks(_HooksOfKinds):
+class OptimizerStateDictHooks(_HooksOfKinds, OptimizerHooks):
     """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
-    def __init__(
-        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock
-    ) -> None:
-        super().__init__(optimizer, attached_hooks, clock)
-        self.optimizer = optimizer
-        self.owners = owners
+    def attach(self) -> None:
+        """Register the hooks."""
+        self.register(self.optimizer)
 
-    def scheduled(self, kind: str) -> list[AttachedHook]:
+    def scheduled_of_kind(self, kind: str) -> list[AttachedHook]:
         """Return the scheduled sites of a kind at parameters of this optimizer."""
-        return self.owners.sites_of(self.optimizer, super().scheduled(kind))
+        return self.scheduled(super().scheduled_of_kind(kind))
 
     def on_values(self, kind: str, optimizer: Optimizer) -> None:
         """The hook before a state dict is created, or after one was loaded: the state of the optimizer."""
-        for attached in self.scheduled(kind):
+        for attached in self.scheduled_of_kind(kind):
             parameter = attached.current_parameter()
             self._fire(attached, {} if parameter is None else optimizer.state.get(parameter, {}))
 
@@ -97,7 +94,7 @@ class OptimizerStateDictHooks(_HooksOfKinds):
         """The hook after a state dict was created, or before one is loaded."""
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's entries are not modified
-        for attached in self.scheduled(kind):
+        for attached in self.scheduled_of_kind(kind):
             parameter = id(attached.current_parameter())
             self._fire(attached, entries.get(order.index(parameter), {}) if parameter in order else {})
         return {**state, "state": entries}

@@ -116,21 +116,12 @@ def act_on_tensors(
     return value, fired, obstacles
 
 
-def join_gradients(tensors: Sequence[Tensor], hook: GradientsHook) -> tuple[Tensor, ...]:
-    """Register a hook on the gradients of several tensors at once.
-
-    Args:
-        tensors: The tensors. They require gradients.
-        hook: Gets the gradients, None for those that are undefined, and returns the new ones.
-
-    Returns:
-        The aliases of the tensors, which deliver their gradients to the hook.
-    """
-    return JoinedGradients.apply(hook, *tensors)  # type: ignore[no-any-return]
-
-
 class JoinedGradients(torch.autograd.Function):
-    """A node that passes tensors on, and changes all of their gradients at once."""
+    """A node that passes tensors on, and changes all of their gradients at once.
+
+    `apply` takes the function that gets the gradients, None for those that are undefined, and the tensors, which require
+    gradients. It returns their aliases.
+    """
 
     @staticmethod
     def forward(ctx: Any, hook: GradientsHook, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from ..nested import iter_tensors
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from .attached_hook import AttachedHook, no_gradient_reason
-from .clock import Clock, FiringIndex
+from .clock import FiringIndex
 from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
 from .reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
@@ -37,23 +37,15 @@ class ModuleBackwardHooks(ModuleCallHooks):
         ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow in addition to these.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        calls: Calls,
-        *,
-        prepend: bool = False,
-    ) -> None:
-        if module._is_full_backward_hook is False:
+    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, prepend: bool) -> None:
+        if attached_hooks[0].site.layer.module._is_full_backward_hook is False:
             site = attached_hooks[0].site
             message = (
                 f"module {site.label!r} has a hook of PyTorch's deprecated kind (register_backward_hook), which PyTorch "
                 "does not allow together with a full backward hook"
             )
             raise ConfigError(Problem(f"hooks.{site.spec.name}.via", message, given="module", fix="remove 'via'"))
-        super().__init__(module, attached_hooks, clock, calls)
+        super().__init__(attached_hooks, calls)
         self.prepend = prepend
         self.returns_tensor = True  # whether the output is a tensor, not a tuple
         # The calls whose gradients are expected, by PyTorch's object for the backward hooks of one call.
