@@ -63,13 +63,9 @@ class CallGradients:
                 yield path, tensor
 
     def hook(self, path: str, value: Tensor) -> Hook | None:
-        """Return the hook to register on a tensor; None if no site selects it.
+        """Return the hook to register on a tensor, the value, at a path; None if no site selects it.
 
         A tensor at several paths has one gradient, unless it is in `separate`. A site gets it once, with the first path.
-
-        Args:
-            path: The path of the tensor.
-            value: The tensor that the gradient belongs to.
         """
         attached_hooks = [
             attached
@@ -176,11 +172,7 @@ class CallGradients:
         )
 
     def count_opportunities(self, *, missing_is_expected: bool) -> None:
-        """Count the opportunities of all sites after the hooks of the call were registered.
-
-        Args:
-            missing_is_expected: Whether tensors without a gradient are expected, because they are data.
-        """
+        """Count the opportunities of all sites after the registration; `missing_is_expected`: whether the tensors may be data."""
         for attached in self.attached_hooks:
             if self.call.repeats:
                 continue
@@ -256,8 +248,7 @@ def finish_gradient(
     """Run those hooks on the gradient of an output that `PlainCalls` has not run; see `gradient_hook`.
 
     Args:
-        attached_hooks: The sites, in order.
-        clock: The clock of the probe.
+        attached_hooks, clock: See `gradient_hook`.
         done: How many of the sites have recorded the gradient.
         index: The index of the call.
         backward: The index of the gradient, from 0. Firings of later ones are not counted.

@@ -25,8 +25,7 @@ class FunctionPauses(InertWhenCopied):
 
     Args:
         modules: The modules whose functions are hooked.
-        clock: The clock of the probe.
-        threads: The mode of each thread.
+        clock, threads: See `FunctionHooks`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], clock: Clock, threads: FunctionThreads) -> None:

@@ -289,15 +289,7 @@ class FunctionHooks(SuspendableModuleHooks):
 
 
 class FunctionThreads(threading.local):
-    """The mode of each thread: PyTorch's stack of modes belongs to a thread.
-
-    Args:
-        specs: The specs of the function kinds.
-        clock: The clock of the probe.
-
-    Attributes:
-        mode: The mode of this thread.
-    """
+    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread."""
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         self.mode = HookedFunctions(specs, clock)
@@ -318,11 +310,7 @@ def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _check_segment(owner: Owner) -> None:
-    """Refuse an intervention in a checkpoint segment that starts inside the module: it would not be repeated.
-
-    Raises:
-        HookError: The function runs in such a segment.
-    """
+    """Raise `HookError` for an intervention in a checkpoint segment that starts in the module: it would not be repeated."""
     running, attached, path = owner
     if current_segment() is not running.call.segment:
         context = attached.context(path, running.call.firing())

@@ -74,15 +74,7 @@ def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor
 
 
 def _copy(value: Any, known: dict[int, Any]) -> Any:
-    """Return a copy of a value, like `deepcopy`, but also of functions and of tensors of a graph.
-
-    Args:
-        value: The value.
-        known: The copies of objects, by identity.
-
-    Raises:
-        TypeError: It contains a module outside of the copied one, or an object that cannot be copied.
-    """
+    """Return a copy of a value, like `deepcopy` with the memo `known`, but also of functions and of tensors of a graph."""
     if id(value) in known:
         return known[id(value)]
     known.setdefault(id(known), []).append(value)  # as `deepcopy`: the identity stays that of this object

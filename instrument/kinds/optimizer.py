@@ -107,11 +107,7 @@ class StepHooks(OptimizerHooks):
                     tensor.copy_(new)
 
     def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> frozenset[AttachedHook]:
-        """Turn copies of parameters before their update into the updates, with few launches on a device.
-
-        Returns:
-            The sites whose copy is the update now: those of plain parameters.
-        """
+        """Turn copies of plain parameters before their update into the updates, and return the sites that have one."""
         pairs = {
             attached: (buffer, parameter)
             for attached in scheduled

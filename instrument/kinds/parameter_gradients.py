@@ -151,10 +151,7 @@ class BoundaryHooks(OptimizerHooks):
 
 
 def _can_train(parameter: Parameter) -> bool:
-    """Return whether a parameter can get a gradient.
-
-    Integers and frozen parameters of torch.inference_mode() cannot.
-    """
+    """Return whether a parameter can get a gradient: no integer, and no frozen parameter of torch.inference_mode()."""
     if parameter.requires_grad or is_lazy(parameter):
         return True
     return not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex())
@@ -162,10 +159,7 @@ def _can_train(parameter: Parameter) -> bool:
 
 @contextmanager
 def _requiring_grad(parameter: Parameter) -> Iterator[None]:
-    """Allow registering hooks on the parameter.
-
-    PyTorch refuses them on frozen and lazy parameters, but keeps existing ones.
-    """
+    """Allow registering hooks on frozen and lazy parameters, on which PyTorch refuses them, but keeps existing ones."""
     frozen = not parameter.requires_grad
     with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
         if frozen:

@@ -138,11 +138,7 @@ class SeparateArguments:
         return "global hooks on modules are registered" if _has_any_global_hook() else None
 
     def _store_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> str | None:
-        """Store the results of the second evaluation. Return why this is not possible; None if it is.
-
-        Args:
-            pairs: Each output of the call with the same output of the second evaluation.
-        """
+        """Store pairs of outputs of the call and of the second evaluation. Return why this is not possible; None if it is."""
         paths = {id(alias): path for path, alias in self.aliases.items()}
         returned = {paths.get(id(new)) for old, new in pairs if old is self.tensor}
         if len(returned) > 1 or None in returned:
@@ -150,10 +146,7 @@ class SeparateArguments:
         used = [
             (old, new) for old, new in pairs if old is not self.tensor and old.requires_grad and new.grad_fn is not None
         ]
-        self.gradients.aliases = self.aliases
-        self.gradients.outputs = [new for _, new in used]
-        self.gradients.returned = next(iter(returned), None)
-        self.gradients.receive_from([old for old, _ in used])
+        self.gradients.receive_from(used, self.aliases, next(iter(returned), None))
         return None
 
     def _run(self, module: nn.Module, arguments: dict[str, Any]) -> Any:

@@ -31,8 +31,6 @@ class SeparateGradients:
 
     Attributes:
         aliases: The separate arguments of the second evaluation, by path. Empty if it was not possible.
-        outputs: The outputs of the second evaluation.
-        returned: The path of the alias that the module returns. None if it returns no alias.
         precision: The type with the lowest precision in the computation.
     """
 
@@ -50,9 +48,19 @@ class SeparateGradients:
         self._received: dict[int, dict[int, Tensor]] = {}  # by backward pass, and by the index of the output
         self._lock = threading.Lock()  # several threads may run passes through one graph
 
-    def receive_from(self, outputs: Sequence[Tensor]) -> None:
-        """Register hooks on the outputs of the call, which correspond to those of the second evaluation."""
-        for i, tensor in enumerate(outputs):
+    def receive_from(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], aliases: dict[str, Tensor], returned: str | None
+    ) -> None:
+        """Register hooks on the outputs of the call.
+
+        Args:
+            pairs: Each output of the call with the same output of the second evaluation.
+            aliases: The separate arguments, by path.
+            returned: The path of the alias that the module returns. None if it returns no alias.
+        """
+        self.aliases, self.returned = aliases, returned
+        self.outputs = [new for _, new in pairs]
+        for i, (tensor, _) in enumerate(pairs):
             node, at = edge_of(tensor)
             if tensor._base is not None or tensor.is_leaf:
                 TensorGradientHook(tensor, partial(self._receive, i)).finish_registration()
@@ -84,14 +92,7 @@ class SeparateGradients:
                 hook(parts[path])
 
     def _parts(self, total: Tensor | None) -> dict[str, Tensor] | None:
-        """Return the gradients of the aliases that have one.
-
-        Args:
-            total: The expected sum of these gradients. None if no gradient is expected.
-
-        Returns:
-            The gradients by path. None if their sum differs, or if they cannot be computed.
-        """
+        """Return the gradients of the aliases by path; None if they cannot be computed, or their sum is not `total`."""
         received = self._received.pop(graph_task(), {})
         given = [(self.outputs[i], of_output) for i, of_output in received.items()]
         if total is None or not given:
@@ -166,10 +167,7 @@ def are_close(actual: Tensor, expected: Tensor, terms: Sequence[Tensor], precisi
 
 
 def _sizes(tensor: Tensor) -> Tensor:
-    """Return the size of each element for a comparison: its largest neighbour along the other dimensions.
-
-    Elements of an outlier channel, which can be 1e6 times as large, are compared only with each other.
-    """
+    """Return the largest neighbour of each element along the other dimensions: outlier channels are 1e6 times as large."""
     magnitudes = tensor.nan_to_num(0, 0, 0).abs()
     if not tensor.numel():
         return magnitudes

@@ -128,9 +128,7 @@ class InputGradients:
         """Register hooks for all input tensors. Return the input with which to call the module.
 
         Args:
-            module: The module.
-            value: Its arguments; see `join_arguments`.
-            positional: The number of positional arguments.
+            module, value, positional: See `Inputs`.
             call: The call.
         """
         groups, joins = gradient_groups(self.contribution_hooks, value)
@@ -194,10 +192,7 @@ class InputGradients:
     def _add_contribution(
         self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
     ) -> None:
-        """Collect the contribution of the module to the gradient of a tensor, and register a hook that does not change the graph.
-
-        The contribution is complete when the hook is called.
-        """
+        """Collect the contribution of the module to the gradient of a tensor, and register a hook, which gets it complete."""
         pending.register(self.leaf_hooks, tensor, hook)
         pending.add_contribution(contribution, tensor)
 
