@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,27 +29,21 @@ from .module_copies import copy_arguments, copy_modules
 from .separate_gradients import SeparateGradients, are_close, describe_error, without_side_effects
 
 
-class RandomStates(NamedTuple):
-    """The states of the global random generators."""
+def save_random_states() -> Callable[[], None]:
+    """Return a function that restores the current states of the global random generators."""
+    restorations: list[Callable[[], object]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.cuda.is_initialized():
+        restorations.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
 
-    python: Any
-    numpy: Any
-    torch: Tensor
-    cuda: list[Tensor]
+    def restore() -> None:
+        for each in restorations:
+            each()
 
-    @classmethod
-    def now(cls) -> RandomStates:
-        """Return the current states."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
-
-    def restore(self) -> None:
-        """Set the states."""
-        random.setstate(self.python)
-        np.random.set_state(self.numpy)
-        torch.set_rng_state(self.torch)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+    return restore
 
 
 class Inputs(NamedTuple):
@@ -95,7 +90,7 @@ class SeparateArguments:
         except Exception as error:  # from the objects of users
             self.obstacle = f"it cannot be copied: {describe_error(error)}"
         self.versions = versions_of(each for each in given.values() if each.requires_grad)
-        self.random_states = RandomStates.now()
+        self.restore_random_states = save_random_states()
         gradients.precision = _precision(inputs.module, tensor.device)
 
     def _argument(self, path: str, tensor: Tensor) -> Tensor:
@@ -156,7 +151,7 @@ class SeparateArguments:
             lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda tensor: tensor
         )
         with without_side_effects(), as_they_are, torch._C.DisableTorchFunction():
-            self.random_states.restore()
+            self.restore_random_states()
             return module(*args, **kwargs)
 
 
