@@ -99,16 +99,13 @@ class SeparateArguments:
             return self.aliases[path]
         return tensor.detach() if tensor.requires_grad else tensor.clone()
 
-    def evaluate(self, output: Any, stored: StoredTensors) -> str | None:
-        """Evaluate the module again, after it has run. Return why this is not possible; None if it is.
-
-        Args:
-            output: The output of the module.
-            stored: The tensors that the module stores.
-        """
-        obstacle = self.obstacle or self._obstacle()
+    def evaluate(self, output: Any, stored: StoredTensors) -> None:
+        """Evaluate the module again, after it has run with this output. Count misses if this is not possible."""
+        obstacle = self.obstacle or self._obstacle() or self._evaluate(output, stored)
         if obstacle is not None:
-            return obstacle
+            self.gradients.count_misses(obstacle)
+
+    def _evaluate(self, output: Any, stored: StoredTensors) -> str | None:
         outputs = [tensor for _, tensor in iter_tensors(output)]
         try:
             again = [tensor for _, tensor in iter_tensors(self._run(self.copies[self.module], self.arguments))]

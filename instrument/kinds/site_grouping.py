@@ -72,7 +72,7 @@ def group_sites(
         elif group_type in (BoundaryHooks, StepHooks, OptimizerStateDictHooks):
             for optimizer in optimizers:
                 yield group_type(optimizer, optimizers, sites, clock, steps_by_loop=steps_by_loop)
-        elif group_type in (GradientHooks, LossHooks):
+        elif group_type in (GradientHooks, LossHooks, StateDictHooks):
             yield group_type(sites, clock)
         else:
             yield group_type(module, sites, clock)

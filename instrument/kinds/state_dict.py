@@ -7,7 +7,6 @@ are recorded, but not changed by interventions: a run resumes from the live valu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
-from .clock import Clock
 from .hook_group_interface import InertWhenCopied
 from .optimizer_owners import OptimizerHooks
 from .reasons import CHECKPOINT, NO_STATE
@@ -53,13 +51,9 @@ class _HooksOfKinds(InertWhenCopied):
 class StateDictHooks(_HooksOfKinds):
     """The sites of the four state-dict kinds with role `entry` at one module."""
 
-    def __init__(self, module: nn.Module, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        super().__init__(attached_hooks, clock)
-        self.module = module
-
     def attach(self) -> None:
         """Register the hooks."""
-        self.register(self.module)
+        self.register(self.attached_hooks[0].site.layer.module)
 
     def on_values(self, kind: str, module: nn.Module, *rest: Any) -> None:  # noqa: ARG002
         """The hook before a state dict is created, or after one was loaded: the values of the module."""

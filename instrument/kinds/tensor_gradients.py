@@ -87,9 +87,7 @@ class PendingInputGradients:
             stored = self.stored()
             self._find_contributions(output, stored())
             for arguments in self.repeated:
-                obstacle = arguments.evaluate(output, stored)
-                if obstacle is not None:
-                    arguments.gradients.count_misses(obstacle)
+                arguments.evaluate(output, stored)
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
