@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -209,8 +210,6 @@ def gradient_hook(
     clock: Clock,
     fired: set[AttachedHook],
     value: Tensor | None = None,
-    *,
-    first_pass: int = 0,
 ) -> Hook:
     """Return the hook to register on a tensor, which calls several sites.
 
@@ -221,42 +220,52 @@ def gradient_hook(
         clock: The clock of the probe.
         fired: Receives the sites when they fire for the first time. Those in it are not counted again.
         value: A copy of the tensor, if a site needs it.
-        first_pass: The index of the next gradient, from 0.
     """
-    # The hook does not refer to the call, which may refer to tensors of the graph.
-    index, recompute, origin, passes = call.index, call.is_recomputed, call.origin, count(first_pass)
+    return partial(
+        _on_gradient, attached_hooks, path, call.index, call.is_recomputed, call.origin, clock, fired, value, count()
+    )
 
-    def on_gradient(gradient: Tensor | None) -> Tensor | None:
-        # The gradient is None if an operation has several outputs and this one is unused.
-        if clock.closed or gradient is None:
-            return None
-        firing, new = firing_of(index, next(passes), recompute, origin), gradient
-        for attached in attached_hooks:
-            if attached not in fired:
-                fired.add(attached)
-                attached.firings += 1
-            changed = None if attached.direct is None else attached.direct(new, path, firing)
-            new = attached.fire(new, path, firing, value=value) if changed is None else changed
-        return None if new is gradient else new
 
-    return on_gradient
+def _on_gradient(  # noqa: PLR0917
+    attached_hooks: Sequence[AttachedHook],
+    path: str,
+    index: int,
+    recompute: bool,
+    origin: int,
+    clock: Clock,
+    fired: set[AttachedHook],
+    value: Tensor | None,
+    passes: Iterator[int],
+    gradient: Tensor | None,
+) -> Tensor | None:
+    """The hook of `gradient_hook`. It does not refer to the call, which may refer to tensors of the graph."""
+    # The gradient is None if an operation has several outputs and this one is unused.
+    if clock.closed or gradient is None:
+        return None
+    firing, new = firing_of(index, next(passes), recompute, origin), gradient
+    for attached in attached_hooks:
+        if attached not in fired:
+            fired.add(attached)
+            attached.firings += 1
+        changed = None if attached.direct is None else attached.direct(new, path, firing)
+        new = attached.fire(new, path, firing, value=value) if changed is None else changed
+    return None if new is gradient else new
 
 
 def finish_gradient(
-    attached_hooks: Sequence[AttachedHook], clock: Clock, done: int, index: int, backward: int, gradient: Tensor
+    attached_hooks: Sequence[AttachedHook], clock: Clock, done: int, call: int, backward: int, gradient: Tensor
 ) -> Tensor | None:
     """Run those hooks on the gradient of an output that `PlainCalls` has not run; see `gradient_hook`.
 
     Args:
         attached_hooks, clock: See `gradient_hook`.
         done: How many of the sites have recorded the gradient.
-        index: The index of the call.
+        call: The index of the call.
         backward: The index of the gradient, from 0. Firings of later ones are not counted.
         gradient: The gradient.
     """
     fired = set(attached_hooks if backward else ())
-    call = Call(index, index, clock.micro_step_index)
-    return gradient_hook(attached_hooks[done:], "", call, clock, fired, first_pass=backward)(gradient)
+    return _on_gradient(attached_hooks[done:], "", call, False, call, clock, fired, None, count(backward), gradient)
 
 
 def gradient_groups(

@@ -50,7 +50,7 @@ class TensorGradientHook:
         if base is None or (is_private and not self.is_modified):
             self.detached = None
         else:
-            base.register(self.hook, when=self.is_disconnected)
+            _hook_node(base, self.hook, self.is_disconnected)
 
     @property
     def is_modified(self) -> bool:
@@ -132,30 +132,30 @@ class ViewBase(NamedTuple):
         """The region that the view covers."""
         return ViewRegion.of(self.view, self.base)
 
-    def register(self, hook: Hook, when: Callable[[], bool]) -> None:
-        """Register a hook on the view's part of the gradient at the base.
 
-        It runs and can change the gradient if `when` is true, which is rare: only then, it computes the region.
-        """
-        _, output, base, view = self  # the hook must not refer to the node
+def _hook_node(base: tuple[Any, int, Tensor, Tensor], hook: Hook, when: Callable[[], bool]) -> None:
+    """Register a hook on the view's part of the gradient at a `ViewBase`. It runs and can change the gradient if `when` is true."""
+    node, output, base_tensor, view = base
 
-        def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-            gradient = gradients[output]
-            if gradient is None or not when():
-                return None
-            region = ViewRegion.of(view, base)
-            if (new := hook(region.extract(gradient))) is None:
-                return None
-            return (*gradients[:output], region.insert(gradient, new), *gradients[output + 1 :])
+    def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        gradient = gradients[output]
+        if gradient is None or not when():
+            return None
+        region = ViewRegion.of(view, base_tensor)  # rarely needed, and therefore computed here
+        if (new := hook(region.extract(gradient))) is None:
+            return None
+        return (*gradients[:output], region.insert(gradient, new), *gradients[output + 1 :])
 
-        self.node.register_prehook(before_node)
+    node.register_prehook(before_node)
 
 
 def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
     """Register the gradient hook of a view also at its base, where it runs if the view is modified in place."""
-    if (base := ViewBase.of(view)) is not None:
-        detached, version = base.view, view._version
-        base.register(hook, when=lambda: detached._version != version and hook.task != graph_task())
+    base = view._base
+    if base is not None and (node := base.grad_fn) is not None and base.dtype == view.dtype:
+        detached, version = view.detach(), view._version
+        place = node, base.output_nr, base.detach(), detached
+        _hook_node(place, hook, lambda: detached._version != version and hook.task != graph_task())
 
 
 class Graph:
