@@ -29,18 +29,18 @@ from scale import LOCATIONS, STATS, rows_of
 from torch import nn
 
 import instrument
+from instrument.commands.watch import OPENING_SECONDS
 from instrument.live.live_run import LiveRun
 from instrument.live.pages import LivePage
 from instrument.live.terminal import frame
 from instrument.sinks.parts import Part, in_order, new_part
-from instrument.watch import OPENING_SECONDS
 
 STEPS_PER_PART = 1_200  # 120,000 rows: a journal of 32 MB
 MORE_STEPS = 10
 BLOCK = 20
 OPEN = """
 import sys
-from instrument.watch import OPENING_SECONDS, open_view
+from instrument.commands.watch import OPENING_SECONDS, open_view
 view = open_view(sys.argv[1])
 view.refresh(OPENING_SECONDS)
 view.frame(50)

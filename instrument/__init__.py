@@ -38,9 +38,12 @@ if TYPE_CHECKING:
     from .stats.sums import statistic
     from .tasks import CountsTerms, Outcome, SelectsTargets, Task
 
+# `python -m instrument.export` runs commands/export.py. The modules there import others by their full names for this reason.
+__path__.append(f"{__path__[0]}/commands")
+
 # `python -m instrument.report` imports this package before the module of the command; its name follows `-m`.
 if sys.argv[:1] == ["-m"] and f"{sys.orig_argv[-len(sys.argv)]}.".startswith(f"{__name__}."):
-    from .cli.interrupts import handle_interrupts
+    from .commands.interrupts import handle_interrupts
 
     handle_interrupts()
 
@@ -104,12 +107,13 @@ _LAZY = {
     "Sum": ".spec.statistics",
     "Task": ".tasks",
     "attach": ".integrations.attach",
+    "diff": ".comparison.compare",
     "load": ".analysis.load",
     "observe": ".integrations.observe",
     "statistic": ".stats.sums",
 }
-# Available as attributes, as in instrument.plot.heatmap(run). The module `diff` is also a function.
-_PACKAGES = ("analysis", "diff", "errors", "plot", "report")
+# Available as attributes, as in instrument.plot.heatmap(run).
+_PACKAGES = ("analysis", "errors", "plot", "report")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,18 @@
-"""`instrument VERB`, and `python -m instrument`: train a model with hooks. The exit codes are those of `instrument.cli.command`."""
+"""`instrument VERB`, and `python -m instrument`: train a model with hooks. The exit codes are those of `instrument.commands.hydra_main`."""
 
 from __future__ import annotations
 
-from .cli.interrupts import handle_interrupts
+from .commands.interrupts import handle_interrupts
 
 
 def main() -> None:
     """Run the command line and end the process."""
     handle_interrupts()
-    from .verbs import run_verb
+    from .commands.verbs import run_verb
 
     run_verb()
-    from .cli.command import command
-    from .cli.job import job
+    from .commands.hydra_main import command
+    from .commands.job import job
 
     command(job)
 

@@ -59,10 +59,7 @@ def _field_names(value: Any) -> Sequence[str]:
 def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and the value of each leaf, in order. A leaf that occurs several times has several paths.
 
-    Args:
-        value: A leaf, a container or any other value.
-        is_leaf: Whether a value is a leaf. Other values without entries are skipped.
-        path: The path of `value` itself.
+    Other values without entries are skipped.
     """
     known: dict[int, Any] = {}  # contains the containers, so that no other object gets their `id`
     waiting = [(path, value)]
@@ -70,23 +67,15 @@ def leaves(value: Any, is_leaf: Callable[[Any], bool], path: str = "") -> Iterat
         path, value = waiting.pop()
         if is_leaf(value):
             yield path, value
-        elif id(value) not in known and (found := entries(value)):
+        elif id(value) not in known and (children := entries(value)):
             known[id(value)] = value
             prefix = f"{path}." if path else ""
-            waiting += [(f"{prefix}{key}", child) for key, child in reversed(found)]
+            waiting += [(f"{prefix}{key}", child) for key, child in reversed(children)]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Container:
-    """A container that is visited.
-
-    Attributes:
-        value: The container.
-        entries: Its entries.
-        parents: The containers that contain it.
-        replaced: The new leaves, by the index of their entry.
-        new: The container that replaces it.
-    """
+    """A container that is visited, with its new leaves by the index of their entry, and the container that replaces it."""
 
     value: Any
     entries: Sequence[tuple[Any, Any]]
@@ -114,10 +103,8 @@ def map_leaves(
     """Return a value with each leaf replaced by `change(path, leaf)`. Repeated and cyclic references are kept.
 
     Args:
-        value: A leaf, a container or any other value.
         change: Takes the path and the leaf, in the order of `leaves`. It returns the same object to keep a leaf.
         is_leaf: See `leaves`.
-        path: The path of `value` itself.
         in_place: Values whose containers other code reads: those are changed in place, unless they are read-only.
 
     Returns:
@@ -139,11 +126,13 @@ def map_leaves(
             continue
         container = known.get(id(child))
         if container is None:
-            if not (found := entries(child)):
+            if not (children := entries(child)):
                 continue
-            container = known[id(child)] = _Container(child, found)
+            container = known[id(child)] = _Container(child, children)
             prefix = f"{path}." if path else ""
-            waiting += [(f"{prefix}{found[i][0]}", found[i][1], container, i) for i in reversed(range(len(found)))]
+            waiting += [
+                (f"{prefix}{children[i][0]}", children[i][1], container, i) for i in reversed(range(len(children)))
+            ]
         if user is not None:
             container.parents.append(user)
     if changed:
@@ -182,15 +171,15 @@ def _replace(known: Mapping[int, _Container], changed: Sequence[_Container], in_
 
 def _containers_in(value: Any) -> set[int]:
     """Return the `id` of each container in a value."""
-    found: set[int] = set()
+    ids: set[int] = set()
 
     def note(child: Any) -> bool:
-        found.add(id(child))
+        ids.add(id(child))
         return False
 
     for _ in leaves(value, note):
         pass
-    return found
+    return ids
 
 
 def _new_children(container: _Container, known: Mapping[int, _Container]) -> Iterator[Any]:
@@ -254,13 +243,7 @@ def _write(container: Any, key: Any, child: Any) -> None:
 
 
 class CopiedContainer(NamedTuple):
-    """A container that a module gets instead of the original.
-
-    Attributes:
-        original: The original.
-        copy: The copy.
-        contents: What the copy contains before the module runs.
-    """
+    """A container that a module gets instead of the original, and what the copy contains before the module runs."""
 
     original: Any
     copy: Any
@@ -268,13 +251,8 @@ class CopiedContainer(NamedTuple):
 
 
 def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> list[CopiedContainer]:
-    """Return the containers in arguments that `map_leaves` copied, without tuples and read-only mappings.
-
-    Args:
-        original: The arguments.
-        new: The result of `map_leaves`.
-    """
-    found: dict[int, CopiedContainer] = {}
+    """Return the containers in arguments that `map_leaves` copied, without tuples and read-only mappings."""
+    copies: dict[int, CopiedContainer] = {}
     visited: set[int] = set()
     waiting = [(old, new[name]) for name, old in original.items()]
     while waiting:
@@ -284,8 +262,8 @@ def copied_containers(original: Mapping[str, Any], new: Mapping[str, Any]) -> li
         visited.add(id(copied))
         waiting += [(child, new) for (_, child), (_, new) in zip(entries(old), entries(copied), strict=True)]
         if is_modifiable(old):
-            found[id(copied)] = CopiedContainer(old, copied, _contents(copied))
-    return [*found.values()]
+            copies[id(copied)] = CopiedContainer(old, copied, _contents(copied))
+    return [*copies.values()]
 
 
 def _contents(container: Any) -> dict[Hashable, Any]:

@@ -36,12 +36,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 class Shards(NamedTuple):
-    """How the shards of several processes form a tensor.
-
-    Attributes:
-        dims: The dimensions along which it is sharded; empty if it is not.
-        largest: The shape of the largest shard.
-    """
+    """How shards form a tensor: the dimensions along which it is sharded, if any, and the shape of the largest shard."""
 
     dims: tuple[int, ...] = ()
     largest: tuple[int, ...] = ()

@@ -37,16 +37,7 @@ __all__ = [
 
 
 def similar_names(word: str, options: Iterable[str], *, limit: int = 3) -> list[str]:
-    """Return the options that are most similar to `word`, best first.
-
-    Args:
-        word: The word to look up.
-        options: The allowed words.
-        limit: The maximum number of results.
-
-    Returns:
-        Similar options; options that differ only in letter case come first.
-    """
+    """Return the options that are most similar to `word`, best first. Those that differ only in case come first."""
     names = list(dict.fromkeys(options))
     folded = [name for name in names if name.lower() == word.lower()]
     close = difflib.get_close_matches(word, names, n=limit, cutoff=0.5)
@@ -58,11 +49,7 @@ _NOT_USER_CODE = (os.path.dirname(os.path.abspath(__file__)) + os.sep, sysconfig
 
 
 def user_code_location(error: BaseException) -> str:
-    """Return the location in the user's code where an error was raised.
-
-    Returns:
-        Text such as ` (in model.py:12, forward)`; empty if no frame of the traceback is in the user's code.
-    """
+    """Return where in the user's code an error was raised, such as ` (in model.py:12, forward)`; empty if it was elsewhere."""
     user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -77,12 +77,7 @@ def run_outside_of_graphs(hook: Callable[..., Any]) -> None:
 
 
 def _skip(function: Callable[..., Any], *, with_calls: bool = False) -> None:
-    """Let the compiler run a function as plain Python, like `torch._dynamo.eval_frame.skip_code`, which would import it.
-
-    Args:
-        function: A Python function.
-        with_calls: Whether the functions that it calls run as plain Python too.
-    """
+    """Let the compiler run a function as plain Python, like `torch._dynamo.eval_frame.skip_code`, which would import it."""
     code = cast(FunctionType, function).__code__
     if hasattr(eval_frame, "skip_code"):  # before PyTorch 2.7
         eval_frame.skip_code(code)

@@ -39,7 +39,6 @@ def map_tensors(value: Any, fn: Callable[[str, Tensor], Tensor], path: str = "",
         value: A tensor, or tensors in tuples, lists, mappings, dataclasses and similar objects; see
             `instrument.containers.entries`.
         fn: Takes the path and the tensor, and returns the new tensor.
-        path: The path of `value` itself.
         in_place: Values whose containers other code reads. They are changed in place where they allow it.
     """
     return map_leaves(value, fn, _is_tensor, path, in_place=in_place)
@@ -78,8 +77,8 @@ def split_arguments(joined: Mapping[str, Any], positional: int) -> tuple[tuple[A
 
 def shapes(value: Any) -> str:
     """Return the shapes of the tensors of a nested value for messages, such as `[64, 1, 28, 28]`."""
-    found = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]
-    return ", ".join(found) if found else type(value).__name__
+    texts = [str([*shape_of(tensor)]) for _, tensor in iter_tensors(value)]
+    return ", ".join(texts) if texts else type(value).__name__
 
 
 def structure(value: Any) -> str:
@@ -90,15 +89,15 @@ def structure(value: Any) -> str:
 def _structure(value: Any, visited: set[int]) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {[*shape_of(value)]}"
-    found = entries(value)[: MAX_ENTRIES + 1]
-    if not found and not isinstance(value, Mapping | tuple | list):
+    items = entries(value)[: MAX_ENTRIES + 1]
+    if not items and not isinstance(value, Mapping | tuple | list):
         return type(value).__name__
     if id(value) in visited or len(visited) >= MAX_CONTAINERS:
         return "..."
     visited.add(id(value))
-    children = [(key, _structure(child, visited)) for key, child in found[:MAX_ENTRIES]]
+    children = [(key, _structure(child, visited)) for key, child in items[:MAX_ENTRIES]]
     texts = [text for _, text in children]
-    more = ["..."] * (len(found) > MAX_ENTRIES)
+    more = ["..."] * (len(items) > MAX_ENTRIES)
     if isinstance(value, Mapping):
         return f"{{{', '.join([f'{str(key)!r}: {text}' for key, text in children] + more)}}}"
     if isinstance(value, list):
@@ -132,20 +131,15 @@ def number_of_samples(batch: Any) -> int:
     counts = {count for _, count in sizes}
     if len(counts) == 1:
         return counts.pop()
-    if counts:
-        message = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous"
-        given = ", ".join(description for description, _ in sizes)
-    else:
-        message = "a batch contains no tensor with a dimension 0, so its number of samples is unknown"
-        given = type(batch).__name__
-    raise ConfigError(
-        Problem(
-            "data.dataset",
-            f"{message}: {given}",
-            allowed="tensors [samples, ...] with the same number of samples",
-            fix="pass values that all samples share as numbers, zero-dimensional tensors, or arguments of the task",
-        )
+    message = (
+        f"a batch contains no tensor with a dimension 0, so its number of samples is unknown: {type(batch).__name__}"
     )
+    if counts:
+        message = "the tensors of a batch differ in dimension 0, so its number of samples is ambiguous: "
+        message += ", ".join(description for description, _ in sizes)
+    allowed = "tensors [samples, ...] with the same number of samples"
+    fix = "pass values that all samples share as numbers, zero-dimensional tensors, or arguments of the task"
+    raise ConfigError(Problem("data.dataset", message, allowed=allowed, fix=fix))
 
 
 def _sizes(batch: Any) -> Iterator[tuple[str, int]]:

@@ -71,10 +71,6 @@ class Registry(Mapping[str, T]):
     def find(self, name: str, where: str) -> T:
         """Return the entry of a name that a user gave.
 
-        Args:
-            name: The name.
-            where: Its configuration key or argument, for messages.
-
         Raises:
             ConfigError: There is no such entry, or its entry point cannot be loaded.
         """

@@ -27,12 +27,7 @@ def as_coo(tensor: Tensor) -> Tensor:
 
 
 def replace_values(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return a sparse tensor with other stored values.
-
-    Args:
-        tensor: A result of `coalesce`.
-        values: The values, with the shape of `tensor.values()`.
-    """
+    """Return a result of `coalesce` with other stored values of the same shape."""
     if tensor.layout == torch.sparse_coo:
         return torch.sparse_coo_tensor(
             tensor.indices(), values, tensor.shape, is_coalesced=True, check_invariants=False
@@ -64,6 +59,6 @@ def first_elements(tensor: Tensor, count: int) -> Tensor:
     starts *= size
     is_first = starts < count
     places = starts[is_first, None] + torch.arange(size, device=tensor.device)
-    found = values.new_zeros(count + size)
-    found[places.reshape(-1)] = values[is_first].reshape(-1)
-    return found[:count]
+    elements = values.new_zeros(count + size)
+    elements[places.reshape(-1)] = values[is_first].reshape(-1)
+    return elements[:count]

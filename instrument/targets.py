@@ -12,15 +12,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
 from .errors import ConfigError, Problem, similar_names
-from .spec.field_types import Target
+from .spec.field_types import Target, nested_values
 
 
 def locate(path: str, where: str) -> Any:
-    """Import the callable of a dotted path.
-
-    Args:
-        path: The dotted path.
-        where: Its configuration key, for messages.
+    """Import the callable of a dotted path. `where` is its configuration key, here and below.
 
     Raises:
         ConfigError: The path does not exist, its import fails, Hydra's policy forbids it, or it is not callable.
@@ -38,10 +34,6 @@ def argument_names(path: str, where: str) -> frozenset[str]:
     """Return the parameter names of a target; empty for a built-in function without a signature.
 
     The constructor of a class that takes `**kwargs` passes them to that of its base class, whose parameters count too.
-
-    Args:
-        path: The dotted path.
-        where: Its configuration key, for messages.
 
     Raises:
         ConfigError: As for `locate`.
@@ -65,22 +57,15 @@ def argument_names(path: str, where: str) -> frozenset[str]:
 
 
 def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
-    """Call a target with its arguments; nested `_target_`s are built first.
-
-    Args:
-        target: The target to call.
-        where: Its configuration key, for messages.
-        positional: Positional arguments that the caller adds in front.
-        given: Keyword arguments that the caller adds.
-
-    Returns:
-        The result of the call.
+    """Call a target with its arguments and those of the caller; nested `_target_`s are built first.
 
     Raises:
         ConfigError: The target does not exist, or the call fails.
     """
     locate(target.target, where)
-    _locate_within(target.model_extra, where)
+    for key, value in nested_values(target.model_extra, where):  # so that an error is reported at its own key
+        if isinstance(value, dict) and isinstance(path := value.get("_target_"), str):
+            locate(path, f"{key}._target_")
     try:
         return instantiate(target.to_config(), *positional, **given, _convert_="all")
     except (InstantiationException, SystemExit) as error:
@@ -93,10 +78,6 @@ def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
 def build_callable(target: Target, where: str) -> Callable[..., Any]:
     """Return the function of a target with its arguments bound, or the instance if the target is a class.
 
-    Args:
-        target: A function, or a class with instances that can be called.
-        where: Its configuration key, for messages.
-
     Raises:
         ConfigError: The target does not exist, its construction fails, or its instances cannot be called.
     """
@@ -105,18 +86,6 @@ def build_callable(target: Target, where: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(found).__name__))
     return found  # type: ignore[no-any-return]
-
-
-def _locate_within(value: Any, where: str) -> None:
-    """Locate the targets in a target's arguments at any depth, so that errors are reported at their own key."""
-    if isinstance(value, dict):
-        if isinstance(path := value.get("_target_"), str):
-            locate(path, f"{where}._target_")
-        for key, item in value.items():
-            _locate_within(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _locate_within(item, f"{where}[{i}]")
 
 
 def _arguments(target: Target) -> str:
@@ -138,34 +107,19 @@ def _import_problem(path: str, where: str, error: BaseException) -> Problem:
     parts = path.split(".")
     found: Any = None
     for i, part in enumerate(parts):
+        parent, name = ".".join(parts[:i]), ".".join(parts[: i + 1])
         try:
-            found = (
-                getattr(found, part)
-                if i and hasattr(found, part)
-                else importlib.import_module(".".join(parts[: i + 1]))
-            )
+            found = getattr(found, part) if i and hasattr(found, part) else importlib.import_module(name)
         except ModuleNotFoundError as missing:
-            if missing.name not in (".".join(parts[: i + 1]), part) and not (missing.name or "").startswith(parts[0]):
-                return Problem(
-                    where,
-                    f"{'.'.join(parts[: i + 1])} requires the module {missing.name!r}, which is not installed",
-                    given=path,
-                )
-            parent = ".".join(parts[:i])
-            known = dir(found) if i else [module.name for module in pkgutil.iter_modules()]
-            message = (
-                f"{parent} has no {part!r}"
-                if i
-                else f"no module named {part!r}; Python also searches the working directory"
-            )
-            return Problem(
-                where,
-                message,
-                given=path,
-                similar=[f"{parent}.{name}" if parent else name for name in similar_names(part, known)],
-            )
+            if missing.name not in (name, part) and not (missing.name or "").startswith(parts[0]):
+                message = f"{name} requires the module {missing.name!r}, which is not installed"
+                return Problem(where, message, given=path)
+            if i:
+                similar = [f"{parent}.{each}" for each in similar_names(part, dir(found))]
+                return Problem(where, f"{parent} has no {part!r}", given=path, similar=similar)
+            message = f"no module named {part!r}; Python also searches the working directory"
+            similar = similar_names(part, [module.name for module in pkgutil.iter_modules()])
+            return Problem(where, message, given=path, similar=similar)
         except (Exception, SystemExit) as failure:
-            return Problem(
-                where, f"importing {'.'.join(parts[: i + 1])} failed: {type(failure).__name__}: {failure}", given=path
-            )
+            return Problem(where, f"importing {name} failed: {type(failure).__name__}: {failure}", given=path)
     return Problem(where, f"cannot be imported: {error}", given=path)

@@ -207,11 +207,11 @@ def fresh_workers() -> Iterator[None]:
 
 @pytest.fixture
 def few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limit the dry run of a plan to the passes whose rows are kept, without the passes that only measure time."""
+    """Limit the dry run of a plan to a few passes."""
     from instrument.dry_run import profiling
 
-    monkeypatch.setattr(profiling, "MIN_REPEATS", profiling.REPEATS_WITH_ROWS)
-    monkeypatch.setattr(profiling, "MAX_REPEATS", profiling.REPEATS_WITH_ROWS)
+    monkeypatch.setattr(profiling, "MIN_REPEATS", 4)
+    monkeypatch.setattr(profiling, "MAX_REPEATS", 4)
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int
 
 
 def _exit_code_of_replay(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str]) -> int:
-    from instrument.replay import main
+    from instrument.commands.replay import main
 
     return _code_of(main, monkeypatch, ["replay.py", *arguments])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from conftest import REPOSITORY, Answer, replay_in
 
-from instrument.convert import main as convert
+from instrument.commands.convert import main as convert
 
 DOCS = REPOSITORY / "docs"
 PAGES = [

@@ -17,6 +17,7 @@ from conftest import Answer, run_in
 from tiers import tiered
 
 import instrument
+from instrument.commands.verbs import ALL
 
 Cli = Callable[..., Any]
 TABLES = (
@@ -488,7 +489,7 @@ for command in sys.argv[1:]:
     class Interrupted:
         @staticmethod
         def find_spec(name, path=None, target=None):
-            before = "instrument", "instrument.__main__", "instrument.cli", "instrument.cli.interrupts", command
+            before = "instrument", "instrument.__main__", "instrument.commands", "instrument.commands.interrupts", command
             if name.partition(".")[0] not in sys.stdlib_module_names and name not in (*before, command + ".__main__"):
                 raise KeyboardInterrupt
     sys.meta_path.insert(0, Interrupted)
@@ -502,12 +503,9 @@ for command in sys.argv[1:]:
 
 def test_interrupted_import_of_any_command_ends_with_one_line(tmp_path: Path) -> None:
     package = Path(instrument.__file__).parent
-    sources = [*package.glob("*.py"), *package.glob("*/__main__.py")]
-    names = [
-        ".".join(file.relative_to(package.parent).with_suffix("").parts) for file in sources if MAIN in file.read_text()
-    ]
-    commands = ["script", *(name.removesuffix(".__main__") for name in names)]
-    assert {"instrument", "instrument.report", "instrument.export"} < {*commands}
+    modules = [file.stem for file in package.glob("commands/*.py") if MAIN in file.read_text()]
+    commands = ["script", "instrument", *(f"instrument.{module}" for module in (*modules, "report"))]
+    assert {f"instrument.{verb}" for verb in ALL} - {"instrument.run", "instrument.plan"} < {*commands}
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
     done = subprocess.run([sys.executable, script, *commands], capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -19,11 +19,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from page_blocks import PAGES as EXECUTED
 
-from instrument import compact, export, findings, recover, sweep
+from instrument.commands import compact, export, findings, recover, sweep
+from instrument.commands.report import main as report
+from instrument.configuration.hydra_internals import BASIC_SWEEPER
 from instrument.configuration.search_path import config_loader
-from instrument.report.__main__ import main as report
 from instrument.spec.parse import parse_config
-from instrument.sweeps.jobs import BASIC_SWEEPER, expand_sweep
+from instrument.sweeps.jobs import expand_sweep
 from instrument.sweeps.objective import read_objective
 
 Cli = Callable[..., Any]

@@ -13,7 +13,7 @@ import yaml
 from conftest import REPOSITORY
 from tiers import tiered
 
-from instrument.convert import main
+from instrument.commands.convert import main
 
 SOURCES: dict[str, tuple[str, str]] = {
     "nvdlfw": (
@@ -91,7 +91,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, capsys: pytest.Captu
         ("msprobe", '{"task": "tensor", "tensor": []}', "tensor: must be a mapping"),
         ("msprobe", '{"level": "L0", "statistics": {"data_mode": ["up"]}}', "statistics.data_mode: unknown mode"),
         ("msprobe", '{"task": "tensor", "seed": "x"}', "seed: must be a whole number"),
-        ("msprobe", '{"targets": {}, "step_interval": 1.5}', "step_interval: must be a whole number"),
+        ("msprobe", '{"task": "tensor", "seed": 1.5}', "seed: must be a whole number"),
         (
             "nvdlfw",
             "a: {enabled: true, layers: {layer_types: [b]}, LogTensorStats: {tensors_struct: {}}}",

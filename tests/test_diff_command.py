@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from run_folders import write_run
 
-import instrument.diff as diff_command
-from instrument.diff import main
+from instrument.commands import diff as diff_command
+from instrument.commands.diff import main
 
 
 def run(folder: Path, rms: float = 1.0, layers: int = 2) -> str:
@@ -73,7 +73,7 @@ def test_many_layers_are_listed_if_they_differ(
 def test_table_fits_a_narrow_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diff_command, "PIPE_WIDTH", 72)
+    monkeypatch.setattr("instrument.commands.verbs.PIPE_WIDTH", 72)
     main([run(tmp_path / "a"), run(tmp_path / "b", 1.1)])
     table = capsys.readouterr().out.partition("in the order of execution:\n")[2].partition("\n\n")[0]
     names, *rows = table.splitlines()

@@ -15,9 +15,9 @@ import torch
 from tracker_files import history, key, metrics, read_tensorboard, read_wandb, row
 
 import instrument
-from instrument import export
 from instrument.analysis.replay import replay
 from instrument.analysis.run_files import RunFiles
+from instrument.commands import export
 from instrument.pip_extras import pip_command
 from instrument.sinks.memory import MemorySink
 from instrument.sinks.parquet import ParquetSink

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from instrument.plot import PLOTS
+from instrument.report.panels import RUN_PANELS, SWEEP_PANELS
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "instrument"
 
@@ -29,7 +32,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "formatting",
         "lazy_compiler",
         "sparse",
-        "verbs",
     ),
     ("dtensor",),
     ("targets", "stats"),
@@ -47,22 +49,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("configuration", "distributed"),
     ("sweeps", "training"),
     ("dry_run", "live", "verification"),
-    ("cli", "conversion"),
-    (
-        *(
-            "__main__",
-            "compact",
-            "control",
-            "convert",
-            "diff",
-            "export",
-            "findings",
-            "integrations",
-            "recover",
-            "replay",
-        ),
-        *("sweep", "upload", "verify", "watch"),
-    ),
+    ("conversion", "integrations"),
+    ("commands",),
+    ("__main__",),
 )
 # The only allowed imports within a layer: all packages may raise errors.
 ALLOWED_WITHIN_A_LAYER = {
@@ -71,7 +60,6 @@ ALLOWED_WITHIN_A_LAYER = {
     ("registry", "errors"),
     ("spec", "errors"),
     ("spec", "registry"),
-    ("verbs", "errors"),
 }
 LAYER_INDEX = {subpackage: index for index, layer in enumerate(LAYERS) for subpackage in layer}
 
@@ -82,6 +70,8 @@ def files() -> list[Path]:
 
 def subpackage_of(file: Path) -> str:
     """Return the subpackage or top-level module of a file; empty for `instrument/__init__.py`."""
+    if file.name == "__main__.py":  # also that of `python -m instrument.report`
+        return "__main__"
     first = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 
@@ -141,6 +131,26 @@ def test_imports_respect_the_layers() -> None:
     assert wrong == []
 
 
+def test_interpretation_is_imported_by_no_other_analysis() -> None:
+    """Lazy names in `analysis/__init__.py` are the only way to it."""
+    interpretation = {
+        "attention_maps",
+        "class_activation",
+        "intervention_grid",
+        "layer_comparison",
+        "output_projection",
+    }
+    interpretation.add("recorded_layers")
+    others = [file for file in (PACKAGE / "analysis").glob("*.py") if file.stem not in {*interpretation, "__init__"}]
+    imported = {
+        node.module
+        for file in others
+        for node in parsed(file)[1]
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+    }
+    assert not imported & interpretation
+
+
 def test_allowed_imports_within_a_layer_are_still_used() -> None:
     imports = {(subpackage_of(file), other) for file in files() for _, other in imported_subpackages(file)}
     assert imports >= ALLOWED_WITHIN_A_LAYER
@@ -174,6 +184,29 @@ def imported_modules(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+def test_special_plots_and_panels_are_found_in_registries() -> None:
+    """Modules of one kind of analysis, and their plots and panels, are imported only by each other."""
+    special = {
+        *(
+            f"plot.{name}_plot"
+            for name in ("attention", "class_activation", "layer_similarity", "logit_lens", "patching")
+        ),
+        *("report.attention_panel", "report.patching_panel"),
+        *("analysis.attention_maps", "analysis.class_activation", "analysis.intervention_grid"),
+    }
+    modules = {f"instrument.{name}" for name in special}
+    others = [file for package in ("plot", "report", "live") for file in (PACKAGE / package).glob("*.py")]
+    wrong = [
+        f"{file.relative_to(REPOSITORY)} imports {name}"
+        for file in others
+        if ".".join(file.relative_to(PACKAGE).with_suffix("").parts) not in special
+        for name in modules.intersection(imported_modules(file))
+    ]
+    assert wrong == []
+    entries = {*PLOTS.builtin.values(), *RUN_PANELS.builtin.values(), *SWEEP_PANELS.builtin.values()}
+    assert {entry.partition(":")[0] for entry in entries} == {name for name in modules if ".analysis." not in name}
+
+
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
     """Return the modules that import each other, directly or indirectly; an empty list if there are none."""
     left = {name: set(others) for name, others in imports.items()}
@@ -205,10 +238,10 @@ import json, sys
 seen = {}
 import instrument
 seen["package"] = list(sys.modules)
-import instrument.spec.parse, instrument.spec.schema, instrument.recover, instrument.upload
+import instrument.spec.parse, instrument.spec.schema
+from instrument.commands import recover, upload
 seen["folders"] = list(sys.modules)
-import instrument.compact, instrument.control, instrument.convert, instrument.diff, instrument.export, instrument.sweep
-import instrument.report.__main__, instrument.replay, instrument.verify, instrument.watch
+from instrument.commands import compact, completion, control, convert, diff, export, replay, report, sweep, verify, watch
 from instrument.__main__ import main
 seen["commands"] = list(sys.modules)
 try:

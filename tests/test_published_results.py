@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import instrument
 from instrument import MemorySink
 from instrument.capture.probe import Probe
-from instrument.cli.validated_config import read_config
+from instrument.commands.validated_config import read_config
 from instrument.configuration.search_path import config_loader
 from instrument.spec.parse import parse_config
 from instrument.training.experiment import prepare

@@ -15,9 +15,9 @@ from hydra.core.utils import setup_globals
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from instrument import verify
+from instrument.commands import verify
+from instrument.commands.report import main as report
 from instrument.configuration.search_path import config_loader
-from instrument.report.__main__ import main as report
 from instrument.spec.parse import parse_hooks
 
 README = (REPOSITORY / "README.md").read_text()
@@ -57,7 +57,7 @@ def follow(
         wants_mnist = "+exp=mnist" in command and "data=" not in command
         offline = ["data.dataset.download=false"] if wants_mnist and mnist_root is None else []
         if command.startswith("python -m instrument.verify "):
-            monkeypatch.setattr("instrument.cli.command.command", lambda job: verify.main())
+            monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: verify.main())
             command = command.replace("instrument.verify", "instrument", 1)
         return cli(*shlex.split(command.removeprefix("python -m instrument")), *offline)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from conftest import REPOSITORY
 
+from instrument.commands.upload import main
 from instrument.sinks import remote_transfer
-from instrument.upload import main
 
 PAGE = (REPOSITORY / "docs" / "remote.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)

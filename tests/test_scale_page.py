@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from instrument import compact
+from instrument.commands import compact
 from instrument.sinks import compaction, parts
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.tables import TABLES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import instrument
-from instrument.upload import main
+from instrument.commands.upload import main
 
 HOOKS = {"out": {"layers": "**", "kind": "forward", "action": "record"}}
 

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.types import RunMode
 
 import instrument
-from instrument.cli.validated_config import read_config
+from instrument.commands.validated_config import read_config
 from instrument.configuration.search_path import config_loader
 from instrument.spec.config import RunConfig
 from instrument.spec.parse import parse_config

@@ -30,19 +30,12 @@ SampleIds = Tensor | Sequence[int] | Sequence[str]
 
 
 class StepContext(NamedTuple):
-    """The time at which a hook runs.
+    """The time at which a hook runs."""
 
-    Attributes:
-        step: The optimizer step, from 0.
-        micro_step: The index of the micro-step within the step, from 0.
-        epoch: The epoch, from 0.
-        phase: `train`, `forward`, `eval` or `probe`.
-    """
-
-    step: int
-    micro_step: int
-    epoch: int
-    phase: str
+    step: int  # the optimizer step, from 0
+    micro_step: int  # the index of the micro-step within the step, from 0
+    epoch: int  # the epoch, from 0
+    phase: str  # `train`, `forward`, `eval` or `probe`
 
 
 class NotKeptError(LookupError):
@@ -160,12 +153,6 @@ class Context:
         whose tensors differ, it also depends on the rank. The global random state is not used. A recomputed forward
         pass gets the same numbers.
 
-        Args:
-            device: The device of the generator.
-
-        Returns:
-            A seeded generator.
-
         Raises:
             LookupError: The forward pass is recomputed and the index of the call is unknown.
         """
@@ -219,24 +206,20 @@ class Effect:
         return (*self.measures, self.factor, self.held)
 
     def row(self, fetched: Iterator[list[float]] | None = None) -> list[float]:
-        """Return the numbers in the order of `EFFECT`.
-
-        Args:
-            fetched: The `numbers` on the host. Without them, these are NaN.
-        """
+        """Return the numbers in the order of `EFFECT`. `fetched` are the `numbers` on the host; without them, these are NaN."""
         if fetched is None and self.numbers:
             return [math.nan] * len(EFFECT)
-        found: list[float] = [self.numel]
+        numbers: list[float] = [self.numel]
         for number in self._given:
             if isinstance(number, Measured):
                 assert fetched is not None, "the sums are on a device"
                 sums = on_host([number], np.array([next(fetched)]))
-                found.append(float(Measured(sums[0]).statistic("l2")))
+                numbers.append(float(Measured(sums[0]).statistic("l2")))
             elif isinstance(number, Tensor) and fetched is not None:
-                found += next(fetched)
+                numbers += next(fetched)
             else:
-                found.append(math.nan if number is None else float(number))
-        return found
+                numbers.append(math.nan if number is None else float(number))
+        return numbers
 
 
 class Effects(Protocol):
@@ -260,25 +243,10 @@ class Rows(Effects, Protocol):
         measured: Measured,
         custom: Mapping[str, float | Tensor | None],
     ) -> None:
-        """Add the statistics of one tensor.
-
-        Args:
-            context: The call.
-            shape: The shape of the tensor.
-            names: The names of the statistics: built-in ones in column order, then custom ones.
-            measured: Its sums.
-            custom: The custom statistics: numbers, or scalars on a device.
-        """
+        """Add the statistics of one tensor: built-in ones in column order, then custom ones, which may be scalars on a device."""
 
     def slab_of(self, context: Context) -> Slab | None:
-        """Return the slab for the statistics of plain tensors of a site.
-
-        Args:
-            context: Any call of the site. Its moment is ignored.
-
-        Returns:
-            The slab. None if another process writes the same rows, or without the compiled kernel.
-        """
+        """Return the slab for plain tensors of a site; None if another process writes its rows, or without the kernel."""
 
     def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
         """Return the slot of the rows of a call, for `slab_of` and `record_plain_effect`.
@@ -291,13 +259,9 @@ class Rows(Effects, Protocol):
         """
 
     def set_scale(self, scale: Tensor) -> bool:
-        """Set the scale by which scaled rows of this step are divided. Call it before each of them.
+        """Set the scale by which scaled rows of this step are divided: always the same tensor. Call it before each of them.
 
-        Args:
-            scale: The scale of the gradient scaler: always the same tensor, which the scaler changes in place.
-
-        Returns:
-            Whether the rows of this step so far have the same scale. If not, the row has to be measured without the scale.
+        Return whether the rows of this step so far have the same scale. If not, the row has to be measured without it.
         """
 
     def batched_launch(self) -> AbstractContextManager[None]:
@@ -324,7 +288,6 @@ class Rows(Effects, Protocol):
         """Add this process's part of the statistics of such a tensor.
 
         Args:
-            context: The call.
             names: The statistics to compute from all parts; see `instrument.stats.sums`.
             part: The sums of the part.
             dead: Which units are dead, bool [units]; None if not requested, or if no two parts have the same units.
@@ -346,24 +309,11 @@ class Rows(Effects, Protocol):
     def add_tensor(
         self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
     ) -> None:
-        """Add a copy of a tensor.
-
-        It is copied before this returns, since the tensor may be modified in place afterwards.
-
-        Args:
-            context: The call.
-            source_shape: The shape of the complete tensor.
-            tensor: The tensor, or a part of it.
-            dtype: The dtype of the copy; None keeps the tensor's dtype.
-        """
+        """Copy a tensor, or a part of one with `source_shape`, before this returns: it may be modified in place afterwards."""
 
 
 class Archive:
-    """Provides the recorded tensors of other runs. This one, of a probe that was created without an archive, has none.
-
-    Attributes:
-        memo: What was computed from recorded tensors, so that it is computed only once.
-    """
+    """Provides the recorded tensors of other runs. This one, of a probe that was created without an archive, has none."""
 
     def __init__(self) -> None:
         self.memo: dict[Hashable, Tensor] = {}
@@ -371,14 +321,8 @@ class Archive:
     def open(self, run: str, hook: str | None, where: str, *, field: str = "run") -> None:  # noqa: ARG002
         """Check that a run exists and contains tensors of a hook.
 
-        Args:
-            run: The folder of the run.
-            hook: The name of the record hook; None for any.
-            where: The config key of the spec, for messages.
-            field: The field of the spec that names the run.
-
         Raises:
-            ConfigError: The run or its tensors cannot be found.
+            ConfigError: The run or its tensors do not exist.
         """
         message = "this probe was created without an archive of other runs"
         raise ConfigError(Problem(f"{where}.{field}", message, given=run))
@@ -387,10 +331,7 @@ class Archive:
         """Return the tensor that was recorded for the same layer, role, path, call and batch.
 
         Args:
-            run: The folder of the run.
-            hook: The name of the record hook; None for any.
             step: The step at which the tensor was recorded; None for the step of `context`.
-            context: The call that uses the tensor.
             pinned: Whether the tensor is in pinned memory, from which a GPU copies.
 
         Returns:
@@ -405,8 +346,6 @@ class Archive:
         """Return what was recorded for the samples of the current batch, in any batch of the same layer, role, path and call.
 
         Args:
-            run: The folder of an opened run.
-            hook: The name of the record hook; None for any.
             step: The step at which it was recorded; None for any.
             context: The call that uses the values. Its `ids` name the samples.
 
@@ -422,31 +361,18 @@ class Archive:
     def tensors_at(self, run: str, hook: str | None, layer: str, context: Context, *, where: str) -> Iterator[Tensor]:
         """Yield all tensors that were recorded at a layer, with the role and the path of a call.
 
-        Args:
-            run: The folder of an opened run.
-            hook: The name of the record hook; None for any.
-            layer: The name of the layer.
-            context: The call.
-            where: The config key of the run, for messages.
-
         Raises:
             ConfigError: There are none, or several hooks recorded them.
         """
         raise NotImplementedError
 
 
-class Action(Protocol):
+class Action:
     """The action of one spec. It is called for the tensors of all sites of the spec."""
 
     def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Receive all tensors of the spec before it is called for each of them.
-
-        Only kinds that have all tensors at once call it.
-        """
+        """Receive all tensors of the spec before each call. Only kinds that have all tensors at once call it."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor | None:
-        """Process one tensor.
-
-        Returns:
-            The tensor that replaces it, or None to keep it.
-        """
+        """Process one tensor. Return the tensor that replaces it, or None to keep it."""
+        raise NotImplementedError

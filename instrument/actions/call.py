@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from ..errors import HookError
-from .base import Context
+from .base import Action, Context
 from .builtin.call import CallSpec
 from .custom_functions import custom_function, observe
 from .intervention import describe, versioned_copy
 
 
-class CallFunction:
+class CallFunction(Action):
     """The call action of a spec."""
 
     def __init__(self, spec: CallSpec) -> None:
         self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensor", "context", trial=False)
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: the function is called for each tensor independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         """Call the function with a copy of the tensor, so that a change of the copy's memory through NumPy has no effect.

@@ -39,26 +39,14 @@ def clip_values(tensor: Tensor, low: float | None, high: float | None) -> Tensor
     Returns:
         The clipped tensor, same shape and dtype.
     """
-    low, high = _representable(low, high, tensor.dtype)
-    is_inside, _ = (effect_of_clip(tensor, low, high) if _has_graph(tensor) else None) or (False, None)
-    return _clamp(tensor, low, high, is_inside=is_inside)
-
-
-def _representable(low: float | None, high: float | None, dtype: torch.dtype) -> tuple[float | None, float | None]:
-    if dtype.itemsize >= 4:
-        return low, high
-    return None if low is None else round_up(low, dtype), None if high is None else round_down(high, dtype)
-
-
-def _has_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad and is_grad_enabled()
-
-
-def _clamp(tensor: Tensor, low: float | None, high: float | None, *, is_inside: bool) -> Tensor:
-    """Clamp values. With `is_inside`, a gradient is required, all elements are finite, and none equals a bound."""
-    if is_inside:
-        # Same values, and one operation for the gradient instead of five. At a bound, only the gradient of clamp passes.
-        return hardtanh(tensor, -math.inf if low is None else low, math.inf if high is None else high)
+    if tensor.dtype.itemsize < 4:
+        low = None if low is None else round_up(low, tensor.dtype)
+        high = None if high is None else round_down(high, tensor.dtype)
+    if tensor.requires_grad and is_grad_enabled():
+        is_inside, _ = effect_of_clip(tensor, low, high) or (False, None)
+        if is_inside:  # all elements are finite, and none equals a bound, where only the gradient of clamp passes
+            # Same values, and one operation for the gradient instead of five.
+            return hardtanh(tensor, -math.inf if low is None else low, math.inf if high is None else high)
     return tensor.clamp(low, high)
 
 
@@ -185,13 +173,8 @@ class Clip:
         if spec.ratio is not None:
             assert context.value is not None, "clipping by ratio requires the weight"
             return clip_ratio(tensor, context.value, spec.ratio), None
-        return clip_values(tensor, *self._bounds), None
-
-    @property
-    def _bounds(self) -> tuple[float | None, float | None]:
-        """The bounds of the values. Both are None for other clips. `instrument.control` may change them during a run."""
-        spec = self.spec
-        return (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
+        low, high = (spec.min, spec.max) if spec.value is None else (-spec.value, spec.value)
+        return clip_values(tensor, low, high), None
 
     def _clip_norm(self, tensor: Tensor, bound: float) -> tuple[Tensor, Tensor | None]:
         if self.spec.norm_scope == "all":

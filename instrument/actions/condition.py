@@ -7,7 +7,7 @@ is left out when the numbers of its step are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,12 +28,7 @@ Decision = bool | Tensor
 
 
 class SiteCondition:
-    """The condition of a spec at one site. Each path of a nested value has its own previous values.
-
-    Args:
-        spec: The spec.
-        condition: Its condition.
-    """
+    """The condition of a spec at one site. Each path of a nested value has its own previous values."""
 
     def __init__(self, spec: HookBase, condition: Condition) -> None:
         self.spec = spec
@@ -85,29 +80,23 @@ class SiteCondition:
 
     def _new_decision(self, tensor: Tensor, context: Context) -> Decision:
         with torch.no_grad():
-            value = self._measured(tensor.detach(), context)
+            stat = self.condition.stat
+            measured = measure_in_context(tensor.detach(), context, needs_of((stat,)), self.spec.unit_dim)
+            value = measured.statistic(stat)  # NaN without a value
             if self.condition.times is None:
                 decision: Decision = self._compare(value, self.condition.bound)
                 return decision
-            previous = self._previous.get(context.path)
+            previous: Any = self._previous.get(context.path)
             if isinstance(value, Tensor):
                 if not isinstance(previous, _DeviceValues) or previous.values.device != value.device:
-                    previous = _DeviceValues.of(previous, self.condition, value.device)
-                running, is_ready = previous.running()
-                decision = self._compare(value, self.condition.bound * running) & is_ready
-                previous.add(value)
-            else:
-                if not isinstance(previous, _HostValues):
-                    previous = _HostValues.of(previous, self.condition)
-                decision = previous.is_ready and self._compare(value, self.condition.bound * previous.running())
-                previous.add(value)
+                    previous = _DeviceValues(self.condition, value.device, **_state_of(previous))
+            elif not isinstance(previous, _HostValues):
+                previous = _HostValues(self.condition, **_state_of(previous))
+            running, is_ready = previous.running()
+            decision = self._compare(value, self.condition.bound * running) & is_ready
+            previous.add(value)
             self._previous[context.path] = previous
             return decision
-
-    def _measured(self, tensor: Tensor, context: Context) -> float | Tensor:
-        """Return the statistic of a tensor; NaN if it has no value."""
-        stat = self.condition.stat
-        return measure_in_context(tensor, context, needs_of((stat,)), self.spec.unit_dim).statistic(stat)
 
     def _compare(self, value: Any, bound: Any) -> Any:
         return value > bound if self.condition.below is None else value < bound
@@ -122,41 +111,24 @@ class SiteCondition:
 
 
 class _HostValues:
-    """The values of the previous firings, on the host. NaN stands for no value.
+    """The values of the previous firings, on the host: a ring of `window` values, NaN for no value; `count` have a value."""
 
-    Args:
-        condition: The condition.
-        values: The values; the oldest one is overwritten next, at `firings % window`.
-        firings: The number of firings.
-        count: The number of firings with a value.
-    """
-
-    def __init__(self, condition: Condition, values: list[float], firings: int, count: int) -> None:
+    def __init__(self, condition: Condition, values: Sequence[float] = (), firings: int = 0, count: int = 0) -> None:
         self.condition = condition
-        self.values, self.firings, self.count = values, firings, count
+        self.values, self.firings, self.count = [*values], firings, count
 
-    @classmethod
-    def of(cls, previous: _DeviceValues | None, condition: Condition) -> _HostValues:
-        """Create the values of a site, or move them from a device."""
-        return cls(condition, **(previous.state() if previous is not None else _no_values()))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether enough values exist."""
-        return self.count >= self.condition.after
-
-    def running(self) -> float:
-        """Return the median, mean or std; NaN without a value."""
+    def running(self) -> tuple[float, bool]:
+        """Return the median, mean or std, NaN without a value, and whether enough values exist."""
         known = sorted(value for value in self.values if not math.isnan(value))
-        n = len(known)
+        n, is_ready = len(known), self.count >= self.condition.after
         if not n:
-            return math.nan
+            return math.nan, is_ready
         if self.condition.times == "median":
-            return (known[(n - 1) // 2] + known[n // 2]) / 2
+            return (known[(n - 1) // 2] + known[n // 2]) / 2, is_ready
         mean = math.fsum(known) / n
         if self.condition.times == "mean":
-            return mean
-        return math.sqrt(math.fsum((value - mean) ** 2 for value in known) / n)
+            return mean, is_ready
+        return math.sqrt(math.fsum((value - mean) ** 2 for value in known) / n), is_ready
 
     def add(self, value: float) -> None:
         """Add the value of a firing."""
@@ -173,30 +145,18 @@ class _HostValues:
 
 
 class _DeviceValues:
-    """The values of the previous firings, on a device; see `_HostValues`.
+    """The values of the previous firings, on a device, [window]; see `_HostValues`."""
 
-    Attributes:
-        values: [window], NaN for no value.
-    """
-
-    def __init__(self, condition: Condition, values: Tensor, firings: int, count: Tensor) -> None:
+    def __init__(
+        self, condition: Condition, device: torch.device, values: Sequence[float] = (), firings: int = 0, count: int = 0
+    ) -> None:
         self.condition = condition
-        self.values, self.firings, self.count = values, firings, count
-
-    @classmethod
-    def of(
-        cls, previous: _HostValues | _DeviceValues | None, condition: Condition, device: torch.device
-    ) -> _DeviceValues:
-        """Create the values of a site, or move them to another device."""
-        state = previous.state() if previous is not None else _no_values()
+        self.firings = firings
         with torch.inference_mode(False):  # later firings write to these tensors
-            values = torch.full((condition.window,), math.nan, dtype=widest(device), device=device)
-            count = torch.zeros((), dtype=torch.int64, device=device)
-            if previous is not None:
-                known = torch.tensor(state["values"], dtype=values.dtype)
-                values[: len(known)] = to_device(known, device)
-                count += state["count"]
-        return cls(condition, values, state["firings"], count)
+            self.values = torch.full((condition.window,), math.nan, dtype=widest(device), device=device)
+            self.count = torch.full((), count, dtype=torch.int64, device=device)
+            if values:
+                self.values[: len(values)] = to_device(torch.tensor(values, dtype=self.values.dtype), device)
 
     def running(self) -> tuple[Tensor, Tensor]:
         """Return the median, mean or std, and whether enough values exist. Both are scalars on the device."""
@@ -226,5 +186,5 @@ class _DeviceValues:
         return {"values": values, "firings": self.firings, "count": int(self.count)}
 
 
-def _no_values() -> dict[str, Any]:
-    return {"values": [], "firings": 0, "count": 0}
+def _state_of(previous: _HostValues | _DeviceValues | None) -> dict[str, Any]:
+    return {} if previous is None else previous.state()

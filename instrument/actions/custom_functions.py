@@ -14,7 +14,7 @@ from ..errors import ConfigError, HookError, Problem
 from ..spec.field_types import Target
 from ..targets import locate
 from .base import Context
-from .intervention import describe, versioned_copy
+from .intervention import describe, with_version
 
 
 def custom_function(target: Target, where: str, *arguments: str, trial: bool = True) -> Callable[..., Any]:
@@ -24,7 +24,6 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
 
     Args:
         target: The function and its further arguments.
-        where: Its configuration key, for messages.
         arguments: The names of the arguments with which it is called: `tensor`, or `tensor` (or `tensors`) and `context`.
         trial: Whether a function written in C that declares no parameters is called once, which is the only way to
             test them. Default: True.
@@ -36,39 +35,28 @@ def custom_function(target: Target, where: str, *arguments: str, trial: bool = T
         ConfigError: It does not exist, cannot be called with these arguments, is a generator or asynchronous, or the
             constructor of the class raises an exception.
     """
-    found: Callable[..., Any] = target.function or locate(target.target, where)
+    imported: Callable[..., Any] = target.function or locate(target.target, where)
     further = target.model_extra or {}
-    bound = {} if inspect.isclass(found) else further
+    bound = {} if inspect.isclass(imported) else further
     try:
-        function: Any = found(**further) if inspect.isclass(found) else found
+        function: Any = imported(**further) if inspect.isclass(imported) else imported
         _check_arguments(function, len(arguments), bound, trial=trial)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            Problem(
-                where,
-                f"{target.target} cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}",
-                given=further or target.target,
-            )
-        ) from None
+        message = f"cannot be called as fn({', '.join(arguments)}): {str(error).partition(chr(10))[0]}"
+        raise ConfigError(Problem(where, f"{target.target} {message}", further or target.target)) from None
     except Exception as error:
         message = f"{target.target} could not be built: {type(error).__name__}: {error}"
-        raise ConfigError(Problem(where, message, given=further or target.target)) from error
+        raise ConfigError(Problem(where, message, further or target.target)) from error
     return check_random_state(partial(function, **bound))
 
 
 def observe(function: Callable[..., Any], tensor: Tensor, context: Context, *further: Context) -> Any:
     """Call a custom function with a tensor that it must not change, without gradients. Return its result.
 
-    Args:
-        function: The function.
-        tensor: The tensor.
-        context: The call, for messages.
-        further: The arguments after the tensor.
-
     Raises:
         HookError: The function modified the tensor in place.
     """
-    given = versioned_copy(tensor) if tensor.is_inference() else tensor.detach()
+    given = with_version(tensor).detach()
     version = given._version
     with torch.no_grad():
         result = function(given, *further)

@@ -15,7 +15,7 @@ from ..stats.flatten import is_on_host
 from ..stats.kernel import effect_of_plain
 from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
-from .base import Context, Effect, Effects
+from .base import Action, Context, Effect, Effects
 
 
 class Change(Protocol):
@@ -38,7 +38,7 @@ class Change(Protocol):
         """Return the new tensor, and the factor if the change is a multiplication by one number."""
 
 
-class Intervention:
+class Intervention(Action):
     """Replaces a tensor by the validated result of a change, and records the effect."""
 
     def __init__(self, change: Change, rows: Effects) -> None:
@@ -66,7 +66,7 @@ class Intervention:
     def _change(self, tensor: Tensor, context: Context, numel: int) -> Tensor:
         if context.holds is False:
             return accept_result(tensor, tensor, context, self.rows, numel=numel)
-        given = versioned_copy(tensor) if tensor.is_inference() else tensor
+        given = with_version(tensor)
         version = given._version
         new, factor = self.change(given, context)
         if given._version != version:
@@ -87,10 +87,6 @@ def accept_result(
     """Check the result of an intervention, record the effect, and return the result, where the condition of `when` holds.
 
     Args:
-        tensor: The tensor before.
-        new: The result.
-        context: The call.
-        rows: Receives the effect.
         factor: The factor, if the change is a multiplication by one number.
         numel: The number of elements of a sparse tensor. Default: that of `tensor`.
 
@@ -115,11 +111,13 @@ def sparse_error(context: Context) -> HookError:
     )
 
 
-def versioned_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor that was created under `torch.inference_mode()`.
+def with_version(tensor: Tensor) -> Tensor:
+    """Return a tensor whose version counter detects in-place changes: a copy, if it was created in inference mode."""
+    return versioned_copy(tensor) if tensor.is_inference() else tensor
 
-    The version counter of the copy detects in-place changes.
-    """
+
+def versioned_copy(tensor: Tensor) -> Tensor:
+    """Copy a tensor, also one of inference mode. The copy has a version counter."""
     with torch.inference_mode(False), torch.no_grad():
         return tensor.clone()
 

@@ -82,11 +82,6 @@ class Measurement:
     def __call__(self, tensor: Tensor, context: Context, memory: Tensor | None = None) -> Measured:
         """Measure the sums of a tensor, or this process's part of a tensor.
 
-        Args:
-            tensor: The tensor.
-            context: The call.
-            memory: See `measure`.
-
         Raises:
             HookError: The tensor has no such dimension of units.
         """
@@ -103,9 +98,8 @@ class Measurement:
     def dead_units(self, tensor: Tensor, context: Context) -> Tensor | None:
         """Return which units are dead, bool [units], if every process has a part of each unit and the statistic is requested."""
         along = _unit_dim_of(tensor, context, self.unit_dim) if DEAD in self.needs else None
-        if along is None or _has_distinct_units(context, along):
-            return None
-        return dead_units(_strided_or_sparse(tensor), along)
+        has_distinct_units = context.scope == "shard" and along == 0  # `fully_shard` shards along dimension 0
+        return None if along is None or has_distinct_units else dead_units(_strided_or_sparse(tensor), along)
 
 
 def measure_in_context(
@@ -114,11 +108,8 @@ def measure_in_context(
     """Measure the sums of a tensor, also those that depend on its module.
 
     Args:
-        tensor: The tensor.
-        context: The call.
         needs: The sums, in addition to those that every tensor has.
         dim: The dimension of the units; None for the default one.
-        memory: See `measure`.
 
     Raises:
         HookError: The tensor has no such dimension of units.
@@ -144,30 +135,19 @@ def _norm(parameter: Tensor) -> Number:
 
 
 def _custom_number(name: str, function: Callable[[Tensor], Any], tensor: Tensor, context: Context) -> Number:
-    """Return the result of a custom statistic.
-
-    Raises:
-        HookError: The function failed, modified its tensor, or did not return a number.
-    """
-    found = observe(function, to_dense(tensor, describe(context)), context)
-    if isinstance(found, Tensor) and found.numel() == 1 and not found.is_complex():
-        return float(found) if is_on_host(found) else found.detach()
-    if found is None or isinstance(found, Real):
-        return None if found is None else float(found)
-    what = (
-        f"a tensor of shape {list(found.shape)} and {found.dtype}"
-        if isinstance(found, Tensor)
-        else type(found).__name__
-    )
+    """Return the result of a custom statistic; see `Measurement.custom_numbers`."""
+    number = observe(function, to_dense(tensor, describe(context)), context)
+    if isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex():
+        return float(number) if is_on_host(number) else number.detach()
+    if number is None or isinstance(number, Real):
+        return None if number is None else float(number)
+    is_tensor = isinstance(number, Tensor)
+    what = f"a tensor of shape {list(number.shape)} and {number.dtype}" if is_tensor else type(number).__name__
     raise HookError(f"{describe(context)}: the statistic {name!r} must return one real number, but returned {what}")
 
 
 def to_dense(tensor: Tensor, reader: str) -> Tensor:
     """Return a strided tensor without graph. Sparse tensors become dense; nested ones are padded with NaN (integers with 0).
-
-    Args:
-        tensor: Any layout.
-        reader: What requires the dense tensor, for messages.
 
     Raises:
         HookError: The tensor is sparse, and would be larger than `MAX_BYTES`.
@@ -191,11 +171,7 @@ def _strided_or_sparse(tensor: Tensor) -> Tensor:
 
 
 def _unit_dim_of(tensor: Tensor, context: Context, dim: int | None) -> int | None:
-    """Return the dimension of a tensor's units; None if it has no units.
-
-    Raises:
-        HookError: The tensor has no such dimension.
-    """
+    """Return the dimension of a tensor's units; None if it has no units. Raise HookError if it has no such dimension."""
     if tensor.is_nested:
         return None
     of_parameter = KINDS[context.kind].family != "module"
@@ -203,8 +179,3 @@ def _unit_dim_of(tensor: Tensor, context: Context, dim: int | None) -> int | Non
     if along is not None and not -tensor.dim() <= along < tensor.dim():
         raise HookError(f"{describe(context)}: unit_dim {along} is out of range for shape {list(tensor.shape)}")
     return along
-
-
-def _has_distinct_units(context: Context, along: int) -> bool:
-    """Return whether each process has other units: `fully_shard` shards along dimension 0."""
-    return context.scope == "shard" and along == 0

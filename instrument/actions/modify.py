@@ -13,12 +13,7 @@ from .straight_through import straight_through
 
 
 class Modify:
-    """The action of a spec with a function.
-
-    Args:
-        spec: The spec.
-        archive: The tensors of other runs.
-    """
+    """The action of a spec with a function."""
 
     def __init__(self, spec: InterventionSpec, archive: Archive) -> None:
         self.straight_through = isinstance(spec, ModifySpec) and spec.straight_through

@@ -9,19 +9,16 @@ from torch import Tensor
 from ..nested import shape_of
 from ..spec.record import PrintSpec
 from ..spec.statistics import COUNTS
-from .base import Context, Rows
+from .base import Action, Context, Rows
 from .measurement import Measurement
 
 
-class Print:
+class Print(Action):
     """The print action of a spec."""
 
     def __init__(self, spec: PrintSpec, rows: Rows) -> None:
         self.measurement = Measurement(spec)
         self.rows = rows
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: each tensor is printed independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -48,13 +45,7 @@ def _location(context: Context) -> str:
 
 
 def line_of(text: str, names: Sequence[str], values: Sequence[float | None]) -> str:
-    """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero.
-
-    Args:
-        text: The description of the tensor.
-        names: The names of the statistics.
-        values: Their values; None for no value.
-    """
+    """Return the line for a tensor. Counts of NaN and infinities are omitted if they are zero."""
     cells = dict(zip(names, values, strict=True))
     shown = [
         f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in cells.items() if name not in COUNTS

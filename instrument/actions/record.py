@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import copy
 from pkgutil import resolve_name
 from typing import Any
@@ -17,7 +17,7 @@ from ..spec.statistics import COUNTS
 from ..spec.tables import TABLES
 from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure
-from .base import Context, Rows
+from .base import Action, Context, Rows
 from .intervention import describe
 from .measurement import Measurement, to_dense
 
@@ -44,7 +44,7 @@ def _measures(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[int, M
     }
 
 
-class Record:
+class Record(Action):
     """The record action of a spec.
 
     Attributes:
@@ -63,11 +63,7 @@ class Record:
         self.dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
 
     def without_most_expensive(self) -> tuple[Record, str] | None:
-        """Return a copy of this action without its most expensive part.
-
-        Returns:
-            The copy and the name of the part; None if no expensive part is left.
-        """
+        """Return a copy without the most expensive part, and its name; None if no expensive part is left."""
         reduced = copy(self)
         if self.keeps_tensors:
             reduced.keeps_tensors = False
@@ -84,9 +80,6 @@ class Record:
                 break  # nothing of what was asked for would be left
             return reduced, expensive
         return None
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: each tensor is recorded independently."""
 
     def __call__(self, tensor: Tensor, context: Context) -> None:
         merges = self.rows.merges(context)

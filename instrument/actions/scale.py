@@ -49,7 +49,7 @@ def scheduled(points: Mapping[int, float], step: int) -> float:
 
 
 class _Reverse(torch.autograd.Function):
-    """The identity with a gradient that is multiplied by -factor."""
+    """The identity with a gradient that is multiplied by -factor (Ganin & Lempitsky 2015)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
@@ -60,11 +60,6 @@ class _Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return -ctx.factor * gradients[0], None
-
-
-def reverse_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """Return the tensor; its gradient is multiplied by -factor (Ganin & Lempitsky 2015)."""
-    return _Reverse.apply(tensor, factor)  # type: ignore[no-any-return]
 
 
 class Scale:
@@ -88,7 +83,7 @@ class Scale:
             return scale_channels(tensor, factor, self.spec.dim), None
         number = scheduled(factor, context.step) if isinstance(factor, Mapping) else factor
         if self.spec.reverse:
-            return reverse_gradient(tensor, number), -number
+            return _Reverse.apply(tensor, number), -number
         if factor is number and type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in _EXACT:
             return scale(tensor, self._constant_of(number, tensor.dtype)), number
         return scale(tensor, number), number

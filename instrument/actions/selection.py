@@ -24,12 +24,7 @@ from .together import Together
 
 
 class Selector:
-    """Applies an action to the elements that a spec selects.
-
-    Args:
-        spec: The spec.
-        module: The module of the tensors, which determines the dimension of their units.
-    """
+    """Applies an action to the elements that a spec selects."""
 
     def __init__(self, spec: HookSpec, module: nn.Module) -> None:
         self.spec = spec
@@ -52,8 +47,6 @@ class Selector:
         """Call an action with the selected part of a tensor.
 
         Args:
-            action: The action.
-            tensor: The complete tensor.
             context: The call. The action gets it with the selection, and with the selected part of `value`.
 
         Returns:
@@ -73,8 +66,6 @@ class Selector:
         """Call an action with the selected parts of all tensors of a call.
 
         Args:
-            action: The action.
-            tensors: The complete tensors by path.
             context: The call. The action gets it with the selected parts of `values`.
 
         Returns:
@@ -93,11 +84,7 @@ class Selector:
         }
 
     def _select(self, tensor: Tensor, context: Context) -> tuple[TensorSelection, Tensor, Tensor]:
-        """Return the selection in a tensor, the dense tensor, and its selected part.
-
-        Raises:
-            HookError: The tensor does not have the selected elements.
-        """
+        """Return the selection in a tensor, the dense tensor, and its selected part; see `apply`."""
         is_dense = tensor.layout == torch.strided and not tensor.is_nested
         if not is_dense and not isinstance(self.spec, ObservationSpec):
             raise HookError(f"{describe(context)} selects elements, which requires a dense tensor, but this one is not")
@@ -111,39 +98,23 @@ class Selector:
             selection = self._find(complete.shape)
             part = selection.of(complete)
         except SelectionError as error:
-            shape = list(complete.shape)
-            message = f"{describe(context)}: {error} the tensor of shape {shape} (allowed: {error.allowed})"
-            raise HookError(message) from error
+            message = f"{error} the tensor of shape {list(complete.shape)} (allowed: {error.allowed})"
+            raise HookError(f"{describe(context)}: {message}") from error
         except IndexError as error:
-            shape = list(complete.shape)
-            message = f"{describe(context)}: slice {self.spec.slice!r} is out of range for shape {shape}"
-            raise HookError(message) from error
+            message = f"slice {self.spec.slice!r} is out of range for shape {list(complete.shape)}"
+            raise HookError(f"{describe(context)}: {message}") from error
         return selection, complete, part
 
     def _selection(self, shape: torch.Size) -> TensorSelection:
-        """Return the selection in tensors of a shape.
-
-        Raises:
-            SelectionError: These tensors do not have the selected elements.
-        """
+        """Return the selection in tensors of a shape. Raise SelectionError if they do not have the selected elements."""
         spec = self.spec
         if spec.slice is not None:
             index = parse_slice(spec.slice)
             first = getattr(spec, "samples", None)
-            if isinstance(first, int) and shape:
-                index = (limited(index[0], min(first, shape[0])), *index[1:])
+            if isinstance(first, int) and shape:  # an index of the first samples becomes one of all samples
+                size, along = min(first, shape[0]), index[0]
+                index = (range(size)[along] if isinstance(along, int) else slice(*along.indices(size)), *index[1:])
             return TensorSelection(shape, index)
         of_parameter = KINDS[spec.kind].family != "module"
         units = unit_dim(len(shape), self.module, of_parameter=of_parameter)
         return TensorSelection.of_indices(shape, selected_indices(spec, shape, units))
-
-
-def limited(part: slice | int, size: int) -> slice | int:
-    """Return an index of the first `size` elements as an index of all elements.
-
-    Raises:
-        IndexError: An integer is out of range.
-    """
-    if isinstance(part, int):
-        return range(size)[part]
-    return slice(*part.indices(size))

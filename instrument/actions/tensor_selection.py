@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..nested import to_device
 from ..stats.portable import constants
 
 
@@ -28,12 +29,7 @@ class TensorSelection:
 
     @classmethod
     def of_indices(cls, shape: Sequence[int], indices: dict[int, tuple[int, ...]]) -> TensorSelection:
-        """Create the selection of indices along dimensions. Those with a constant distance become slices.
-
-        Args:
-            shape: The shape of the complete tensor.
-            indices: Indices from 0 along some dimensions.
-        """
+        """Create the selection of indices along dimensions. Those with a constant distance become slices."""
         ranges = {dim: _as_slice(given) for dim, given in indices.items()}
         index = tuple(ranges.get(dim) or slice(None) for dim in range(len(shape)))
         return cls(shape, index, [(dim, given) for dim, given in indices.items() if ranges[dim] is None])
@@ -46,12 +42,7 @@ class TensorSelection:
         return part
 
     def into(self, tensor: Tensor, new: Tensor) -> Tensor:
-        """Return a copy of a tensor with another selected part. Gradients flow to the new part and to the rest.
-
-        Args:
-            tensor: A tensor of this shape.
-            new: The new values of the part, in the dtype of the tensor.
-        """
+        """Return a copy of a tensor with another selected part of its dtype. Gradients flow to the new part and to the rest."""
         parts = [tensor[self.index]]
         for dim, indices in self.lists[:-1]:
             parts.append(parts[-1].index_select(dim, constants(indices, torch.int64, tensor.device)))
@@ -65,5 +56,26 @@ class TensorSelection:
 def _as_slice(indices: tuple[int, ...]) -> slice | None:
     """Return the slice of increasing indices with a constant distance; None for others."""
     first, step = indices[0], indices[1] - indices[0] if len(indices) > 1 else 1
-    found = range(first, first + step * len(indices), step) if step > 0 else None
-    return slice(first, found.stop, step) if found is not None and tuple(found) == indices else None
+    steps = range(first, first + step * len(indices), step) if step > 0 else None
+    return slice(first, steps.stop, step) if steps is not None and tuple(steps) == indices else None
+
+
+def patch(tensor: Tensor, recorded: Tensor, selection: TensorSelection | None = None) -> Tensor:
+    """Replace a tensor by a recorded one. No gradient flows through it.
+
+    Args:
+        tensor: The tensor: complete, or the selected part.
+        recorded: The recorded values, in CPU memory, with the shape of the tensor or of the complete tensor.
+        selection: The part of the complete tensor; None if the tensor is complete.
+
+    Raises:
+        ValueError: The recorded tensor has neither of these shapes.
+    """
+    new = to_device(recorded, tensor.device).to(tensor.dtype)
+    if selection is not None and new.shape == selection.shape:
+        new = selection.of(new)
+    if new.shape != tensor.shape:
+        raise ValueError(
+            f"the recorded tensor has shape {list(recorded.shape)}, the tensor to replace {list(tensor.shape)}"
+        )
+    return torch.where(torch.ones((), dtype=torch.bool, device=tensor.device), new, tensor)

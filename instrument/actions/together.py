@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -11,27 +11,19 @@ from ..errors import HookResultError
 from ..sparse import is_sparse
 from ..spec.kinds import KINDS
 from ..spec.modify import FunctionSpec
-from .base import Context, Effects
+from .base import Action, Context, Effects
 from .custom_functions import custom_function
-from .intervention import accept_result, describe, sparse_error, versioned_copy
+from .intervention import accept_result, describe, sparse_error, with_version
 from .straight_through import straight_through
 
 
-class Together:
-    """Replaces the tensors of a call by the validated results of one function, and records an effect for each.
-
-    Args:
-        spec: The spec.
-        rows: Receives the effects.
-    """
+class Together(Action):
+    """Replaces the tensors of a call by the validated results of one function, and records an effect for each."""
 
     def __init__(self, spec: FunctionSpec, rows: Effects) -> None:
         self.function = custom_function(spec.fn, f"hooks.{spec.name}.fn", "tensors", "context")
         self.straight_through = spec.straight_through
         self.rows = rows
-
-    def prepare(self, tensors: Sequence[Tensor]) -> None:
-        """Do nothing: kinds that prepare actions have one tensor at each site."""
 
     def __call__(self, tensor: Tensor, context: Context) -> Tensor:
         """Change the only tensor of a call."""
@@ -40,10 +32,6 @@ class Together:
 
     def change(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
         """Change the tensors of a call.
-
-        Args:
-            tensors: The tensors by path.
-            context: The context of any of them.
 
         Returns:
             The new tensors by path; the same object for a tensor that is unchanged.
@@ -56,7 +44,7 @@ class Together:
         call = replace(context, path=path_of_call(context.kind, context.path))
         if any(is_sparse(tensor) for tensor in tensors.values()):
             raise sparse_error(call)
-        given = {path: versioned_copy(tensor) if tensor.is_inference() else tensor for path, tensor in tensors.items()}
+        given = {path: with_version(tensor) for path, tensor in tensors.items()}
         versions = {path: tensor._version for path, tensor in given.items()}
         result = self.function(dict(given), call)
         if any(tensor._version != versions[path] for path, tensor in given.items()):
@@ -83,10 +71,5 @@ class Together:
 
 
 def path_of_call(kind: str, path: str) -> str:
-    """Return the path that the tensors of a call have in common: that of the function call, or empty for a module.
-
-    Args:
-        kind: The hook kind.
-        path: The path of a tensor.
-    """
+    """Return the path that the tensors of a call have in common: that of the function call, or empty for a module."""
     return ".".join(path.split(".")[:2]) if KINDS[kind].of_functions else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ from ..spec.kinds import KINDS
 from ..stats.unit_statistics import unit_dim
 from .base import Archive, Context
 
+FORMATS = (".npy", ".safetensors")
+
 
 class UnitVectors:
     """The vectors of a spec. They are found once per site, and copied to a device once.
-
-    Args:
-        spec: The spec.
-        archive: Provides the recorded tensors of other runs.
 
     Raises:
         ConfigError: A file or a run does not exist, or does not contain vectors.
@@ -47,7 +45,6 @@ class UnitVectors:
 
         Args:
             tensor: The tensor that the hook changes: complete, or the selected part.
-            context: The call.
 
         Returns:
             The vectors on the device of the tensor, [vectors, units], in float32 or the wider dtype of the tensor; and
@@ -60,9 +57,8 @@ class UnitVectors:
         full_dim = self._dimension(len(shape), context)
         dropped = () if context.selection is None else context.selection.index
         if full_dim is None or (full_dim < len(dropped) and isinstance(dropped[full_dim], int)):
-            message = (
-                f"{self.spec.fn} requires a dimension of units in {self._name(context)}, of shape {list(tensor.shape)}"
-            )
+            place = f"{self._name(context)}, of shape {list(tensor.shape)}"
+            message = f"{self.spec.fn} requires a dimension of units in {place}"
             raise ConfigError(Problem(f"{self.where}.fn", message, given=self.spec.fn))
         dim = full_dim - sum(isinstance(part, int) for part in dropped[:full_dim])
         wide = torch.promote_types(tensor.dtype, torch.float32)
@@ -82,15 +78,9 @@ class UnitVectors:
             vectors = vectors[:, selection.of(index).movedim(dim, 0).reshape(part, -1)[:, 0]]
         elif given != part:
             complete = "" if selection is None else f", or the {selection.shape[full_dim]} of the complete tensor"
+            allowed = f"one number for each of the {part} units{complete}"
             message = f"the vector has {given} numbers, but {self._name(context)} has {part} units: shape {list(tensor.shape)}"
-            raise ConfigError(
-                Problem(
-                    f"{self.where}.{self._field}",
-                    message,
-                    self._given,
-                    f"one number for each of the {part} units{complete}",
-                )
-            )
+            raise ConfigError(Problem(f"{self.where}.{self._field}", message, self._given, allowed))
         if not self.spec.fn.startswith("project"):
             return vectors
         basis = orthonormal(vectors)
@@ -119,11 +109,11 @@ class UnitVectors:
         if spec.fn == "mean_ablate":
             return mean_of_units(sources["run"]())[None]
         components = spec.components or 1
-        found = principal_components(sources["run"]())
-        if components > len(found):
-            message = f"{self._name(context)} has {len(found)} components"
-            raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(found)}"))
-        return found[:components]
+        directions = principal_components(sources["run"]())
+        if components > len(directions):
+            message = f"{self._name(context)} has {len(directions)} components"
+            raise ConfigError(Problem(f"{self.where}.components", message, components, f"1 to {len(directions)}"))
+        return directions[:components]
 
     def _recorded(self, run: str, field: str, context: Context) -> Iterator[Tensor]:
         """Yield the recorded tensors of a site as [units, elements], float64."""
@@ -133,11 +123,8 @@ class UnitVectors:
             if dim is None:
                 message = f"the recorded tensor of layer {layer or '.'!r} has no units: shape {list(tensor.shape)}"
                 raise ConfigError(Problem(f"{self.where}.{field}", message, given=run))
-            yield (
-                tensor.to(torch.float64).movedim(dim, 0).flatten(1)
-                if tensor.dim() > 1
-                else tensor.to(torch.float64)[:, None]
-            )
+            units = tensor.to(torch.float64).movedim(dim, 0)
+            yield units.flatten(1) if units.dim() > 1 else units[:, None]
 
     def _dimension(self, dims: int, context: Context) -> int | None:
         """Return the dimension of the units of a tensor; None if it has none."""
@@ -154,20 +141,12 @@ class UnitVectors:
         return getattr(self.spec, self._field)
 
     def _name(self, context: Context) -> str:
-        return f"the {context.role} of {context.layer or '.'!r}" + (
-            f" at path {context.path!r}" if context.path else ""
-        )
+        path = f" at path {context.path!r}" if context.path else ""
+        return f"the {context.role} of {context.layer or '.'!r}{path}"
 
 
 def mean_of_units(tensors: Iterator[Tensor]) -> Tensor:
-    """Return the mean of each unit over all elements of several tensors.
-
-    Args:
-        tensors: At least one tensor, float64, each [units, elements].
-
-    Returns:
-        float64 [units].
-    """
+    """Return the mean of each unit, float64 [units], over at least one tensor, each float64 [units, elements]."""
     total, count = torch.zeros(()), 0
     for tensor in tensors:
         total, count = total + tensor.sum(1), count + tensor.shape[1]
@@ -206,9 +185,7 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
     """Load vectors from a `.npy` or `.safetensors` file.
 
     Args:
-        path: The file.
         key: The name of the tensor in a `.safetensors` file; None if it has only one.
-        where: The configuration key of the spec, for messages.
 
     Returns:
         float64 [vectors, units].
@@ -217,31 +194,24 @@ def load_vectors(path: str, key: str | None, where: str) -> Tensor:
         ConfigError: The file or the key does not exist, or the array has no numbers of shape [units] or [vectors, units].
     """
     file = Path(path)
-    readers: dict[str, Callable[[], Tensor]] = {
-        ".npy": lambda: torch.from_numpy(np.load(file, allow_pickle=False)),
-        ".safetensors": lambda: _from_safetensors(file, key, where),
-    }
-    if file.suffix not in readers:
+    if file.suffix not in FORMATS:
         raise ConfigError(Problem(f"{where}.vector", "unknown type of file", path, "a .npy or .safetensors file"))
     if key is not None and file.suffix == ".npy":
         raise ConfigError(Problem(f"{where}.key", "a .npy file has no keys", key))
     if not file.is_file():
-        others = (
-            [str(other) for other in file.parent.glob("*") if other.suffix in readers] if file.parent.is_dir() else []
-        )
-        raise ConfigError(
-            Problem(f"{where}.vector", "this file does not exist", path, similar=similar_names(path, others))
-        )
+        others = [str(other) for other in file.parent.glob("*") if other.suffix in FORMATS]
+        message = "this file does not exist"
+        raise ConfigError(Problem(f"{where}.vector", message, path, similar=similar_names(path, others)))
     try:
-        found = readers[file.suffix]()
+        is_numpy = file.suffix == ".npy"
+        array = torch.from_numpy(np.load(file)) if is_numpy else _from_safetensors(file, key, where)
     except (ValueError, OSError, TypeError) as error:
         raise ConfigError(Problem(f"{where}.vector", f"cannot read the file: {error}", given=path)) from None
-    vectors = found.to(torch.float64) if not found.is_complex() else found
+    vectors = array.to(torch.float64) if not array.is_complex() else array
     if vectors.is_complex() or vectors.dim() not in (1, 2) or not vectors.numel() or not vectors.isfinite().all():
-        message = f"the array has shape {list(found.shape)} and {found.dtype}"
-        raise ConfigError(
-            Problem(f"{where}.vector", message, path, "finite real numbers of shape [units] or [vectors, units]")
-        )
+        message = f"the array has shape {list(array.shape)} and {array.dtype}"
+        allowed = "finite real numbers of shape [units] or [vectors, units]"
+        raise ConfigError(Problem(f"{where}.vector", message, path, allowed))
     return vectors if vectors.dim() == 2 else vectors[None]
 
 
@@ -262,5 +232,5 @@ def _from_safetensors(file: Path, key: str | None, where: str) -> Tensor:
         allowed = [f"{name} {list(tensor.shape)}" for name, tensor in sorted(tensors.items())]
         message = "requires the name of a tensor in the file" if key is None else "the file has no such tensor"
         raise ConfigError(Problem(f"{where}.key", message, key, allowed, similar_names(key or "", tensors)))
-    found: Tensor = tensors[key]
-    return found
+    tensor: Tensor = tensors[key]
+    return tensor

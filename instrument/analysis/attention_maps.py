@@ -51,20 +51,11 @@ class AttentionTensor(PlottedTensor):
     indices: tuple[tuple[int, ...], ...]
 
     def read(self, run: RunTables | pd.DataFrame) -> Array:
-        """Return the recorded values, with one dimension for each dimension of `source_shape`.
-
-        Args:
-            run: The run, or rows of its `tensors()`.
-        """
+        """Return the recorded values, with one dimension for each dimension of `source_shape`."""
         return super().read(run).reshape([len(taken) for taken in self.indices])
 
     def maps(self, values: Array, position: int) -> AttentionMaps:
-        """Return the maps of one sample.
-
-        Args:
-            values: The recorded values, from `read`.
-            position: Index of the sample in the batch.
-        """
+        """Return the maps of one sample."""
         of_sample = values[self.indices[0].index(position)]
         heads = list(self.indices[1]) if len(self.source_shape) == 4 else []
         of_sample = of_sample if heads else of_sample[None]
@@ -94,9 +85,6 @@ def attention_tensors(run: RunTables | pd.DataFrame) -> list[AttentionTensor]:
     """Return all recorded tensors whose shape in the model is [N, heads, queries, keys] or [N, queries, keys].
 
     Whether they hold probabilities is known only from their values.
-
-    Args:
-        run: A run, whose values are not read here, or rows of its `tensors()`.
     """
     return [*_blocks(run, (3, 4), _FLOATS)]
 
@@ -132,12 +120,6 @@ def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length
 
     This is the first recorded input of a module that consists of integers [N, length]. `input_ids` is preferred to inputs with
     other names, such as a mask.
-
-    Args:
-        run: The run, or rows of its `tensors()`.
-        batch: The batch of the sample.
-        position: Index of the sample in the batch.
-        length: Number of tokens.
     """
     for tensor in sorted(_blocks(run, (2,), _INTEGERS), key=lambda tensor: tensor.path != TOKENS):
         samples, positions = tensor.indices
@@ -154,11 +136,6 @@ def recorded_specs(run: RunTables | pd.DataFrame) -> Mapping[str, HookBase]:
 
 def recorded_indices(spec: HookBase | None, shape: Shape, source: Shape) -> tuple[tuple[int, ...], ...] | None:
     """Return the recorded indices along each dimension of a tensor.
-
-    Args:
-        spec: The record hook; None if it is unknown.
-        shape: The recorded shape.
-        source: The shape in the model.
 
     Returns:
         The indices; None if the recorded elements do not form a block, or are unknown.

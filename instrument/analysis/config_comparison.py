@@ -33,8 +33,6 @@ class Training:
     """The configuration of a finished run.
 
     Attributes:
-        index: Index of the run.
-        seed: Seed of the run.
         rest: The configuration without hooks, seed and keys that do not affect training. Device, number of processes
             (`ranks`) and dataset are those that were used.
         hooks: All hooks that are not null by name, in the order in which they run.
@@ -84,12 +82,7 @@ def trainings(run: RunTables) -> tuple[list[Training], dict[int, str]]:
 
 
 def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
-    """Return the training of a run; if it is unknown, the reason.
-
-    Args:
-        index: Index of the run.
-        info: The content of run.json.
-    """
+    """Return the training of a run; if it is unknown, the reason."""
     config = info.get("config")
     if not isinstance(config, Mapping):
         return "its run.json has no configuration"
@@ -109,12 +102,7 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
 
 
 def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) -> list[Training]:
-    """Return trainings with their overrides as configuration: within a sweep, these determine all other values.
-
-    Args:
-        run: Several runs.
-        all_trainings: The trainings; see `trainings`.
-    """
+    """Return trainings with their overrides as configuration: within a sweep, these determine all other values."""
     return [
         Training(
             one.index,
@@ -133,22 +121,13 @@ def trainings_by_overrides(run: RunTables, all_trainings: Sequence[Training]) ->
 
 
 def differing_overrides(run: RunTables, indices: Collection[int] | None = None) -> list[str]:
-    """Return the overrides in which several runs differ, without those that do not affect training.
-
-    Args:
-        run: Several runs.
-        indices: Indices of the runs to compare; None for all.
-    """
+    """Return the overrides in which several runs differ, without those that do not affect training."""
     infos = [info for index, info in enumerate(run.infos) if indices is None or index in indices]
     return differing_keys([info["overrides"] for info in infos])
 
 
 def differing_keys(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys in whose values runs differ, without those that do not affect training.
-
-    Args:
-        runs: The overrides of each run, by key.
-    """
+    """Return the keys in whose values runs differ, without those that do not affect training."""
     keys = dict.fromkeys(key for overrides in runs for key in _relevant(overrides))
     return [key for key in keys if len({str(overrides.get(key)) for overrides in runs}) > 1]
 
@@ -169,11 +148,7 @@ def _used(config: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hooks_of(info: Mapping[str, Any]) -> Mapping[str, HookSpec] | None:
-    """Return the hooks of a run by name; None if this version cannot parse them.
-
-    Args:
-        info: The content of run.json.
-    """
+    """Return the hooks of a run by name; None if this version cannot parse them."""
     try:
         return parse_hooks((info.get("config") or {}).get(HOOKS) or {})
     except (ConfigError, AttributeError):  # for example, run.json is damaged

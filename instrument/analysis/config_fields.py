@@ -15,8 +15,6 @@ def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, A
     """Return the fields in which a mapping differs from other mappings, such as `{"hooks.tame.norm": 0.1}`.
 
     Args:
-        key: Key of the configuration.
-        value: Value of the key.
         values: All values that the key has in several runs.
 
     Returns:
@@ -34,11 +32,7 @@ def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, A
 
 
 def split_overrides(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Replace each mapping that differs between runs by the fields in which it differs.
-
-    Args:
-        runs: The overrides of each run, by key.
-    """
+    """Replace each mapping that differs between runs by the fields in which it differs."""
     values: dict[str, list[Any]] = {}
     for overrides in runs:
         for key, value in overrides.items():

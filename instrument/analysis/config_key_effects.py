@@ -4,56 +4,38 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from ..errors import InstrumentError, InstrumentWarning, Problem
-from .confidence_interval import adjusted, bootstrapped, student
-from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, Steps, averaged_columns, keys_of, means_of
-from .run_matching import RunMatches, match_runs
+from .confidence_interval import adjusted, student
+from .means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Steps, averaged_columns, keys_of, means_of
+from .run_matching import RunMatch, RunMatches, match_runs
 from .run_tables import RunTables
 
 MAX_REASONS = 3  # maximum number of reasons in the warning about unpaired runs
-Interval = Literal["t", "bootstrap"]
 
 
 def effects_of(
-    run: RunTables,
-    key: str,
-    *,
-    baseline: Any,
-    by: str | Sequence[str],
-    steps: Steps,
-    confidence: float,
-    interval: Interval,
+    run: RunTables, key: str, *, baseline: Any, by: str | Sequence[str], steps: Steps, confidence: float
 ) -> pd.DataFrame:
     """Estimate the effect of a key; see `Run.effects_of`."""
     if not 0.0 < confidence < 1.0:
         raise InstrumentError(Problem("confidence", "must be between 0 and 1", confidence))
-    if interval not in (allowed := get_args(Interval)):
-        raise InstrumentError(Problem("interval", "is unknown", interval, " or ".join(allowed)))
     _check_steps(steps)
     others = [by] if isinstance(by, str) else list(by)
     run_matches = match_runs(run, key, baseline, others)
     _warn_unpaired(run, run_matches)
-    differences = {table: _Differences(table, averaged_columns(run, table), interval) for table in MEASURED_TABLES}
-    for seed in run_matches.by_seed():
-        for baseline_index, matches in seed.items():
-            baseline_means = _means_of_run(run, baseline_index, steps)
-            for match in matches:
-                means = _means_of_run(run, match.index, steps)
-                for table in MEASURED_TABLES:
-                    differences[table].add(match.comparison, baseline_means[table], means[table])
-        for table in MEASURED_TABLES:
-            differences[table].end_seed()
-    comparisons = {match.comparison: match for match in run_matches.matches}
-    parts = [
-        (match, table.frame(name, confidence)) for name, match in comparisons.items() for table in differences.values()
-    ]
+    comparisons: dict[str, list[RunMatch]] = {}
+    for match in run_matches.matches:
+        comparisons.setdefault(match.comparison, []).append(match)
+    tables = [_numbers_of(run, table, run_matches.matches, steps) for table in MEASURED_TABLES]
+    parts = [(pairs[0], table.differences(pairs, confidence)) for pairs in comparisons.values() for table in tables]
     frame = pd.concat([part for _, part in parts], ignore_index=True)
     rows = [match for match, part in parts for _ in range(len(part))]
     frame.insert(0, "value", _cells([match.value for match in rows]))
@@ -83,11 +65,6 @@ def _check_steps(steps: Any) -> None:
     raise InstrumentError(Problem("steps", "the range contains no steps", steps, allowed))
 
 
-def _means_of_run(run: RunTables, index: int, steps: Steps) -> dict[str, Means]:
-    """Return the means of one run, by table."""
-    return {table: means_of(run.single(index), table, steps) for table in MEASURED_TABLES}
-
-
 def _warn_unpaired(run: RunTables, run_matches: RunMatches) -> None:
     """Warn about the number of unpaired runs, with some of the reasons."""
     if not run_matches.left_out:
@@ -104,122 +81,80 @@ def _cells(values: list[Any]) -> pd.Series:
     return pd.Series(values, dtype=object if None in values else None)
 
 
-class _Differences:
-    """Paired differences at all locations of one table.
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers of all compared runs in one table.
 
-    Args:
-        table: The table.
-        columns: The columns of the table that are averaged in any run.
-        interval: The kind of the intervals.
+    Attributes:
+        values: float64 [runs, locations, columns].
+        row_of: The index of each run in the first dimension, by its index in the sweep.
     """
 
-    def __init__(self, table: str, columns: Sequence[str], interval: Interval) -> None:
-        self.table = table
-        self.interval = interval
-        self.columns = {name: index for index, name in enumerate(columns)}
-        self.locations: dict[tuple[str, ...], int] = {}
-        self.comparisons: dict[str, _Comparison] = {}
+    table: str
+    columns: Sequence[str]
+    locations: Sequence[tuple[str, ...]]
+    values: np.ndarray
+    has_value: np.ndarray
+    row_of: Mapping[int, int]
 
-    def add(self, comparison: str, before: Means, after: Means) -> None:
-        """Add one pair."""
-        for location in (*before.locations, *after.locations):
-            self.locations.setdefault(location, len(self.locations))
-        added_to = self.comparisons.setdefault(comparison, _Comparison(len(self.columns), self.interval))
-        added_to.add(*self._dense(before), *self._dense(after))
-
-    def end_seed(self) -> None:
-        """Finish the current seed."""
-        for comparison in self.comparisons.values():
-            comparison.end_seed()
-
-    def frame(self, name: str, confidence: float) -> pd.DataFrame:
+    def differences(self, pairs: Sequence[RunMatch], confidence: float) -> pd.DataFrame:
         """Return one row per location and statistic that occurs in any pair of a comparison."""
-        comparison = self.comparisons[name]
-        used, not_finite, _ = comparison.counts
-        rows, columns = np.nonzero(used + not_finite)
+        without = [self.row_of[pair.baseline] for pair in pairs]
+        treated = [self.row_of[pair.index] for pair in pairs]
+        has_before, has_after = self.has_value[without], self.has_value[treated]
+        before, after = self.values[without], self.values[treated]
+        with np.errstate(invalid="ignore", over="ignore"):
+            numbers = np.stack([before, after, after - before], axis=1)  # [pairs, 3, locations, columns]
+        both = has_before & has_after
+        used = both & np.isfinite(numbers[:, 2])
+        counts = {"pairs": used, "not_finite": both & ~used, "one_sided": has_before ^ has_after}
+        totals = {name: mask.sum(0) for name, mask in counts.items()}
+        rows, columns = np.nonzero(totals["pairs"] + totals["not_finite"])
         labels = pd.DataFrame(list(self.locations), columns=keys_of(self.table), dtype=object)
         where = labels.reindex(columns=list(LOCATION_COLUMNS)).iloc[rows].reset_index(drop=True)
         where.insert(0, "table", self.table)
-        statistics = np.array(list(self.columns), dtype=object)[columns]
-        numbers = {name: numbers[rows, columns] for name, numbers in comparison.numbers(confidence).items()}
-        return where.assign(statistic=statistics, **numbers)
-
-    def _dense(self, means: Means) -> tuple[np.ndarray, np.ndarray]:
-        """Return values and a mask of existing values at all locations; shape [locations, columns] each."""
-        rows = [self.locations[location] for location in means.locations]
-        cells = np.ix_(rows, [self.columns[name] for name in means.columns])
-        values = np.zeros((len(self.locations), len(self.columns)))
-        has_value = np.zeros(values.shape, dtype=bool)
-        values[cells], has_value[cells] = means.values, means.counts > 0
-        return values, has_value
+        seeds = np.array([pair.seed for pair in pairs])
+        numbers = np.where(used[:, None], numbers, np.nan)
+        of_seeds = np.stack([_mean(numbers[seeds == seed]) for seed in dict.fromkeys(seeds.tolist())])
+        found = {**_intervals(of_seeds, confidence), **totals}
+        statistics = np.array(self.columns, dtype=object)[columns]
+        return where.assign(statistic=statistics, **{name: cells[rows, columns] for name, cells in found.items()})
 
 
-class _Comparison:
-    """The pairs of one comparison. The arrays grow with the number of locations; new ones have no earlier pairs.
-
-    Attributes:
-        counts: The numbers of pairs that are used, that are excluded because a number is NaN or infinite, and that are
-            excluded because only one run has a number; int64 [3, locations, columns].
-        seeds: For each seed, the means over its pairs of the value before, the value after, and the difference;
-            [3, locations, columns] each, NaN without a pair.
-    """
-
-    def __init__(self, columns: int, interval: Interval) -> None:
-        self.interval = interval
-        self.counts = np.zeros((3, 0, columns), np.int64)
-        self.seeds: list[np.ndarray] = []
-        self._pairs_of_seed: list[np.ndarray] = []
-
-    def add(self, before: np.ndarray, has_before: np.ndarray, after: np.ndarray, has_after: np.ndarray) -> None:
-        """Add one pair: its numbers, and masks of existing numbers; shape [locations, columns] each."""
-        with np.errstate(invalid="ignore", over="ignore"):
-            numbers = np.stack([before, after, after - before])
-        both = has_before & has_after
-        used = both & np.isfinite(numbers[2])
-        self.counts = _grown(self.counts, len(before), 0) + np.stack([used, both & ~used, has_before ^ has_after])
-        self._pairs_of_seed.append(np.where(used, numbers, np.nan))
-
-    def end_seed(self) -> None:
-        """Merge the pairs of the current seed into one number per location."""
-        if self._pairs_of_seed:
-            self.seeds.append(_mean(_stacked(self._pairs_of_seed)))
-            self._pairs_of_seed = []
-
-    def numbers(self, confidence: float) -> dict[str, np.ndarray]:
-        """Return the numeric columns of the result; NaN if there are too few seeds."""
-        seeds = _stacked(self.seeds)
-        before, after, difference = _mean(seeds)
-        seed_counts = (~np.isnan(seeds[:, 2])).sum(0)
-        with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
-            if self.interval == "bootstrap":
-                flat = bootstrapped(seeds[:, 2].reshape(len(seeds), -1), confidence)
-                low, high, p_value = (values.reshape(difference.shape) for values in flat)
-            else:
-                squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
-                width, p_value = student(difference, squares, seed_counts, confidence)
-                low, high = difference - width, difference + width
-        return {
-            "n": seed_counts,
-            "mean_baseline": before,
-            "mean_value": after,
-            "difference": difference,
-            "ci_low": _finite(low),
-            "ci_high": _finite(high),
-            "confidence": np.full(low.shape, confidence),
-            "p_value": p_value,
-            **dict(zip(("pairs", "not_finite", "one_sided"), self.counts, strict=True)),
-        }
+def _numbers_of(run: RunTables, table: str, matches: Sequence[RunMatch], steps: Steps) -> _Numbers:
+    """Read the numbers of all matched runs."""
+    indices = list(dict.fromkeys(index for match in matches for index in (match.baseline, match.index)))
+    means = [means_of(run.single(index), table, steps) for index in indices]
+    columns = list(averaged_columns(run, table))
+    locations = list(dict.fromkeys(location for each in means for location in each.locations))
+    row_of_location = {location: row for row, location in enumerate(locations)}
+    values = np.zeros((len(means), len(locations), len(columns)))
+    has_value = np.zeros(values.shape, dtype=bool)
+    for index, each in enumerate(means):
+        rows = [row_of_location[location] for location in each.locations]
+        cells = np.ix_(rows, [columns.index(name) for name in each.columns])
+        values[index][cells], has_value[index][cells] = each.values, each.counts > 0
+    return _Numbers(table, columns, locations, values, has_value, {index: row for row, index in enumerate(indices)})
 
 
-def _grown(array: np.ndarray, locations: int, fill: float) -> np.ndarray:
-    """Return an array [..., locations, columns] with so many locations."""
-    widths = [(0, 0)] * (array.ndim - 2) + [(0, locations - array.shape[-2]), (0, 0)]
-    return np.pad(array, widths, constant_values=fill)
-
-
-def _stacked(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return arrays [3, locations, columns] as one; the last one has the most locations."""
-    return np.stack([_grown(array, arrays[-1].shape[-2], np.nan) for array in arrays])
+def _intervals(seeds: np.ndarray, confidence: float) -> dict[str, np.ndarray]:
+    """Return the numeric columns of the result from one number per seed, [seeds, 3, locations, columns]."""
+    before, after, difference = _mean(seeds)
+    seed_counts = (~np.isnan(seeds[:, 2])).sum(0)
+    with np.errstate(invalid="ignore", over="ignore"):  # an overflow results in a missing interval
+        squares = np.nansum((seeds[:, 2] - difference) ** 2, axis=0)
+        width, p_value = student(difference, squares, seed_counts, confidence)
+        low, high = difference - width, difference + width
+    return {
+        "n": seed_counts,
+        "mean_baseline": before,
+        "mean_value": after,
+        "difference": difference,
+        "ci_low": _finite(low),
+        "ci_high": _finite(high),
+        "confidence": np.full(low.shape, confidence),
+        "p_value": p_value,
+    }
 
 
 def _mean(numbers: np.ndarray) -> np.ndarray:

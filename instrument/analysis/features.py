@@ -101,7 +101,6 @@ class _Batch(NamedTuple):
 
     Attributes:
         key: Step, micro-step and rank.
-        shape: The recorded shape.
         samples: For each entry of dimension 0, the index of its sample among all samples that were read.
     """
 
@@ -114,8 +113,6 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
     """Join the tensors of one run.
 
     Args:
-        files: The files of the run.
-        selection: The tensors.
         out: A `.npy` file to which the features are written; the array is mapped from it. Default: None, in memory.
 
     Raises:
@@ -148,11 +145,7 @@ def features_of(files: RunFiles, selection: FeatureSelection, out: Path | None =
 
 
 def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
-    """Return the rows of the selected tensors, without their values, one per batch.
-
-    Raises:
-        ConfigError: No tensor matches, or the selection is ambiguous.
-    """
+    """Return the rows of the selected tensors, without their values, one per batch."""
     layer = "" if selection.layer == "." else selection.layer
     rows: pd.DataFrame = plain_labels(files.read("tensors", _INDEX, _firings_at(layer))).to_pandas()
     if rows.empty:
@@ -207,11 +200,7 @@ def _shown(values: Sequence[Any]) -> list[str]:
 
 
 def _samples_of(files: RunFiles, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the table `samples` of the steps of the selected tensors, in the order of the batches.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """Return the rows of the table `samples` of the steps of the selected tensors, in the order of the batches."""
     steps = ds.field("step").isin(pa.array(rows["step"].unique()))
     condition = steps & (ds.field("phase") == rows["phase"].iloc[0])
     samples: pd.DataFrame = plain_labels(files.read("samples", _SAMPLES, condition)).to_pandas()
@@ -234,47 +223,25 @@ def _settings_of(files: RunFiles, hook: str) -> Mapping[str, Any]:
 
 
 def _recorded_positions(recorded: Shape, shape: Shape, spec: Mapping[str, Any]) -> Array | None:
-    """Return the index in the batch of each entry of dimension 0 of a recorded tensor.
-
-    Args:
-        recorded: The shape of the recorded tensor.
-        shape: The shape of the tensor in the model.
-        spec: The settings of the hook, which may select a part of the tensor.
-
-    Returns:
-        The indices; None if dimension 0 of the recorded tensor is not that of the samples.
-    """
+    """Return the index in the batch of each entry of dimension 0 of a recorded tensor; None if these are not samples."""
     if not shape:
         return None
-    # A view in which each element has the index of its sample: its stride is 0 along all other dimensions.
-    samples = np.arange(shape[0])
     chosen, part, most = (spec.get(name) for name in ("samples", "slice", "max_elements"))
+    samples = np.arange(shape[0])
     samples = samples[chosen] if isinstance(chosen, list) else samples[:chosen]
-    index = np.broadcast_to(samples.reshape(-1, *[1] * (len(shape) - 1)), (len(samples), *shape[1:]))
-    index = index if part is None else index[parse_slice(part)]
-    if most is not None and index.size > most and len(recorded) == 1:
-        return index[:most] if index.ndim == 1 else None
-    if not index.ndim or any(
-        stride for size, stride in zip(index.shape[1:], index.strides[1:], strict=True) if size > 1
-    ):
+    parts = () if part is None else parse_slice(part)
+    if parts and isinstance(parts[0], int):
         return None
-    if not index.size:
-        return np.empty(0, np.int64) if not len(index) else None
-    if len(index) > 1 and not index.strides[0]:  # an integer of the slice has removed the dimension of the samples
-        return None
-    while index.ndim > 1:
-        index = index[:, 0]
-    return index
+    samples = samples[parts[0]] if parts else samples
+    if len(shape) - sum(isinstance(each, int) for each in parts) == 1:
+        return samples[:most]
+    return None if len(recorded) == 1 else samples  # `max_elements` has flattened it
 
 
 def _batches(
     files: RunFiles, rows: pd.DataFrame, samples: pd.DataFrame, selection: FeatureSelection
 ) -> Iterator[_Batch]:
-    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example.
-
-    Raises:
-        ConfigError: The tensors have no samples in dimension 0, or no batch has known samples.
-    """
+    """Yield the batches whose samples are known. The others are reported: the last one of a killed run, for example."""
     groups = samples.groupby(_BATCH, sort=False).indices
     spec = _settings_of(files, rows["hook"].iloc[0])
     positions_of = cache(lambda shape, source: _recorded_positions(shape, source, spec))
@@ -309,38 +276,24 @@ def _batches(
 
 
 def _in_dataset_order(samples: pd.DataFrame, selection: FeatureSelection) -> tuple[Array, Array]:
-    """Return the ids in the order of the result, and the position in `samples` of each.
-
-    Integers are sorted. Strings keep the order in which they were recorded.
-
-    Raises:
-        ConfigError: A sample occurs in several steps.
-    """
-    are_names = samples["id"].notna().any()
-    if are_names:
-        numbers = samples["sample"].astype("Int64").astype("string")  # of batches that have integers
-        values = samples["id"].astype("string").fillna(numbers).to_numpy(object)
-    else:
-        values = samples["sample"].to_numpy(np.int64)
-    codes, unique = pd.factorize(values, sort=not are_names)
-    order = np.argsort(codes, kind="stable")
-    is_first = np.ones(len(order), bool)
-    is_first[1:] = codes[order][1:] != codes[order][:-1]
-    if len(unique) < len(codes):
-        steps = samples["step"].to_numpy()[order]
-        differs = np.flatnonzero(~is_first & (steps != np.roll(steps, 1)))
-        if len(differs):
-            repeated = values[[order[differs[0]]]].tolist()[0]
-            occurrences = sorted({int(step) for step in samples["step"].to_numpy()[values == repeated]})
-            message = (
-                f"the samples occur in several steps: sample {repeated!r} in steps {', '.join(_shown(occurrences))}"
-            )
-            known = sorted(map(int, samples["step"].unique()))
-            fix = f"pass step={occurrences[-1]}, several steps as a list or a range, or epoch="
+    """Return the ids in the order of the result, integers sorted, and the position in `samples` of each."""
+    samples = samples.reset_index(drop=True)
+    are_names = bool(samples["id"].notna().any())
+    ids = samples["sample"]
+    if are_names:  # other batches may have integers
+        ids = samples["id"].astype("string").fillna(ids.astype("Int64").astype("string"))
+    is_repeated = ids.duplicated()
+    if is_repeated.any():
+        counts = samples["step"].groupby(ids, sort=not are_names).nunique()
+        for name in counts.index[counts > 1][:1].tolist():
+            steps = sorted(samples["step"][ids == name].unique().tolist())
+            message = f"the samples occur in several steps: sample {name!r} in steps {', '.join(_shown(steps))}"
+            known = sorted(samples["step"].unique().tolist())
+            fix = f"pass step={steps[-1]}, several steps as a list or a range, or epoch="
             raise ConfigError(Problem("step", message, selection.step, _shown(known), fix=fix))
-    first = order[is_first]
-    ids = values[first]
-    return (ids.astype(np.str_) if are_names else ids), first
+    first = ids[~is_repeated]
+    first = first if are_names else first.astype(np.int64).sort_values()
+    return np.array(first, np.str_ if are_names else np.int64), first.index.to_numpy()
 
 
 def _targets(samples: pd.DataFrame) -> Array | None:
@@ -372,11 +325,7 @@ def _common_dtype(rows: pd.DataFrame) -> np.dtype[Any]:
 
 
 def _common_shape(batches: Sequence[_Batch], selection: FeatureSelection) -> Shape:
-    """Return the shape of the features of one sample.
-
-    Raises:
-        ConfigError: It differs between batches.
-    """
+    """Return the shape of the features of one sample."""
     shapes = list(dict.fromkeys(batch.shape[1:] for batch in batches))
     if len(shapes) > 1:
         message = f"the tensors of layer {selection.layer!r} differ in shape between batches"
@@ -401,18 +350,7 @@ def _copy_values(
     destinations: Mapping[tuple[int, int, int], Array],
     features: Array,
 ) -> None:
-    """Copy the values of each tensor to its place.
-
-    Args:
-        files: The files of the run.
-        selection: The tensors.
-        rows: The rows of the selected tensors.
-        destinations: For each batch, the index in the result of each entry of dimension 0; -1 for entries left out.
-        features: The result.
-
-    Raises:
-        InstrumentError: A tensor cannot be read.
-    """
+    """Copy each tensor to the indices of its batch in `destinations`; entries with index -1 are left out."""
     condition = _firings_at("" if selection.layer == "." else selection.layer)
     for name in ("hook", "role", "phase", "path", "call", "step"):
         condition &= ds.field(name).isin(pa.array(rows[name].unique()))

@@ -53,10 +53,7 @@ class Finding:
     """One observation about a run.
 
     Attributes:
-        what: A short description.
-        where: The layer, parameter or hook.
         when: The step; None if the observation is about the run as a whole.
-        value: The value as text.
         severity: `info`, `warning`, or `error` if the training is unusable.
         number: The value as a number, if it is numeric.
         advice: What to do next, in one sentence; empty for an observation that is not a problem.
@@ -85,8 +82,8 @@ def findings(run: RunTables) -> list[Finding]:
     sources = (
         ("", _loss(run)),
         ("", _gradients(run, largest.get("l2"))),
-        (DeadUnits.what, _dead(largest)),
-        (SaturatedActivation.what, _saturated(largest.get("saturated_fraction"))),
+        (DeadUnits.what, _fraction(largest, "dead_fraction" if "dead_fraction" in largest else "zero_fraction")),
+        (SaturatedActivation.what, _fraction(largest, "saturated_fraction")),
         ("", _not_fired(run)),
         ("", _interventions(run)),
     )
@@ -95,10 +92,7 @@ def findings(run: RunTables) -> list[Finding]:
 
 
 def _rules(run: RunTables) -> Iterator[Finding]:
-    """Return the findings of the rules.
-
-    A run of an earlier version has no rules; its rows are passed to the default rules.
-    """
+    """Return the findings of the rules."""
     config = run.info.get("config") or {}
     if "rules" in config:
         rules = config["rules"] or {}
@@ -107,24 +101,14 @@ def _rules(run: RunTables) -> Iterator[Finding]:
 
 
 def recorded_events(run: RunTables, names: Collection[str]) -> list[RuleEvent]:
-    """Return the events that rules wrote during the run, in order.
-
-    Args:
-        run: One run.
-        names: The names of the rules.
-    """
+    """Return the events that rules wrote during the run, in order."""
     columns = ["rule", "step", "message", "severity", "layer", "location", "value", "threshold"]
     fired = ds.field("rule").isin(pa.array([*names], pa.string())) & ds.field("value").is_valid()
     return [RuleEvent(**row) for batch in run.scan("events", columns, fired) for row in batch.to_pylist()]
 
 
 def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield one finding for each rule that fired: its first event, and how many more there are.
-
-    Args:
-        events: The events in order.
-        advice: See `advice_by_rule`.
-    """
+    """Yield one finding for each rule that fired: its first event, and how many more there are."""
     groups: dict[tuple[str, bool], list[RuleEvent]] = {}
     for event in events:
         if event.value is not None:
@@ -147,12 +131,7 @@ def rule_findings(events: Sequence[RuleEvent], advice: Mapping[str, str]) -> Ite
 
 
 def advice_by_rule(rules: Mapping[str, Any], info: Mapping[str, Any]) -> dict[str, str]:
-    """Return what to do next if a rule fires, by its name.
-
-    Args:
-        rules: The entries of the configuration.
-        info: The content of run.json, which has the advice of custom rules.
-    """
+    """Return what to do next if a rule fires, by its name."""
     entries = {name: entry for name, entry in rules.items() if isinstance(entry, Mapping)}
     of_catalogue = {
         name: RULES[kind].advice for name, entry in entries.items() if (kind := str(entry.get("rule"))) in RULES
@@ -192,30 +171,18 @@ def _gradients(run: RunTables, row: _Row | None) -> Iterator[Finding]:
         yield Finding("largest gradient norm", "all parameters", int(steps[at]), value, number=float(norms[at]))
 
 
-def _dead(largest: Mapping[str, _Row]) -> Iterator[Finding]:
-    """Yield the layer with the most dead units; if these were not recorded, the ReLU output with the most zeros."""
-    if (row := largest.get("dead_fraction")) is not None:
-        fraction = row["dead_fraction"]
-        if fraction:
-            value = f"{fraction:.1%} of its units are zero for a whole batch"
-            yield Finding("most dead units", _where(row), row["step"], value, number=fraction)
-    elif (row := largest.get("zero_fraction")) is not None:
-        fraction = row["zero_fraction"]
-        yield Finding(
-            "most zeros after a ReLU",
-            _where(row),
-            row["step"],
-            f"{fraction:.1%} of its output is zero",
-            number=fraction,
-        )
+_FRACTIONS = {
+    "dead_fraction": ("most dead units", "of its units are zero for a whole batch"),
+    "zero_fraction": ("most zeros after a ReLU", "of its output is zero"),
+    "saturated_fraction": ("most saturated", "of its output is saturated"),
+}
 
 
-def _saturated(row: _Row | None) -> Iterator[Finding]:
-    """Yield the activation with the most saturated outputs."""
-    if row is not None and row["saturated_fraction"]:
-        fraction = row["saturated_fraction"]
-        value = f"{fraction:.1%} of its output is saturated"
-        yield Finding("most saturated", _where(row), row["step"], value, number=fraction)
+def _fraction(largest: Mapping[str, _Row], name: str) -> Iterator[Finding]:
+    """Yield the location with the largest fraction of its units or of its output."""
+    if (row := largest.get(name)) is not None and row[name]:
+        what, of_what = _FRACTIONS[name]
+        yield Finding(what, _where(row), row["step"], f"{row[name]:.1%} {of_what}", number=row[name])
 
 
 def _not_fired(run: RunTables) -> Iterator[Finding]:
@@ -243,7 +210,7 @@ def _interventions(run: RunTables) -> Iterator[Finding]:
     effects = changed(run)
     specs = (hooks_of(run.info) or {}) if effects else {}
     for hook, effect in effects.items():
-        locations = f"{len(effect.locations)} location{'s' if len(effect.locations) > 1 else ''}"
+        locations = f"{effect.locations} location{'s' if effect.locations > 1 else ''}"
         norms = "" if effect.norms is None else ", mean norm {:.4g} -> {:.4g}".format(*effect.norms)
         few = 0 < effect.changed_fraction < FEW
         amount = f"{effect.changed:,} of {effect.elements:,}" if few else f"{effect.changed_fraction:.1%}"
@@ -273,11 +240,7 @@ def _finite(run: RunTables, columns: Iterable[str], condition: ds.Expression) ->
 
 
 def _largest(run: RunTables) -> dict[str, _Row]:
-    """Return the first finite statistics row with the largest value of each statistic, by its name.
-
-    The gradient norm is that of gradients, `zero_fraction` that of outputs of a ReLU, and the other statistics those of
-    all outputs. A statistic without values is missing.
-    """
+    """Return the first finite statistics row with the largest value of each statistic, by its name."""
     best: dict[str, _Row] = {}
     columns = ("l2", "dead_fraction", "zero_fraction", "saturated_fraction")
     output = (ds.field("kind") == "forward") & (ds.field("role") == "output")

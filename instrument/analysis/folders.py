@@ -24,9 +24,6 @@ class NoRunError(InstrumentError):
 def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
     """Return the opened folder, and the folders of the runs in it.
 
-    Args:
-        path: A local folder or a remote address.
-
     Raises:
         NoRunError: The folder does not exist or contains no run.
         ConfigError: The address is invalid, or a package needed to read from it is not installed.

@@ -54,10 +54,7 @@ def add_overrides(frame: pd.DataFrame, run: str, overrides: pd.DataFrame, index:
     An override with the name of a column of the table becomes `override.<name>`.
 
     Args:
-        frame: Rows of the run.
-        run: Folder of the run.
         overrides: Overrides of all runs, so that a column has the same type in all of them.
-        index: Index of the run in `overrides`.
     """
     frame.insert(0, "run", run)
     for key, values in overrides.items():
@@ -107,11 +104,7 @@ def _kind(value: Any) -> str:
 
 
 def custom_statistics_of(infos: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the names of the custom statistics of some runs, each once.
-
-    Args:
-        infos: The content of run.json of each run.
-    """
+    """Return the names of the custom statistics of some runs, each once."""
     configs = (info.get("config") for info in infos)
     hooks = (config.get("hooks") for config in configs if isinstance(config, Mapping))
     return tuple(dict.fromkeys(name for each in hooks for name in names_of_custom_statistics(each)))
@@ -152,7 +145,6 @@ def set_exact_integers(frame: pd.DataFrame, rows: pa.Table) -> None:
     """Replace the extremes that float64 rounds by exact integers, in place. Such a column then has the dtype object.
 
     Args:
-        frame: Rows of `stats`.
         rows: The same rows as they are stored, with the remainders among the custom statistics.
     """
     index = rows.schema.get_field_index(CUSTOM.name)

@@ -26,8 +26,6 @@ class Cell:
     """A run in the grid.
 
     Attributes:
-        row: Index of the row.
-        column: Index of the column.
         treated: Index of the run with the intervention.
         baseline: Index of the run without it that has the same seed and is equal otherwise; None without such a run.
     """
@@ -43,12 +41,10 @@ class InterventionGrid:
     """The finished runs of a sweep that differ in one or two fields of an intervention.
 
     Attributes:
-        hook: Name of the intervention.
         row_key: The configuration key of the rows, such as `hooks.patch.layers`.
         column_key: The configuration key of the columns, such as `hooks.patch.positions`; empty if only one key differs.
         rows: The value of each row as text. Layers are in the order of their definition.
         columns: The value of each column as text. Indices are in ascending order; negative ones come last.
-        cells: The runs.
         left_out: The reason for each run that is not in the grid, by index of the run.
     """
 
@@ -101,7 +97,6 @@ def intervention_grid(run: RunTables, intervention: str | None = None) -> Interv
     Runs that differ only in their seed share a cell. Of runs that are equal, the last one counts.
 
     Args:
-        run: Several runs.
         intervention: Name of the intervention. Default: the only one whose fields differ.
 
     Raises:
@@ -249,9 +244,6 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
     """Return the mean of a statistic over the steps of one of several runs.
 
     Args:
-        run: Several runs.
-        index: Index of the run.
-        statistic: Name of the statistic.
         where: Conditions on `layer`, `hook` and other columns that identify a location; None for any.
 
     Raises:

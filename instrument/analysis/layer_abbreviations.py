@@ -14,10 +14,6 @@ def short_names(names: Sequence[str], most: int) -> dict[str, str]:
 
     First the common prefix is removed. Then words are abbreviated, but numbers are kept. Then the beginning is cut. A
     name whose short form is not unique stays longer than `most`.
-
-    Args:
-        names: Distinct names.
-        most: Maximum length in characters.
     """
     shared = _shared_segments(names)
     rests = {name: ".".join(name.split(".")[shared:]) for name in names}

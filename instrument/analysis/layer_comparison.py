@@ -111,12 +111,7 @@ def _common(ids: Sequence[Array]) -> Array:
 
 
 class _Centered:
-    """The centered features of a layer, read in blocks of samples.
-
-    Args:
-        features: [samples, features].
-        samples: The indices of the samples.
-    """
+    """The centered features of a layer, read in blocks of samples."""
 
     def __init__(self, features: Array, samples: Array) -> None:
         self.features = features
@@ -140,10 +135,7 @@ class _Centered:
 
 
 def _product_norm(one: _Centered, two: _Centered) -> float:
-    """Return the Frobenius norm of XᵀY, with as few operations as possible.
-
-    That of p x q products of features, or of n x n products of samples: ||XᵀY||² is the sum of the elements of XXᵀ * YYᵀ.
-    """
+    """Return the Frobenius norm of XᵀY, from p x q products of features or n x n products of samples, whichever are fewer."""
     n, p, q = len(one.samples), one.features.shape[1], two.features.shape[1]
     step = min(one.step, two.step)
     if p * q <= n * (p + q):

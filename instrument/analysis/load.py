@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import astuple, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -14,7 +14,6 @@ from ..errors import ConfigError, InstrumentWarning, Problem
 from ..spec.statistics import REMAINDERS
 from .folders import find_runs
 from .polars_frames import scan
-from .query_sources import RunsToQuery
 from .run_tables import RunTables, check_table
 from .sql import run_query
 
@@ -90,7 +89,6 @@ class Run(RunTables):
         by: str | Sequence[str] = (),
         steps: tuple[int | None, int | None] = (None, None),
         confidence: float = 0.95,
-        interval: Literal["t", "bootstrap"] = "t",
     ) -> pd.DataFrame:
         """Estimate the effect of one configuration key on metrics and statistics; needs several runs.
 
@@ -103,9 +101,7 @@ class Run(RunTables):
 
         where s(d) is the standard deviation with n - 1 degrees of freedom and t(p, m) is the p-quantile of Student's
         distribution with m degrees of freedom (NIST/SEMATECH e-Handbook of Statistical Methods, section 1.3.5.2,
-        https://doi.org/10.18434/M32189). It assumes that the differences have a normal distribution. For skewed metrics,
-        `interval="bootstrap"` gives the bootstrap-t interval (B. Efron and R. J. Tibshirani, An Introduction to the
-        Bootstrap, 1993, section 12.5).
+        https://doi.org/10.18434/M32189). It assumes that the differences have a normal distribution.
 
         Many intervals are formed at once, and some miss the true difference by chance. `p_adjusted` accounts for their
         number: among the rows with `survives`, the expected share of rows without an effect is at most 1 - confidence
@@ -125,7 +121,6 @@ class Run(RunTables):
             steps: Half-open range of steps (first, end); None leaves a side open. For evaluations, the number of steps
                 done before the evaluation counts.
             confidence: Confidence level of the intervals, between 0 and 1.
-            interval: `t` for Student's interval, or `bootstrap`, which needs at least 5 seeds.
 
         Returns:
             One row for each value, location and statistic with at least one pair:
@@ -154,7 +149,7 @@ class Run(RunTables):
         """
         from .config_key_effects import effects_of
 
-        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence, interval=interval)
+        return effects_of(self, key, baseline=baseline, by=by, steps=steps, confidence=confidence)
 
     def features(
         self,
@@ -215,14 +210,14 @@ class Run(RunTables):
         from .features import FeatureSelection, features_of
 
         selection = FeatureSelection(layer, hook, role, phase, step, epoch, call, path)
-        if not self._is_sweep:
-            return features_of(self._files[0], selection, None if out is None else Path(out))
+        if not self.is_sweep:
+            return features_of(self.files[0], selection, None if out is None else Path(out))
         if out is not None:
             fix = "load one of them, or leave 'out' out"
             raise ConfigError(Problem("out", f"the folder contains {len(self.folders)} runs", str(out), fix=fix))
         features: dict[str, Features] = {}
         problems: dict[str, ConfigError] = {}
-        for name, files in zip(self.names, self._files, strict=True):
+        for name, files in zip(self.names, self.files, strict=True):
             try:
                 features[name] = features_of(files, selection)
             except ConfigError as error:
@@ -251,7 +246,7 @@ class Run(RunTables):
             ConfigError: The query is invalid.
             InstrumentError: DuckDB is not installed, or the query fails while it runs.
         """
-        return run_query(self._queried(), query)
+        return run_query(self, query)
 
     def lazy(self, table: str, *, remainders: bool = False) -> pl.LazyFrame:
         """Return a table as a polars LazyFrame.
@@ -273,9 +268,4 @@ class Run(RunTables):
         check_table(table)
         if remainders and table != "stats":
             raise ValueError(f"the table {table!r} has no remainders: pass remainders=True only for 'stats'")
-        return scan(self._queried(), table, tuple(REMAINDERS.values()) if remainders else ())
-
-    def _queried(self) -> RunsToQuery:
-        return RunsToQuery(
-            self._files, self.names if self._is_sweep else None, self._given, self.runs, self.custom_columns
-        )
+        return scan(self, table, tuple(REMAINDERS.values()) if remainders else ())

@@ -31,7 +31,6 @@ class Means:
     """Means of one table of one run.
 
     Attributes:
-        columns: Names of the columns.
         locations: The locations, as tuples of those columns in LOCATION_COLUMNS that the table has.
         values: float64, shape [locations, columns]; not finite if any of the numbers is not finite, 0 if there are none.
         counts: Number of averaged numbers, shape [locations, columns].
@@ -49,8 +48,6 @@ def means_of(run: RunTables, table: str, steps: Steps = (None, None)) -> Means:
     Rows of recomputed forward passes are ignored.
 
     Args:
-        run: One run.
-        table: One of `MEASURED_TABLES`.
         steps: Half-open range of steps (first, end); None leaves a side open.
     """
     keys, names = keys_of(table), averaged_columns(run, table)
@@ -110,15 +107,14 @@ def _with_nan(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _means_of_batches(batches: Iterable[pa.RecordBatch], keys: Sequence[str], names: tuple[str, ...]) -> Means:
-    """Return the means of all rows; memory holds one batch and one row per location."""
-    sums: pa.Table | None = None
-    for batch in batches:
-        part = _sums(batch, keys, names)
-        sums = part if sums is None else _add_sums(sums, part, keys)
-    if sums is None:
+    """Return the means of all rows; memory holds one batch, and one row per batch and location."""
+    parts = [_sums(batch, keys, names) for batch in batches]
+    if not parts:
         return Means(names, [], np.zeros((0, len(names))), np.zeros((0, len(names)), np.int64))
-    counts = np.stack([sums[f"{name}_count"].to_numpy() for name in names], axis=1)
-    totals = np.stack([sums[f"{name}_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
+    ways = [(f"{name}_{way}", "sum") for name in names for way in ("sum", "count")]
+    sums = pa.concat_tables(parts).group_by(list(keys), use_threads=False).aggregate(ways)
+    counts = np.stack([sums[f"{name}_count_sum"].to_numpy() for name in names], axis=1)
+    totals = np.stack([sums[f"{name}_sum_sum"].fill_null(0.0).to_numpy() for name in names], axis=1)
     locations = list(zip(*(sums[key].to_pylist() for key in keys), strict=True))
     return Means(names, locations, totals / np.maximum(counts, 1), counts)
 
@@ -131,12 +127,3 @@ def _sums(batch: pa.RecordBatch, keys: Sequence[str], names: Sequence[str]) -> p
     grouped = rows.group_by(list(keys), use_threads=False).aggregate(ways)
     columns = [grouped[key].cast(pa.string()) for key in keys] + [grouped[f"{name}_{way}"] for name, way in ways]
     return pa.table(columns, names=[*keys, *(f"{name}_{way}" for name, way in ways)])
-
-
-def _add_sums(sums: pa.Table, part: pa.Table, keys: Sequence[str]) -> pa.Table:
-    """Add two tables of sums."""
-    names = sums.schema.names
-    totals = [name for name in names if name not in keys]
-    grouped = pa.concat_tables([sums, part]).group_by(list(keys), use_threads=False)
-    summed = grouped.aggregate([(name, "sum") for name in totals])
-    return pa.table([summed[name if name in keys else f"{name}_sum"] for name in names], names=names)

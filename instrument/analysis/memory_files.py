@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 
 class MemoryFiles(RunFiles):
-    """The rows of a `MemorySink` as Arrow tables. New rows are converted when a table is read.
-
-    Args:
-        sink: The sink.
-        info: Returns the content that run.json would have.
-    """
+    """The rows of a `MemorySink` as Arrow tables. New rows are converted when a table is read."""
 
     def __init__(self, sink: MemorySink, info: Callable[[], dict[str, Any]]) -> None:
         super().__init__(IN_MEMORY)

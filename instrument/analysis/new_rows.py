@@ -38,9 +38,6 @@ class _RowGroup:
     """Rows of a Parquet file to be read.
 
     Attributes:
-        part: The part.
-        file: Its file.
-        index: The index of the row group.
         skipped: The number of rows at its beginning, in the order of writing, that were read from the journal.
     """
 
@@ -58,12 +55,7 @@ class NewRows:
 
     Args:
         folder: The folder of the run. A remote folder has no journals: rows appear with each uploaded file.
-        table: The name of the table.
-        columns: The names of the columns to read.
         moved: Whether files disappear after they were uploaded, instead of being removed by a resumed run.
-
-    Attributes:
-        problems: Descriptions of files that cannot be read, each beginning with the name of the file.
     """
 
     def __init__(self, folder: Path, table: str, columns: Sequence[str], *, moved: bool = False) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 
-from ..errors import ConfigError, InstrumentError, Problem
+from ..errors import InstrumentError, Problem
 from .attention_maps import TOKENS
 from .features import Array, Features
 from .load import Run
@@ -21,13 +20,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 LOGITS_BYTES = 2**26  # size of the logits of a block of positions in float64
-FILES = (".npy", ".safetensors")
 Projection = Callable[[Any], Any]
 
 
 def logit_lens(
     run: Run,
-    unembed: Tensor | Array | nn.Module | str | Path,
+    unembed: Tensor | Array | nn.Module | str,
     *,
     norm: nn.Module | Callable[[Tensor], Tensor] | str | None = None,
     layers: Sequence[str] | None = None,
@@ -49,9 +47,8 @@ def logit_lens(
 
     Args:
         run: A run with recorded tensors of shape [N, positions, features] or [N, features]; for a probe, `probe.run`.
-        unembed: The output layer: a module; an array [vocabulary, features] as the weight of `nn.Linear`; the path of a `.npy` or
-            `.safetensors` file with such an array; or the name of a layer or its weight in the weights that the run saved
-            (`train.save=true`). A layer in saved weights includes its bias.
+        unembed: The output layer: a module; an array [vocabulary, features] as the weight of `nn.Linear`; or the name of a
+            layer or its weight in the weights that the run saved (`train.save=true`). A layer in saved weights includes its bias.
         norm: The final normalization, applied first: a module or function of tensors; or the name of an `nn.LayerNorm` in the
             saved weights, with the default eps of 1e-5. Default: none.
         layers: The layers. Default: all recorded layers with as many features as `unembed` has, in forward order.
@@ -96,24 +93,13 @@ def logit_lens(
         numbers = _numbers(
             residual.reshape(-1, residual.shape[2]), lambda hidden: project(normalize(hidden)), wanted, top
         )
-        where = {
-            "layer": layer,
-            "sample": np.repeat(streams.ids, count),
-            "position": np.tile(positions, len(residual)),
-        }
+        where = {"layer": layer, "sample": np.repeat(streams.ids, count), "position": np.tile(positions, len(residual))}
         frames.append(pd.DataFrame({**where, **numbers}))
     return pd.concat(frames, ignore_index=True)
 
 
 def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -> dict[str, Any]:
-    """Return the columns with the predictions, block by block.
-
-    Args:
-        residual: [rows, features].
-        logits_of: Maps a tensor [rows, features] to logits [rows, vocabulary].
-        targets: int64 [rows], negative for none.
-        top: Number of most probable tokens.
-    """
+    """Return the columns with the predictions from a residual stream [rows, features] and targets [rows], block by block."""
     import torch
 
     tokens, log_probs, target_log_probs, ranks = [], [], [], []
@@ -146,20 +132,9 @@ def _numbers(residual: Array, logits_of: Projection, targets: Array, top: int) -
 
 
 def _targets(
-    run: Run,
-    recorded: Recorded,
-    streams: Features,
-    positions: Sequence[int],
-    length: int,
-    *,
-    tokens: Any,
-    targets: Any,
+    run: Run, recorded: Recorded, streams: Features, positions: Sequence[int], length: int, *, tokens: Any, targets: Any
 ) -> Array:
-    """Return the target of each recorded position, int64 [samples * positions], negative for none.
-
-    Raises:
-        InstrumentError: Given tokens or targets do not have one row per sample.
-    """
+    """Return the target of each recorded position, int64 [samples * positions], negative for none."""
     shape, complete = (len(streams.ids), len(positions)), (len(streams.ids), length)
     if targets is not None:
         wanted = np.asarray(targets)
@@ -218,12 +193,10 @@ def _projection(run: Run, unembed: Any) -> tuple[Projection, int | None]:
     if isinstance(unembed, nn.Module):
         return _in_own_dtype(unembed), getattr(unembed, "in_features", None)
     bias = None
-    if isinstance(unembed, Path) or (isinstance(unembed, str) and unembed.endswith(FILES)):
-        weight: Tensor = _from_file(str(unembed))
-    elif isinstance(unembed, str):
+    if isinstance(unembed, str):
         weights = saved_weights(run)
         name = unembed.removesuffix(".weight")
-        weight = weight_named(weights, unembed if unembed in weights else f"{name}.weight", "unembed")
+        weight: Tensor = weight_named(weights, unembed if unembed in weights else f"{name}.weight", "unembed")
         bias = weights.get(f"{name}.bias")
     else:
         weight = torch.as_tensor(unembed)
@@ -262,12 +235,3 @@ def _in_own_dtype(module: Any) -> Projection:
         return output.cpu().float()
 
     return apply
-
-
-def _from_file(path: str) -> Tensor:
-    from ..actions.unit_vectors import load_vectors
-
-    try:
-        return load_vectors(path, None, "unembed")
-    except ConfigError as error:
-        raise ConfigError(*(replace(problem, where="unembed") for problem in error.problems)) from None

@@ -31,14 +31,7 @@ UNKNOWN_ORDER = 1 << 30  # sort position of layers without a known order
 
 @dataclass(frozen=True, order=True)
 class RecordedSeries:
-    """The data that one record hook recorded in one phase.
-
-    Attributes:
-        hook: Name of the hook.
-        kind: Kind of the hook.
-        role: Role of the tensor.
-        phase: `train` or `eval`.
-    """
+    """The data that one record hook recorded in one phase."""
 
     hook: str
     kind: str
@@ -82,15 +75,7 @@ class PlottedTensor:
     """The identity of a row of the tensors table.
 
     Attributes:
-        series: The series that recorded it.
-        layer: Name of the module.
         path: Path of the tensor in the value of the module, such as `softmax.0`; or name of the parameter.
-        call: Index of the call of the module.
-        backward: Index of the backward pass.
-        batch: The batch that it belongs to.
-        dtype: Its dtype in PyTorch.
-        shape: Its recorded shape.
-        source_shape: Its shape in the model.
     """
 
     series: RecordedSeries
@@ -109,11 +94,7 @@ class PlottedTensor:
         return location_name(self.layer, self.path, self.series.kind)
 
     def read(self, run: RunTables | pd.DataFrame) -> np.ndarray:
-        """Return the recorded values.
-
-        Args:
-            run: The run, or rows of its `tensors()`.
-        """
+        """Return the recorded values."""
         place = {name: getattr(self, name) for name in PLACE}
         where = {**vars(self.series), **self.batch._asdict(), **place, "recompute": False}
         if isinstance(run, RunTables):
@@ -125,11 +106,7 @@ class PlottedTensor:
 
 
 def recorded_tensors(run: RunTables | pd.DataFrame) -> list[PlottedTensor]:
-    """Return all recorded tensors of dtypes that NumPy supports, without those of recomputed forward passes.
-
-    Args:
-        run: A run, whose values are not read here, or rows of its `tensors()`.
-    """
+    """Return all recorded tensors of dtypes that NumPy supports, without those of recomputed forward passes."""
     columns = list(dict.fromkeys([*KEYS, *PLACE, *Batch._fields, "dtype", "shape", "source_shape", "recompute"]))
     frame = run.read("tensors", columns) if isinstance(run, RunTables) else run[columns]
     frame = frame[~frame["recompute"].astype(bool) & frame["dtype"].map(is_known).astype(bool)]
@@ -191,7 +168,6 @@ def row_locations(frame: pd.DataFrame, order: Sequence[str]) -> pd.Series:
     """Return the location of each row as an ordered categorical.
 
     Args:
-        frame: Rows of one series.
         order: Layer names from `forward_order`; other layers come last, in order of first appearance.
     """
     rank = rank_in(order)
@@ -286,12 +262,6 @@ def matrices(frame: pd.DataFrame, columns: Sequence[str], order: Sequence[str], 
 
     Several values of a location and group are merged by the rule of the statistic: the largest for maxima and counts,
     the smallest for minima, the mean for the others. Non-finite rows (see `finite`) contribute only their counts.
-
-    Args:
-        frame: Rows of one series.
-        columns: Names of the columns.
-        order: Layer names from `forward_order`.
-        most: Maximum number of groups of steps.
     """
     groups = groups_of(frame["step"], most)
     keyed = finite_only(frame).assign(location=row_locations(frame, order), group=frame["step"].map(groups.number))

@@ -15,24 +15,21 @@ from ..errors import InstrumentError
 from ..pip_extras import pip_command
 from ..sinks.remote_folder import is_address
 from ..spec.tables import CUSTOM, TABLES
+from . import query_sources
 from .frames import column_names
-from .query_sources import RunsToQuery, TableFiles
+from .query_sources import FILE, TableFiles, run_columns
+from .run_tables import RunTables
 
 if TYPE_CHECKING:
     import polars as pl
 
-FILE, RUN = "file of the run", "number of the run"  # temporary columns; other columns have no blanks in their names
+RUN = "number of the run"  # temporary column; see FILE
 CHUNK = 2**18  # rows per frame; the overhead of a frame is that of some thousand rows
 READERS = 16  # runs that are checked, or read from a remote folder, in parallel
 
 
-def scan(queried: RunsToQuery, table: str, extra_custom: Sequence[str] = ()) -> pl.LazyFrame:
+def scan(run: RunTables, table: str, extra_custom: Sequence[str] = ()) -> pl.LazyFrame:
     """Return a table as a LazyFrame that reads the files when it is collected.
-
-    Args:
-        queried: The runs.
-        table: Name of the table.
-        extra_custom: Names of additional custom statistics to return as columns.
 
     Raises:
         InstrumentError: polars is not installed.
@@ -42,11 +39,11 @@ def scan(queried: RunsToQuery, table: str, extra_custom: Sequence[str] = ()) -> 
         from polars.io.plugins import register_io_source
     except ImportError:
         raise InstrumentError(f"run.lazy requires polars: {pip_command('polars')}") from None
-    source = _Source(queried, table)
+    source = _Source(run, table)
     rows = register_io_source(source.read, schema=source.schema)
     if CUSTOM.name not in source.schema:
         return rows
-    names = [*queried.custom(table), *extra_custom]
+    names = [*run.custom_columns(table), *extra_custom]
     custom = [polars.col(CUSTOM.name).map.get(name).alias(name) for name in names]
     return rows.with_columns(custom).select(column_names(source.schema.names(), names))
 
@@ -55,18 +52,15 @@ class _Source:
     """The IO source that polars calls for each collection of a table.
 
     Attributes:
-        table_schema: Schema of the columns of the table.
         run_columns: Columns with one value per run; one row per run.
-        empty: An empty frame with all columns.
-        schema: Schema of all columns.
     """
 
-    def __init__(self, queried: RunsToQuery, table: str) -> None:
+    def __init__(self, run: RunTables, table: str) -> None:
         import polars as pl
 
-        self.queried = queried
+        self.run = run
         self.table = table
-        before, after = queried.columns(table)
+        before, after = run_columns(run, table)
         self.table_schema = pl.DataFrame(pl.from_arrow(TABLES[table].schema.empty_table())).schema
         self.run_columns = pl.DataFrame({name: pl.Series(values) for name, values in (before | after).items()})
         self.empty = pl.DataFrame(schema={**self.table_schema, **self.run_columns.schema}).select(
@@ -78,12 +72,6 @@ class _Source:
         self, with_columns: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
         """Yield the rows that fulfill a condition, in the order of runs and files.
-
-        Args:
-            with_columns: Names of the columns; None for all.
-            predicate: The condition; None for all rows.
-            n_rows: Maximum number of rows; None for all.
-            _batch_size: Ignored.
 
         Raises:
             InstrumentError: A file was damaged or merged after the first rows were returned.
@@ -140,7 +128,7 @@ class _Collection:
         """Return the runs selected by conditions that only use columns with one value per run."""
         run_column_names = self.source.run_columns.columns
         if not run_column_names:
-            return list(range(len(self.source.queried.files)))
+            return list(range(len(self.source.run.files)))
         left = self.source.run_columns.with_row_index(RUN)
         for condition in self.conditions:
             names = condition.meta.root_names()
@@ -149,18 +137,18 @@ class _Collection:
 
     def _table_files(self) -> TableFiles:
         """Return the files of the selected runs, after verifying their checksums, which polars does not verify."""
-        table, files = self.source.table, self.source.queried.files
+        table, files = self.source.table, self.source.run.files
 
         def check(run: int) -> None:
             files[run].retry_if_merged(lambda: files[run].check_columns(table, self.read), table)
 
         with ThreadPoolExecutor(READERS) as readers:
             list(readers.map(check, self.runs))
-        return self.source.queried.table_files(table, self.runs)
+        return query_sources.table_files(self.source.run, table, self.runs)
 
     def _found_damage(self) -> bool:
         """Return whether files were found to be damaged; these are no longer listed."""
-        checked = [self.source.queried.files[run] for run in self.runs]
+        checked = [self.source.run.files[run] for run in self.runs]
         old_problems = [list(files.problems) for files in checked]
         for files in checked:
             files.check_contents(self.source.table)
@@ -215,7 +203,7 @@ class _Collection:
     def _run_frame(self, run: int, paths: Sequence[Path]) -> pl.DataFrame:
         import polars as pl
 
-        rows = pl.scan_pyarrow_dataset(self.source.queried.files[run].dataset(self.source.table, paths))
+        rows = pl.scan_pyarrow_dataset(self.source.run.files[run].dataset(self.source.table, paths))
         for condition in self._arrow_conditions():
             rows = rows.filter(condition)
         read = rows.select(self.read).collect()
@@ -226,10 +214,7 @@ class _Collection:
         return read.with_columns(run_value_columns).filter(self.conditions).select(self.columns)
 
     def _arrow_conditions(self) -> list[pl.Expr]:
-        """Return the conditions on columns of the table only.
-
-        Conditions on floats are excluded: polars treats NaN as the largest number, and Arrow does not.
-        """
+        """Return the conditions on columns of the table only, without floats, whose NaN Arrow compares in another way."""
         table_schema = self.source.table_schema
         return [
             condition

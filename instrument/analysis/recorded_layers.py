@@ -57,7 +57,6 @@ class Recorded:
         """Return the names of recorded layers, in forward order.
 
         Args:
-            run: One run.
             layers: The layers; None for all with floating-point tensors.
             size: The size of the last dimension in the model, without `layers`; None for any.
 
@@ -90,13 +89,7 @@ class Recorded:
         )
 
     def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
-        """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model.
-
-        Args:
-            run: One run.
-            layer: Name of the layer.
-            count: The number of recorded positions.
-        """
+        """Return the recorded positions of the tensors [N, length, features] of a layer, and the length in the model."""
         rows = self.rows(run, ["hook", "shape", "source_shape"], layer)
         hook, shape, source = rows[["hook", "shape", "source_shape"]].iloc[0]
         source = tuple(map(int, source))
@@ -111,8 +104,6 @@ class Recorded:
         If the run has no ids, the samples have the order in which they were recorded, and are numbered from 0.
 
         Args:
-            run: One run.
-            layer: Name of the layer.
             out: A `.npy` file to which the values are written, if the run has ids; the array is mapped from it.
 
         Raises:

@@ -26,7 +26,6 @@ def remote_errors(location: object) -> Iterator[None]:
     """Convert errors of a remote request, so that a connection problem is not mistaken for a damaged file.
 
     Raises:
-        FileNotFoundError: The file does not exist.
         InstrumentError: The remote folder cannot be reached.
     """
     try:
@@ -44,7 +43,6 @@ def open_remote(files: Any, path: str) -> CheckedFile:
 
     Raises:
         DamagedFileError: The footer of the file does not match its checksum.
-        FileNotFoundError: The file does not exist.
         InstrumentError: The remote folder cannot be reached.
     """
     with remote_errors(path):

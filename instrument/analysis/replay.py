@@ -31,11 +31,7 @@ def replay(
     """Write the rows of some tables to a sink, step by step; only a few batches are in memory at a time.
 
     Args:
-        files: The files of the run.
         sink: The sink. It is not closed.
-        tables: Names of the tables; each must have a column `step`.
-        since: The first step; None for all.
-        rank: The rank whose rows are written; None for all ranks.
     """
     streams = [
         _entries(files, table, one, since)

@@ -31,10 +31,6 @@ def rule_events(run: RunTables, rules: Mapping[str, RuleBase]) -> list[RuleEvent
     """Return the events that rules write for the rows of a run in any state. The state of the rules is not kept.
 
     Each process of a distributed run has its own rows, and so its own rules. The run is read in batches.
-
-    Args:
-        run: One run.
-        rules: The rules by name.
     """
     events: list[RuleEvent] = []
     frozen_layers = _frozen_layers(run)
@@ -87,10 +83,7 @@ def _steps(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator
 
 
 def _statistics(run: RunTables, rules: RuleSet, condition: ds.Expression) -> Iterator[tuple[Moment, _Rows]]:
-    """Yield the identities of the rows of each step and phase, and the statistics that the rules read.
-
-    A step can be split over several batches, with rows of all its phases in each of them.
-    """
+    """Yield the rows and the statistics of each step and phase, which can be split over several batches."""
     read = {name for rule in rules.rules if isinstance(rule, LocatedRule) for name in rule.statistics}
     columns = sorted({*read, *_COUNTS} & {*ALL, *run.custom_statistics})
     pending: dict[Moment, list[pa.RecordBatch]] = {}
@@ -119,10 +112,7 @@ def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]
 
 
 def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArray]:
-    """Return the targets of the samples of each step and phase that has any.
-
-    Without those that were written late, with tensors from memory: during the run, the rules did not read them.
-    """
+    """Return the targets of each step and phase, without those that were written late, which the rules did not read live."""
     found: dict[Moment, list[Any]] = {}
     in_time = _batches_in_time(run, condition)
     columns = [*_BATCH, "target"]

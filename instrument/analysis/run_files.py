@@ -60,7 +60,6 @@ class RunFiles:
     """The files of one run. Damaged files are added to `problems` and skipped.
 
     Attributes:
-        folder: The folder of the run.
         problems: Descriptions of the problems, each beginning with the name of the file.
 
     Raises:
@@ -162,10 +161,6 @@ class RunFiles:
 
         Damaged files are no longer listed. Of remote files, only footers are checked. Columns that were verified before are not read again.
 
-        Args:
-            name: Name of the table.
-            columns: Names of the columns.
-
         Raises:
             FileNotFoundError: A file was deleted in the meantime.
         """
@@ -199,14 +194,10 @@ class RunFiles:
                     pass
 
     def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
-        """Read the rows of a table in the order in which they were written.
-
-        Args:
-            name: Name of the table.
-            columns: Names of the columns; None for all.
-            condition: Filter expression; None for all rows.
-        """
-        return self.retry_if_merged(lambda: self._read(TABLES[name], columns, condition), name)
+        """Read the rows of a table in the order in which they were written."""
+        return self.retry_if_merged(
+            lambda: self._read(TABLES[name], columns or TABLES[name].schema.names, condition), name
+        )
 
     def scan(
         self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
@@ -215,11 +206,6 @@ class RunFiles:
 
         Rows of a step are in the order in which they were written, but steps of more than about 100,000 rows may be
         ordered by layer.
-
-        Args:
-            name: Name of the table.
-            columns: Names of the columns.
-            condition: Filter expression; None for all rows.
         """
         table = TABLES[name]
         wanted = _with_keys(table, columns)
@@ -242,10 +228,6 @@ class RunFiles:
 
     def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:
         """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime.
-
-        Args:
-            operation: A function that reads the files of the table.
-            name: Name of the table.
 
         Raises:
             FileNotFoundError: A file was deleted without being merged.
@@ -270,21 +252,7 @@ class RunFiles:
         """Add data that a reader cannot handle to the problems."""
         self._problem(self.folder / table, f"{what}: skipped")
 
-    def _read(self, table: Table, columns: Sequence[str] | None, condition: ds.Expression | None) -> pa.Table:
-        self.check_footers(table.name)
-        files, journals = self.table_files(table.name)
-        wanted = None if columns is None else _with_keys(table, columns)
-        try:
-            read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
-        except FileNotFoundError:
-            raise
-        except UNREADABLE:
-            return self._read_one_by_one(table, columns or table.schema.names, condition)
-        read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
-        return _in_written_order(table, pa.concat_tables(read), columns or table.schema.names)
-
-    def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
-        """Read the files one by one, and skip those with damaged contents."""
+    def _read(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
         for file, piece in self._fragments(table):

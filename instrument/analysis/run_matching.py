@@ -31,9 +31,6 @@ class RunMatch:
     Attributes:
         value: Value of the key in the run: a number, a string or None; for a config group, the name of its option; YAML
             text for other lists and mappings.
-        index: Index of the run.
-        baseline: Index of the baseline run.
-        seed: Seed of both runs.
         by: Values of the keys that separate comparisons; from the baseline run if the run does not have the hook.
     """
 
@@ -54,7 +51,6 @@ class RunMatches:
     """All matches for a key.
 
     Attributes:
-        baseline: The baseline value, as in `RunMatch.value`.
         matches: The matches ordered by value, numbers first.
         left_out: The reason for each unmatched run, by index of the run.
     """
@@ -62,13 +58,6 @@ class RunMatches:
     baseline: Any
     matches: list[RunMatch]
     left_out: dict[int, str]
-
-    def by_seed(self) -> list[dict[int, list[RunMatch]]]:
-        """Return the matches of each seed by baseline run, so that each run is read only once."""
-        seeds: dict[int, dict[int, list[RunMatch]]] = {}
-        for match in self.matches:
-            seeds.setdefault(match.seed, {}).setdefault(match.baseline, []).append(match)
-        return list(seeds.values())
 
 
 def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str] = ()) -> RunMatches:
@@ -79,7 +68,6 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
     the same other overrides.
 
     Args:
-        run: Several runs.
         key: Configuration key or override: `hooks.tame.norm`, `hooks.tame`, `optimizer.lr`, `model`, `exp`.
         baseline: The baseline value. Default: null or a missing key, if any run has it; else the smallest number (false
             before true); else the first value.
@@ -128,12 +116,12 @@ def _match(
     groups = _groups(run, key, path, latest)
     _check_differs(run, "effects_of", key, groups)
     baseline_group = groups[_baseline_position(key, groups, baseline)]
-    baseline_index = _BaselineIndex(baseline_group.members, path)
     baseline_text = f"{key}={baseline_group.text}"
     matches = []
     for group in sorted((group for group in groups if group is not baseline_group), key=_sort_key):
-        for training in group.members:
-            matched_runs = baseline_index.of(training)
+        for training, matched_runs in zip(
+            group.members, _matches_of(group.members, baseline_group.members, path), strict=True
+        ):
             if not matched_runs:
                 left_out[training.index] = _unmatched_reason(training, baseline_group.members, key, baseline_text)
             for baseline_run in matched_runs:
@@ -161,33 +149,29 @@ class _Group:
         return self.label if isinstance(self.label, str) else to_yaml(self.label)
 
 
-class _BaselineIndex:
-    """Finds the baseline runs that match a run.
+def _matches_of(
+    all_trainings: Sequence[Training], baseline_runs: Sequence[Training], path: Sequence[str]
+) -> list[list[Training]]:
+    """Return the baseline runs of each training: the first one that is equal except for the key.
 
-    A run without the hook can have several matches, if the hook differs in more than the key.
+    If one of the two runs does not have the hook, the runs must be equal except for the hook. A run without the hook can have
+    several matches, if the hook differs in more than the key.
     """
-
-    def __init__(self, baseline_runs: Sequence[Training], path: Sequence[str]) -> None:
-        self.path = path
-        self.outer = outer_of(path)
-        without_hook = [baseline_run for baseline_run in baseline_runs if baseline_run.at(self.outer) is None]
-        self.by_configuration = {baseline_run.without(path): baseline_run for baseline_run in reversed(baseline_runs)}
-        self.by_other_settings: dict[str, list[Training]] = {}
-        for baseline_run in baseline_runs:
-            self.by_other_settings.setdefault(baseline_run.without(self.outer), []).append(baseline_run)
-        self.without_hook = {baseline_run.without(self.outer): baseline_run for baseline_run in reversed(without_hook)}
-
-    def of(self, training: Training) -> list[Training]:
-        """Return the runs that are equal except for the key.
-
-        If one of the two runs does not have the hook, the runs must be equal except for the hook.
-        """
-        if training.at(self.outer) is None:
-            return self.by_other_settings.get(training.without(self.outer), [])
-        match = self.by_configuration.get(training.without(self.path)) or self.without_hook.get(
-            training.without(self.outer)
-        )
-        return [] if match is None else [match]
+    outer = outer_of(path)
+    by_key: dict[str, list[Training]] = {}
+    by_hook: dict[str, list[Training]] = {}
+    for baseline_run in baseline_runs:
+        by_key.setdefault(baseline_run.without(path), []).append(baseline_run)
+        by_hook.setdefault(baseline_run.without(outer), []).append(baseline_run)
+    found = []
+    for training in all_trainings:
+        same_but_hook = by_hook.get(training.without(outer), [])
+        if training.at(outer) is None:
+            found.append(same_but_hook)
+        else:
+            without_hook = [baseline_run for baseline_run in same_but_hook if baseline_run.at(outer) is None]
+            found.append([*by_key.get(training.without(path), []), *without_hook][:1])
+    return found
 
 
 def outer_of(path: Sequence[str]) -> Sequence[str]:

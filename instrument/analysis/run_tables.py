@@ -36,22 +36,14 @@ READERS = 32  # threads that read run.json files in parallel; remote storage has
 
 
 def check_is_table(owner: object, name: str) -> None:
-    """Check that an attribute is a table.
-
-    Raises:
-        AttributeError: It is not.
-    """
+    """Check that an attribute is a table."""
     if name not in TABLES:
         message = f"{type(owner).__name__!r} object has no attribute {name!r}; the tables are {', '.join(TABLES)}"
         raise AttributeError(message, name=name, obj=owner)
 
 
 def check_table(name: str) -> None:
-    """Check that a table exists.
-
-    Raises:
-        ValueError: The table does not exist.
-    """
+    """Check that a table exists."""
     if name not in TABLES:
         raise ValueError(f"unknown table {name!r}; the tables are {', '.join(TABLES)}")
 
@@ -62,19 +54,13 @@ def _stored(columns: Sequence[str], custom: Sequence[str], *, has_remainders: bo
 
 
 class RunTables:
-    """The tables and records of one run, or of several runs in one folder; see `instrument.Run`.
-
-    Args:
-        path: The folder that was opened.
-        folders: The folders of the runs.
-        files: The files of each run. Default: those in the folders.
-    """
+    """The tables and records of one run, or of several runs in one folder; see `instrument.Run`."""
 
     def __init__(self, path: Path, folders: Sequence[Path], files: Sequence[RunFiles] | None = None) -> None:
         self.path = path
         self.folders = list(folders)
-        self._files = [RunFiles(folder) for folder in self.folders] if files is None else list(files)
-        self._is_sweep = self.folders != [path]
+        self.files = [RunFiles(folder) for folder in self.folders] if files is None else list(files)
+        self.is_sweep = self.folders != [path]
         self._metrics_of_runs: dict[int, list[str]] = {}
 
     def __repr__(self) -> str:
@@ -89,9 +75,9 @@ class RunTables:
         If the recorded `status` is `running` but the process is gone, `status` is `killed`.
         """
         if not is_address(self.path):
-            return [files.info() for files in self._files]
+            return [files.info() for files in self.files]
         with ThreadPoolExecutor(READERS) as readers:
-            return list(readers.map(RunFiles.info, self._files))
+            return list(readers.map(RunFiles.info, self.files))
 
     @cached_property
     def overrides(self) -> list[dict[str, Any]]:
@@ -120,7 +106,7 @@ class RunTables:
     @property
     def custom_metrics(self) -> tuple[str, ...]:
         """The names of the custom metrics of all runs: further columns of `metrics`, in the order of their first values."""
-        for index, (files, info) in enumerate(zip(self._files, self.infos, strict=True)):
+        for index, (files, info) in enumerate(zip(self.files, self.infos, strict=True)):
             if index not in self._metrics_of_runs or info["status"] == "running":
                 self._metrics_of_runs[index] = custom_metrics_of(files)
         return tuple(dict.fromkeys(name for names in self._metrics_of_runs.values() for name in names))
@@ -133,8 +119,8 @@ class RunTables:
     def problems(self) -> list[str]:
         """The files that could not be read completely, each with the reason; filled when tables are read."""
         return [
-            problem if not self._is_sweep else f"{name}/{problem}"
-            for name, files in zip(self.names, self._files, strict=True)
+            problem if not self.is_sweep else f"{name}/{problem}"
+            for name, files in zip(self.names, self.files, strict=True)
             for problem in files.problems
         ]
 
@@ -191,7 +177,7 @@ class RunTables:
         custom = self._custom(table, columns)
         has_extremes = table == "stats" and not REMAINDERS.keys().isdisjoint(columns)
         parts: list[pd.DataFrame] = []
-        for files in self._files:
+        for files in self.files:
             rows = files.read(table, _stored(columns, custom, has_remainders=has_extremes))
             selected = (with_custom_columns(rows, custom) if custom else rows).select(columns)
             parts.append(plain_labels(selected).to_pandas())
@@ -218,7 +204,7 @@ class RunTables:
         """
         check_table(table)
         custom = self._custom(table, columns)
-        for files in self._files:
+        for files in self.files:
             for batch in files.scan(table, _stored(columns, custom), condition):
                 if custom:
                     rows = with_custom_columns(pa.Table.from_batches([batch]), custom)
@@ -250,7 +236,7 @@ class RunTables:
             ValueError: The table does not exist.
         """
         check_table(table)
-        return sum(files.count(table) for files in self._files)
+        return sum(files.count(table) for files in self.files)
 
     def tensors(self, **where: Any) -> pd.DataFrame:
         """Read recorded tensors as NumPy arrays.
@@ -277,14 +263,14 @@ class RunTables:
         return with_arrays(self._frame("tensors", condition))
 
     @cached_property
-    def _given(self) -> pd.DataFrame:
-        """Return the seed and the overrides of each run."""
+    def settings(self) -> pd.DataFrame:
+        """The overrides and the seed of each run: one row per run."""
         rows = zip(self.overrides, self.infos, strict=True)
         return typed_frame([{**overrides, "seed": info["seed"]} for overrides, info in rows])
 
     def _frame(self, table: str, condition: ds.Expression | None = None) -> pd.DataFrame:
         frames, custom = [], self.custom_columns(table)
-        for index, files in enumerate(self._files):
+        for index, files in enumerate(self.files):
             stored = files.read(table, condition=condition)
             rows = with_custom_columns(stored, custom)
             frame: pd.DataFrame = plain_labels(rows).to_pandas()
@@ -294,7 +280,7 @@ class RunTables:
                 frame[SHAPE.name] = pd.Series(shapes, dtype=object)
             if table == "tensors":
                 frame = without_unknown_types(frame, files)
-            if self._is_sweep:
-                add_overrides(frame, self.names[index], self._given, index)
+            if self.is_sweep:
+                add_overrides(frame, self.names[index], self.settings, index)
             frames.append(frame)
         return pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]

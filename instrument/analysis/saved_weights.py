@@ -19,9 +19,6 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
     """Return the final weights of a run by name, in CPU memory.
 
     A run that trained nothing, with `init_from`, has those of the run that it loaded.
-
-    Raises:
-        InstrumentError: The run saved none.
     """
     import torch
 
@@ -37,16 +34,7 @@ def saved_weights(run: RunTables) -> dict[str, Tensor]:
 
 
 def weight_named(weights: dict[str, Tensor], name: str, where: str) -> Tensor:
-    """Return one of the saved weights.
-
-    Args:
-        weights: The saved weights.
-        name: Its name.
-        where: The argument that gives the name, for the message.
-
-    Raises:
-        InstrumentError: There is no such name.
-    """
+    """Return one of the saved weights."""
     if name not in weights:
         message, similar = "the saved weights have no such name", similar_names(name, weights)
         raise InstrumentError(

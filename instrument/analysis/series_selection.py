@@ -29,10 +29,6 @@ def select_series(
     """Return the one series that matches the arguments.
 
     Args:
-        candidates: The available series; at least one.
-        hook: Name of the hook; None for any.
-        kind: Kind of the hook; None for any.
-        role: Role of the tensor; None for any.
         phase: Phase of the hook; None for any, but `train` if series of several phases match.
 
     Raises:
@@ -58,13 +54,6 @@ def _keyword_arguments(series: RecordedSeries) -> str:
 
 def check_choice(word: str, options: Sequence[str], where: str, message: str, fix: str = "") -> None:
     """Check that a word is one of the options.
-
-    Args:
-        word: The given word.
-        options: The allowed words.
-        where: Name of the argument, for the message.
-        message: What is wrong.
-        fix: How to fix the problem, for the message.
 
     Raises:
         InstrumentError: The word is not an option. The message lists the options and similar ones.
@@ -98,9 +87,7 @@ def select_location(frame: pd.DataFrame, name: str, **wanted: str | None) -> tup
     """Return the one series that matches and has rows at a location.
 
     Args:
-        frame: Rows of a table.
         name: A location, or a layer with a single location.
-        wanted: Arguments of `select_series`.
 
     Returns:
         The series, the name of the location, and the rows of both.

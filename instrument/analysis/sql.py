@@ -1,14 +1,12 @@
 """`run.sql`: DuckDB on the files of the runs, with columns for seed and overrides.
 
-Columns with one value per run are computed from the index of the file in the list (`file_index`). DuckDB knows them
-before it opens a file and skips files that a condition on such a column excludes. If a query has two such conditions,
-DuckDB skips no files; the result is correct nevertheless.
+A small table has the columns with one value per run for each file, and is joined by the index of the file in the list. DuckDB
+skips files that a condition on such a column excludes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +20,10 @@ from ..sinks.remote_errors import safe_message
 from ..sinks.remote_folder import is_address
 from ..spec.statistics import REMAINDERS
 from ..spec.tables import CUSTOM, TABLES
-from .query_sources import RunsToQuery, columns_of_runs
+from . import query_sources
+from .query_sources import FILE, TableFiles, all_columns, columns_of_runs, run_columns
 from .run_files import RunFiles
+from .run_tables import RunTables
 
 if TYPE_CHECKING:
     import duckdb
@@ -35,10 +35,9 @@ WHERE = "run.sql"
 _UNKNOWN = re.compile(
     r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
 )
-_TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
 
 
-def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
+def run_query(run: RunTables, query: str) -> pd.DataFrame:
     """Run a query with DuckDB; only files of the tables that the query names are opened.
 
     Raises:
@@ -52,8 +51,8 @@ def run_query(queried: RunsToQuery, query: str) -> pd.DataFrame:
         raise InstrumentError(f"run.sql requires DuckDB: {pip_command('sql')}") from None
     from .duckdb_files import DuckDBFiles
 
-    files = DuckDBFiles(queried.files[0].folder)
-    views = _Views(queried, query, files)
+    files = DuckDBFiles(run.folders[0])
+    views = _Views(run, query, files)
     problems = (duckdb.ParserException, duckdb.CatalogException, duckdb.BinderException)
     while True:
         try:
@@ -84,12 +83,12 @@ class _Views:
     checked, and finally all files are read.
     """
 
-    def __init__(self, queried: RunsToQuery, query: str, files: DuckDBFiles) -> None:
-        self.queried = queried
+    def __init__(self, run: RunTables, query: str, files: DuckDBFiles) -> None:
+        self.run = run
         self.files = files
         self.query = query
         self.names: list[str] = []
-        self.remote = is_address(queried.files[0].folder)
+        self.remote = is_address(run.folders[0])
         self._listed: list[Path] = []
         self._uses_runs = False
         self._deleted: list[Path] = []
@@ -108,15 +107,15 @@ class _Views:
         self._uses_runs = RUNS in named
         self._listed = []
         if self._uses_runs:
-            connection.register(RUNS, pa.table(columns_of_runs(self.queried.runs)))
+            connection.register(RUNS, pa.table(columns_of_runs(self.run.runs)))
         for name in self.names:
-            paths, owners, unwritten = self.queried.table_files(name)
-            self._listed += paths
-            first = self.queried.files[owners[0]] if paths else None
-            by_name = self._union_by_name or (first is not None and first.lacks_columns(paths[0], name))
-            selections = [self._selection(name, paths, owners, by_name=by_name)] if paths else []
-            if len(unwritten) or not paths or by_name:
-                connection.register(f"unwritten rows of {name}", unwritten)
+            files = query_sources.table_files(self.run, name)
+            self._listed += files.paths
+            first = self.run.files[files.owners[0]] if files.paths else None
+            by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
+            selections = [self._selection(connection, files, name, by_name=by_name)] if files.paths else []
+            if len(files.unwritten) or not files.paths or by_name:
+                connection.register(f"unwritten rows of {name}", files.unwritten)
                 selections.append(f'select * from "unwritten rows of {name}"')
             rows = " union all by name ".join(selections)
             if CUSTOM in TABLES[name].columns:
@@ -124,14 +123,10 @@ class _Views:
             connection.execute(f"create view {name} as {rows}")
 
     def _with_custom_columns(self, rows: str, table: str) -> str:
-        """Return the query of rows with one column per custom statistic or metric.
-
-        The remainders of 64-bit integers are columns if the query names them: most tables have none.
-        """
+        """Return the query of rows with one column per custom statistic or metric, and per remainder that the query names."""
         remainders = [name for name in REMAINDERS.values() if table == "stats" and name in self.query.lower()]
-        custom = [*self.queried.custom(table), *remainders]
-        before, after = self.queried.columns(table)
-        names = [*before, *self.queried.own_columns(table), *remainders, *after]
+        custom = [*self.run.custom_columns(table), *remainders]
+        names = [*all_columns(self.run, table), *remainders]
         expressions = [
             f"{CUSTOM.name}[{_quoted_string(name)}] as {_quoted_name(name)}" if name in custom else _quoted_name(name)
             for name in names
@@ -151,7 +146,7 @@ class _Views:
         if remedy is None or (only_heads and remedy is RunFiles.check_contents):
             return False
         self._union_by_name = True
-        for files in self.queried.files:
+        for files in self.run.files:
             for name in self.names:
                 with suppress(FileNotFoundError):  # the file was merged and will be listed under its new name
                     remedy(files, name)
@@ -166,49 +161,27 @@ class _Views:
         if unknown["table"] is not None:
             names = [*TABLES, RUNS]
             return ConfigError(Problem(WHERE, message, self.query, names, similar_names(unknown["table"], names)))
-        columns = [name for table in self.names for name in self._columns(table)]
-        columns += columns_of_runs(self.queried.runs) if self._uses_runs else []
+        columns = [name for table in self.names for name in all_columns(self.run, table)]
+        columns += columns_of_runs(self.run.runs) if self._uses_runs else []
         columns = list(dict.fromkeys(columns))
         return ConfigError(Problem(WHERE, message, self.query, columns, similar_names(unknown["column"], columns)))
 
-    def _columns(self, table: str) -> list[str]:
-        before, after = self.queried.columns(table)
-        return [*before, *self.queried.own_columns(table), *after]
-
-    def _selection(self, table: str, paths: Sequence[Path], owners: Sequence[int], *, by_name: bool) -> str:
-        before, after = self.queried.columns(table)
-        first, last = (
-            [f"{_lookup_expression(values, owners)} as {_quoted_name(name)}" for name, values in columns.items()]
-            for columns in (before, after)
-        )
-        files = ", ".join(_quoted_string(self.files.name(path)) for path in paths)
-        options = f", hive_partitioning = false, union_by_name = {str(by_name).lower()}"
-        return f"select {', '.join([*first, '*', *last])} from read_parquet([{files}]{options})"
-
-
-def _lookup_expression(values: pa.Array, owners: Sequence[int]) -> str:
-    """Return the SQL expression of a column: the value of the file's run, looked up by `file_index`.
-
-    The values are stored in one string with fields of equal width, or in a list if that is not possible. DuckDB
-    evaluates the expression for each file and for each vector of rows; the cost is proportional to the length of a
-    list, but small for a string.
-    """
-    cells = values.to_pylist()
-    words = ["" if value is None else _value_text(value) for value in cells]
-    if all(
-        word.isascii() and word == word.strip() and bool(word) != (value is None)
-        for word, value in zip(words, cells, strict=True)
-    ):
-        room = max(map(len, words), default=0) or 1
-        text = "".join(words[owner].ljust(room) for owner in owners)
-        word = f"nullif(rtrim(substr({_quoted_string(text)}, cast(file_index as bigint) * {room} + 1, {room})), '')"
-        return f"cast({word} as {_TYPES[values.type]})"
-    items = ", ".join("null" if cells[owner] is None else _quoted_string(words[owner]) for owner in owners)
-    return f"cast([{items}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
-
-
-def _value_text(value: bool | int | float | str) -> str:
-    return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
+    def _selection(self, connection: duckdb.DuckDBPyConnection, files: TableFiles, table: str, *, by_name: bool) -> str:
+        """Return the query of the rows of Parquet files."""
+        before, after = run_columns(self.run, table)
+        names = [self.files.name(path) for path in files.paths]
+        options = f"hive_partitioning = false, union_by_name = {str(by_name).lower()}"
+        rows = f"read_parquet([{', '.join(map(_quoted_string, names))}], {options})"
+        if not before:
+            return f"select * from {rows}"
+        numbers = pa.array(range(len(names)), pa.uint64())
+        of_files = {FILE: numbers, **{name: cells.take(files.owners) for name, cells in (before | after).items()}}
+        connection.register(f"runs of {table}", pa.table(of_files))
+        first, last = ([f"runs.{_quoted_name(name)}" for name in columns] for columns in (before, after))
+        columns = ", ".join([*first, "files.*", *last])
+        # DuckDB skips the files between two selected ones only if it gets a filter with all selected indices.
+        connection.execute(f"set dynamic_or_filter_threshold = {len(names)}")
+        return f'select {columns} from {rows} files join "runs of {table}" runs on files.file_index = runs."{FILE}"'
 
 
 def _quoted_string(text: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ..spec.tables import TABLES
+from .frames import plain_labels
 from .run_tables import RunTables
 
 
@@ -26,31 +27,29 @@ def recorded(run: RunTables) -> tuple[Counter[str], Counter[str], Counter[str]]:
     return firings, of_rows, _count(run, "tensors")
 
 
-@dataclass
+@dataclass(frozen=True)
 class InterventionSummary:
     """The effect of one intervention.
 
     Attributes:
-        firings: Number of firings.
+        locations: Number of locations, which are pairs of layer and path.
         held: Number of firings in which the condition of `when` held.
         conditional: Number of firings with a condition.
         elements: Number of elements of all modified tensors.
-        changed: Number of changed elements.
-        before: Sum of the L2 norms before, over firings with a norm.
+        before: Sum of the L2 norms before, over firings with both norms.
         after: Sum of the L2 norms after, over the same firings.
-        normed: Number of firings with a norm.
-        locations: The locations, as pairs of layer and path.
+        normed: Number of firings with both norms.
     """
 
-    firings: int = 0
-    held: int = 0
-    conditional: int = 0
-    elements: int = 0
-    changed: int = 0
-    before: float = 0.0
-    after: float = 0.0
-    normed: int = 0
-    locations: set[tuple[str, str]] = field(default_factory=set)
+    locations: int
+    firings: int
+    held: int
+    conditional: int
+    elements: int
+    changed: int
+    before: float
+    after: float
+    normed: int
 
     @property
     def changed_fraction(self) -> float:
@@ -59,33 +58,33 @@ class InterventionSummary:
 
     @property
     def norms(self) -> tuple[float, float] | None:
-        """Mean norm before and after; None if no firing has a norm."""
+        """Mean norm before and after; None if no firing has both."""
         return (self.before / self.normed, self.after / self.normed) if self.normed else None
-
-    def add(self, rows: pa.RecordBatch) -> None:
-        """Add rows of effects."""
-        normed = rows.filter(pc.and_(pc.is_valid(rows["norm_before"]), pc.is_valid(rows["norm_after"])))
-        self.firings += rows.num_rows
-        self.held += pc.sum(rows["held"]).as_py() or 0
-        self.conditional += pc.count(rows["held"]).as_py()
-        self.elements += pc.sum(rows["numel"]).as_py() or 0
-        self.changed += pc.sum(rows["changed"]).as_py() or 0
-        self.before += pc.sum(normed["norm_before"]).as_py() or 0.0
-        self.after += pc.sum(normed["norm_after"]).as_py() or 0.0
-        self.normed += normed.num_rows
-        locations = pa.Table.from_batches([rows]).group_by(["layer", "path"]).aggregate([])
-        self.locations.update(zip(locations["layer"].to_pylist(), locations["path"].to_pylist(), strict=True))
 
 
 def changed(run: RunTables) -> dict[str, InterventionSummary]:
     """Return the effect of each intervention by hook, in the order in which they first fired."""
-    summaries: dict[str, InterventionSummary] = {}
-    columns = ["hook", "layer", "path", "numel", "changed", "norm_before", "norm_after", "held"]
-    for batch in run.scan("effects", columns):
-        hooks = batch["hook"].cast(pa.string())
-        for hook in hooks.unique().to_pylist():
-            summaries.setdefault(hook, InterventionSummary()).add(batch.filter(pc.equal(hooks, hook)))
-    return summaries
+    location = ["hook", "layer", "path"]
+    parts = []
+    for batch in run.scan("effects", [*location, "numel", "changed", "norm_before", "norm_after", "held"]):
+        rows = plain_labels(pa.Table.from_batches([batch])).to_pandas()
+        normed = rows["norm_before"].notna() & rows["norm_after"].notna()
+        numbers = {
+            "firings": 1,
+            "held": rows["held"].eq(True),
+            "conditional": rows["held"].notna(),
+            "elements": rows["numel"],
+            "changed": rows["changed"],
+            "before": rows["norm_before"].where(normed),
+            "after": rows["norm_after"].where(normed),
+            "normed": normed,
+        }
+        parts.append(rows[location].assign(**numbers).groupby(location, sort=False).sum())
+    if not parts:
+        return {}
+    sums = pd.concat(parts).groupby(location, sort=False).sum().assign(locations=1)
+    totals = sums.groupby("hook", sort=False).sum().astype({"elements": int, "changed": int})
+    return {str(hook): InterventionSummary(**numbers) for hook, numbers in totals.to_dict("index").items()}
 
 
 def _count(run: RunTables, table: str) -> Counter[str]:

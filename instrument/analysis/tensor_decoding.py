@@ -15,7 +15,6 @@ def array_of(values: Any, data: Any, shape: Any, dtype: str, *, copy: bool = Tru
     Args:
         values: The elements as a flat sequence of numbers; None if they are in `data`.
         data: The elements as little-endian bytes; None if they are in `values`.
-        shape: Shape of the tensor.
         dtype: PyTorch name of the dtype. bfloat16 and float8 are converted to float32, complex32 to complex64.
         copy: Whether float32 elements in `values` are copied. Default: True.
 

@@ -33,7 +33,6 @@ class TensorMaps(PlottedTensor):
         """Return the maps of one sample, or all filters.
 
         Args:
-            run: The run, or rows of its `tensors()`.
             sample: Index of the recorded sample, starting at 0.
 
         Returns:
@@ -51,9 +50,6 @@ def maps_in(run: RunTables | pd.DataFrame) -> list[TensorMaps]:
     """Return all recorded tensors that can be shown as maps.
 
     These are tensors with four dimensions in the model, of which at least height and width were recorded.
-
-    Args:
-        run: A run, whose values are not read here, or rows of its `tensors()`.
     """
     all_maps = []
     for tensor in recorded_tensors(run):
@@ -128,7 +124,6 @@ def smaller(values: np.ndarray, most: int) -> np.ndarray:
 
     Args:
         values: [..., H, W].
-        most: Maximum height and width in pixels.
     """
     factor = -(-max(values.shape[-2:]) // most)
     if factor <= 1:

@@ -33,8 +33,6 @@ class _Place(NamedTuple):
     Attributes:
         like: Pairs of columns and their values.
         has_samples: Whether dimension 0 contains the samples of a batch.
-        rank: The rank of the hook.
-        pinned: Whether the tensor is in pinned memory.
     """
 
     like: tuple[tuple[str, object], ...]
@@ -56,9 +54,7 @@ class _Step(NamedTuple):
     """The tensors of a recorded step that a hook uses.
 
     Attributes:
-        number: The recorded step.
         distance: The distance from the step that was requested before; 0 for the first one.
-        rows: Rows of the tensors table.
         tensors: The tensors that were asked for, in CPU memory.
     """
 
@@ -121,7 +117,6 @@ class RunArchive(Archive):
     asked for. It does not if the run is still being recorded.
 
     Args:
-        ranks: Number of processes of the current run.
         shard: Maps the samples of a batch to those of this process; None if this is unknown.
 
     Attributes:
@@ -154,14 +149,8 @@ class RunArchive(Archive):
             self._runs[run] = found
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
-            raise ConfigError(
-                Problem(
-                    f"{where}.{field}",
-                    "this run has no recorded tensors",
-                    run,
-                    fix="set 'tensors: true' in a record hook",
-                )
-            )
+            message, fix = "this run has no recorded tensors", "set 'tensors: true' in a record hook"
+            raise ConfigError(Problem(f"{where}.{field}", message, run, fix=fix))
         if hook is not None and hook not in hooks:
             message = "this run has no tensors recorded by this hook"
             raise ConfigError(Problem(f"{where}.hook", message, hook, hooks, similar_names(hook, hooks)))
@@ -233,13 +222,6 @@ class RunArchive(Archive):
 
     def by_sample(self, run: str, hook: str | None, step: int | None, place: Place, where: str) -> RecordedSamples:
         """Return all values that were recorded at a place, by sample. They are read once and stay in memory.
-
-        Args:
-            run: Folder of an opened run.
-            hook: Name of the hook that recorded them; None for any hook.
-            step: The step at which they were recorded; None for any.
-            place: Where they were recorded.
-            where: Configuration key of the hook that uses them, for error messages.
 
         Raises:
             ConfigError: The run has no tensors with samples at this place, or several of a sample.

@@ -45,13 +45,7 @@ class RecordedTable:
 
 
 def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> RecordedTable:
-    """Return what a run recorded in a table. Only the columns that identify tensors are read.
-
-    Args:
-        run: One run.
-        table: `stats` or `tensors`.
-        steps: The condition that selects the steps; None for all.
-    """
+    """Return what a run recorded in a table. Only the columns that identify tensors are read."""
     is_sorted = TABLES[table].is_sorted
     columns = ["step", "module_type", "scope", *LOCATION, *([POSITION.name] if is_sorted else ["dtype", "shape"])]
     locations = pd.DataFrame(columns=[*columns, "order"])
@@ -107,10 +101,6 @@ def paired_hooks(one: pd.DataFrame, other: pd.DataFrame) -> dict[tuple[str, str,
 
     The corresponding hook has the same name, kind and role. Without such a hook, it is the only remaining hook with this kind and
     role.
-
-    Args:
-        one: The locations of the first run.
-        other: The locations of the other run.
     """
     series = ["hook", "kind", "role"]
     first, second = (list(dict.fromkeys(frame[series].itertuples(index=False, name=None))) for frame in (one, other))
@@ -130,9 +120,7 @@ def paired_locations(
 
     Args:
         one: The locations of the first run, in the order of execution.
-        other: The locations of the other run.
         layers: The name of each layer of the first run in the other run.
-        hooks: The result of `paired_hooks`.
 
     Returns:
         The columns of `LOCATION` with the names of the first run, `module_type`, and `hook_b` and `layer_b` with the
@@ -163,11 +151,7 @@ def aligned(
     Rows that several processes write about the same values are matched with those of a single process.
 
     Args:
-        runs: The two runs.
-        table: `stats` or `tensors`.
         columns: The columns to read in addition to the identity columns.
-        locations: The result of `paired_locations`.
-        conditions: The condition that selects the rows of each run.
 
     Returns:
         The matched rows in the order of the first run, with the columns of both runs with the suffixes `_a` and `_b`,

@@ -178,43 +178,33 @@ def _nothing_in_common(
     steps: Sequence[Sequence[int]],
     suggestion: tuple[str, str] | None,
 ) -> Problem:
-    """Return the problem that no value has a counterpart in the other run, with the likely reason.
-
-    Args:
-        places: The locations of each run.
-        comparison: The comparison of the locations that both runs recorded.
-        steps: The recorded steps of each run.
-        suggestion: An entry of `rename`; None without one.
-    """
+    """Return the problem that no value has a counterpart in the other run, with the likely reason."""
     locations = comparison.locations
     layers, series, scopes = (
         [list(dict.fromkeys(map(" ".join, place[columns].astype(str).itertuples(index=False)))) for place in places]
         for columns in (["layer"], ["kind", "role"], ["scope"])
     )
+    texts: Sequence[Sequence[str]] = series
     if not all(steps):
-        message, given = "no tensor was recorded", [_some(names) for names in series]
-        fix = "add a record hook, such as hooks=activations"
+        message, fix = "no tensor was recorded", "add a record hook, such as hooks=activations"
     elif not set(layers[0]) & set(layers[1]) and locations.empty:
-        message, given = "no layer was recorded by both runs", [_some(names) for names in layers]
-        fix = "rename layers: OLD=NEW" if suggestion is None else f"rename layers: {'='.join(suggestion)}"
+        entry = "OLD=NEW" if suggestion is None else "=".join(suggestion)
+        message, texts, fix = "no layer was recorded by both runs", layers, f"rename layers: {entry}"
     elif locations.empty:
-        message, given = "the hooks of the two runs record different tensors", [_some(names) for names in series]
-        fix = "record with the same hooks"
+        message, fix = "the hooks of the two runs record different tensors", "record with the same hooks"
     elif not set(steps[0]) & set(steps[1]):
-        message, given = "no step was recorded by both runs", [_some([str(step) for step in each]) for each in steps]
+        message, texts = "no step was recorded by both runs", [[str(step) for step in each] for each in steps]
         fix = "record with the same 'every', 'start' and 'steps'"
     elif comparison.rows.any():
-        message, given = "only counts and fractions were recorded by both runs", [_some(comparison.statistics)] * 2
+        message, texts = "only counts and fractions were recorded by both runs", [comparison.statistics] * 2
         fix = "record the same statistics, such as stats=default"
     elif comparison.other_parts:
-        message, given = "the two runs recorded different parts of the tensors", [_some(names) for names in series]
+        message = "the two runs recorded different parts of the tensors"
         fix = "record with the same selection, such as 'samples' and 'slice'"
     else:
-        message, given = (
-            "no row has a counterpart with the same call, rank and scope",
-            [_some(names) for names in scopes],
-        )
+        message, texts = "no row has a counterpart with the same call, rank and scope", scopes
         fix = "with several processes, record with reduce=global"
+    given = [_some(names) for names in texts]
     return Problem("", f"nothing to compare: {message}", f"A: {given[0]}; B: {given[1]}", fix=fix)
 
 

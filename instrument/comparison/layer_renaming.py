@@ -22,8 +22,6 @@ def renamed_layers(rename: Mapping[str, str], layers: Sequence[str], others: Seq
 
     Args:
         rename: Names in this run and in the other run, such as `{"encoder": "backbone", "h.*.mlp": "blocks.*.ffn"}`.
-        layers: The recorded layers of this run. The name of the root is empty.
-        others: The recorded layers of the other run.
 
     Raises:
         ConfigError: An entry is invalid, matches no layer, or leads to no layer of the other run; or two layers get the

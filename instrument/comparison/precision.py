@@ -15,7 +15,6 @@ class Precision:
     """A floating-point type.
 
     Attributes:
-        dtype: The name of the type in PyTorch.
         digits: The number of binary digits of its significand, including the hidden one.
         tolerance: The largest relative difference of two runs with this type that rounding errors explain.
     """
@@ -58,7 +57,6 @@ def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Seque
     never need more binary digits than a type has, the elements were rounded to this type.
 
     Args:
-        info: The content of run.json.
         extremes: Rows of statistics, with the columns `location`, `min`, `max` and `abs_max`.
         dtypes: The dtypes of the recorded tensors, which may be rounded. They count if there are no extremes.
     """

@@ -38,14 +38,10 @@ class FirstDifference:
     """The first tensor in time and execution order whose difference exceeds the tolerance.
 
     Attributes:
-        step: The step.
-        phase: The phase, such as `train`.
         location: The index of its row in `Diff.layers`.
-        call: The index of the module's call.
         statistic: The statistic that differs most, or `values` for a recorded tensor.
         a: The statistic in the first run; NaN for `values`.
         b: The statistic in the other run; NaN for `values`.
-        difference: The relative difference.
         before: The largest relative difference before it, in earlier steps and earlier in this step.
     """
 
@@ -64,16 +60,11 @@ class Comparison:
     """Compares the tables of two runs. Each method reads a table once, in groups of steps.
 
     Args:
-        runs: The two runs.
-        locations: The locations that both runs recorded, in the order of execution.
-        tables: What each run recorded, by table.
         tolerance: The relative difference above which tensors differ; None for that of the coarser precision.
 
     Attributes:
-        steps: The steps that both runs recorded, by table.
         rows: The number of compared rows of statistics of each location; int64, shape [locations].
         precisions: The precisions of the two runs; empty before the first rows are compared.
-        tolerance: The tolerance.
         first: The first difference above the tolerance; None without one.
         unmatched: For each run, the number of rows that the other run does not have at a common step.
         other_parts: The number of pairs of tensors that are not compared, because the runs recorded different parts.

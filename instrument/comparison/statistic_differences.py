@@ -33,8 +33,6 @@ def relative_differences(
     the statistic itself for the others. For fractions, it is |a - b|.
 
     Args:
-        rows: Matched rows, with the columns of both runs.
-        names: The statistics.
         floors: The number of the group of each row; -1 for no group. None if no row has a group.
         floor: The lower limit of the size of a row in a group, relative to the largest size of the group.
 
@@ -89,10 +87,7 @@ def _values(rows: pd.DataFrame, name: str, side: str) -> np.ndarray:
 
 
 def _sizes(rows: pd.DataFrame, names: Sequence[str], name: str, side: str) -> np.ndarray:
-    """Return the size of each tensor of a run, to which a statistic is compared.
-
-    Without a recorded rms, the size is computed from the mean and the standard deviation, or it is `abs_max`, which is larger.
-    """
+    """Return the size to which a statistic of each tensor is compared. `abs_max` replaces a missing rms."""
     own: np.ndarray = np.abs(_values(rows, name, side))
     sizes = []
     if name in ("mean", "std"):

@@ -34,13 +34,7 @@ class TensorErrors(NamedTuple):
 
 
 def tensor_errors(one: _Array, other: _Array, dtypes: tuple[str, str]) -> TensorErrors:
-    """Compare two tensors.
-
-    Args:
-        one: The elements of one tensor, in any shape.
-        other: The elements of the other tensor, in the same shape.
-        dtypes: The dtypes of the tensors in PyTorch.
-    """
+    """Compare two tensors."""
     a, b = _real(one), _real(other)
     finite = np.isfinite(a) & np.isfinite(b)
     same = finite.all() or np.array_equal(a[~finite], b[~finite], equal_nan=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from hydra.core.default_element import ConfigDefault, GroupDefault, ResultDefault
 from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from ..errors import ConfigError, Problem
 
@@ -17,10 +18,6 @@ def check_names(defaults: Sequence[ResultDefault], results: Sequence[ConfigResul
     """Check that no file changes a spec of another file, except of a file that its own defaults list contains.
 
     A file may also change the specs of the files in the root defaults list, such as `rules/default`.
-
-    Args:
-        defaults: The files, in the order in which they are merged.
-        results: The content of each file.
 
     Raises:
         ConfigError: Two files define the same name. The error names both.
@@ -54,17 +51,13 @@ def _label(default: ResultDefault, result: ConfigResult) -> str:
 def _names(default: ResultDefault, result: ConfigResult) -> Iterator[tuple[str, str]]:
     """Yield the specs that a file defines, as pairs of a section and a name."""
     package = [part for part in (default.package or "").split(".") if part]
-    if not OmegaConf.is_dict(result.config) or (package and package[0] not in SECTIONS):
+    content: Any = OmegaConf.to_container(result.config)
+    if not isinstance(content, dict) or (package and package[0] not in SECTIONS):
         return
     for section in SECTIONS if not package else package[:1]:
-        node = result.config if package else result.config._get_node(section)
-        if (
-            isinstance(node, DictConfig)
-            and not node._is_none()
-            and not node._is_missing()
-            and not node._is_interpolation()
-        ):
-            yield from ((section, str(name)) for name in (package[1:2] or node))
+        specs = content if package else content.get(section)
+        if isinstance(specs, dict):
+            yield from ((section, str(name)) for name in (package[1:2] or specs))
 
 
 def _listed(result: ConfigResult) -> Iterator[str]:

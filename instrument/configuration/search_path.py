@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from .override_loader import FieldLoader
+from .hydra_internals import loader_of
 
 
 def conf_folder() -> Path:
@@ -24,11 +23,7 @@ class WorkingDirectoryConf(SearchPathPlugin):
     """Hydra plugin that adds the folder `conf` of the working directory after the configurations of the package."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Append the folder, and warn about files that a different file of the package hides.
-
-        Args:
-            search_path: Search path of Hydra, changed in place.
-        """
+        """Append the folder, and warn about files that a different file of the package hides."""
         user_folder, packaged = Path.cwd() / "conf", conf_folder()
         if not user_folder.is_dir() or user_folder.samefile(packaged):
             return
@@ -46,4 +41,4 @@ class WorkingDirectoryConf(SearchPathPlugin):
 def config_loader() -> ConfigLoader:
     """Create a configuration loader with this search path, for compositions outside `hydra.main`."""
     Plugins.instance().register(WorkingDirectoryConf)
-    return FieldLoader(create_config_search_path(str(conf_folder())))
+    return loader_of(conf_folder())

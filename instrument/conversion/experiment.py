@@ -37,13 +37,7 @@ class ConvertedExperiment:
             self.notes.append(note)
 
     def statistics(self, given: Iterable[str], names: Mapping[str, str], where: str) -> list[str]:
-        """Convert names of statistics. Those without counterpart are noted.
-
-        Args:
-            given: The names in the source.
-            names: The counterparts.
-            where: The key in the source.
-        """
+        """Convert names of statistics. Those without counterpart are noted."""
         for name in given:
             if name not in names:
                 self.note(where, f"no counterpart for {name!r}")
@@ -59,12 +53,7 @@ class ConvertedExperiment:
         self.hooks[unique] = dict(spec)
 
     def to_yaml(self, name: str, source: str) -> str:
-        """Return the text of the experiment file.
-
-        Args:
-            name: The name of the experiment, which is also the name of the file without its suffix.
-            source: The name of the converted file.
-        """
+        """Return the text of the experiment file."""
         lines = [
             "# @package _global_",
             f"# Converted from {' '.join(source.split())} of {self.tool}. In conf/exp, run it with your model and data:",
@@ -88,10 +77,6 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no type
 
 def layers_containing(pattern: str, where: str) -> str:
     """Return the layer pattern for the names in which a regular expression is found at any position (`re.search`).
-
-    Args:
-        pattern: The regular expression.
-        where: Its key in the source.
 
     Raises:
         ConfigError: It is not a valid regular expression.
@@ -120,13 +105,7 @@ def layers_with_text(texts: Iterable[str]) -> str:
 
 
 def multiples(every: int, start: int, stop: int | None, where: str) -> dict[str, int] | None:
-    """Return the fields of a hook that acts at the multiples of a number.
-
-    Args:
-        every: The number.
-        start: The first step that may be scheduled.
-        stop: The step after the last one; None: no end.
-        where: The key of the schedule in the source.
+    """Return the fields of a hook that acts at the multiples of a number, in [start, stop).
 
     Returns:
         The fields `every`, `start` and `stop`, without those that have the default value; None if no step is scheduled.

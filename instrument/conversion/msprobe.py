@@ -1,19 +1,17 @@
 """Conversion of configurations of msprobe, the precision debugger of Ascend.
 
-Formats: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md,
-and `monitor_config.json` of TrainerMon, in `msprobe_monitor`.
+Format: `config.json` of PrecisionDebugger, https://gitcode.com/Ascend/msprobe/blob/master/docs/en/dump/config_json_introduct.md
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError, Problem
 from .experiment import EVERYTHING, ConvertedExperiment, layers_with_text
-from .msprobe_monitor import convert_monitor, is_monitor
 from .source import Fields, read_ranges, reading
 
 TASKS = (
@@ -29,20 +27,22 @@ STATISTICS = {
     "zero count": "zero_fraction",
 }
 DEFAULT_STATISTICS = ["max", "min", "mean", "l2"]
+Tensors = Mapping[tuple[str, str], tuple[str, dict[str, Any]]]
+"""The name and the fields of the hook on each kind of tensor."""
 # msprobe names tensors by their direction. What enters a backward pass is the gradient of the output.
 INPUT, OUTPUT = ("forward", "input"), ("forward", "output")
 GRAD_OUTPUT, GRAD_INPUT = ("backward", "input"), ("backward", "output")
-MODULE_TENSORS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+MODULE_TENSORS: Tensors = {
     INPUT: ("inputs", {"kind": "forward_pre"}),
     OUTPUT: ("outputs", {"kind": "forward"}),
     GRAD_OUTPUT: ("output_gradients", {"kind": "full_backward_pre"}),
     GRAD_INPUT: ("input_gradients", {"kind": "full_backward"}),
 }
-PARAMETERS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+PARAMETERS: Tensors = {
     INPUT: ("parameters", {"kind": "step_pre", "role": "param"}),
     GRAD_INPUT: ("parameter_gradients", {"kind": "parameter_grad"}),
 }
-FUNCTION_TENSORS: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+FUNCTION_TENSORS: Tensors = {
     INPUT: ("function_arguments", {"kind": "function", "role": "input"}),
     OUTPUT: ("function_results", {"kind": "function"}),
     GRAD_OUTPUT: ("function_gradients", {"kind": "function_grad"}),
@@ -88,20 +88,14 @@ class _Plan:
 
 
 def convert_msprobe(source: Any) -> ConvertedExperiment:
-    """Convert the content of `config.json` or `monitor_config.json`.
-
-    Args:
-        source: The mapping in the file.
+    """Convert the content of `config.json`.
 
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
     experiment = ConvertedExperiment("msprobe")
-    if is_monitor(source):
-        convert_monitor(source, experiment)
-        return experiment
     if not isinstance(source, Mapping) or not {"task", "dump_path", "level", *TASKS} & {*source}:
-        message = "is not a configuration of msprobe: it has neither 'task' nor 'targets'"
+        message = "is not a configuration of msprobe: it has no field 'task'"
         raise ConfigError(Problem("FILE", message, fix="set --from to the tool that the file belongs to"))
     with reading(source, "", experiment) as fields:
         task = str(fields.take("task", "statistics"))
@@ -109,23 +103,15 @@ def convert_msprobe(source: Any) -> ConvertedExperiment:
             raise ConfigError(Problem("task", "unknown task", given=task, allowed=TASKS))
         schedule = _schedule(fields)
         level = str(fields.take("level", "L1"))
-        _note_fields(fields, ELSEWHERE, experiment)
+        fields.note_given(ELSEWHERE)
         if (seed := fields.number("seed")) is not None:
             experiment.settings["seed"] = seed
         if fields.flag("is_deterministic"):
             experiment.settings["deterministic"] = True
         with reading(fields.take(task), task, experiment) as options:
-            _convert_task(task, level, options, schedule, experiment)
-        for other in TASKS:
-            if fields.take(other) is not None:
-                experiment.note(other, f"not used by task {task}")
+            _convert_task(task, level, options, schedule)
+        fields.note_given(dict.fromkeys(TASKS, f"not used by task {task}"))
     return experiment
-
-
-def _note_fields(fields: Fields, messages: Mapping[str, str], experiment: ConvertedExperiment) -> None:
-    for name, message in messages.items():
-        if fields.take(name) not in (None, False, "", []):
-            experiment.note(fields.key(name), message)
 
 
 def _schedule(fields: Fields) -> dict[str, Any]:
@@ -137,37 +123,26 @@ def _schedule(fields: Fields) -> dict[str, Any]:
     return {"steps": steps} if steps else {}
 
 
-def _convert_task(
-    task: str, level: str, options: Fields, schedule: Mapping[str, Any], experiment: ConvertedExperiment
-) -> None:
-    if task == "grad_probe":
-        _convert_grad_probe(options, schedule, experiment)
-        return
+def _convert_task(task: str, level: str, options: Fields, schedule: Mapping[str, Any]) -> None:
     if task not in ("statistics", "tensor", "overflow_check"):
         options.left.clear()
-        experiment.note("task", f"no counterpart for {task!r}")
+        options.experiment.note("task", f"no counterpart for {task!r}")
         return
-    _note_fields(options, OF_TASKS, experiment)
+    options.note_given(OF_TASKS)
     if level not in ("L0", "L1", "mix"):
         options.left.clear()
-        experiment.note(
-            "level", f"no counterpart for {level!r}: modules (L0) and functions (L1) can be recorded, kernels cannot"
-        )
+        message = f"no counterpart for {level!r}: modules (L0) and functions (L1) can be recorded, kernels cannot"
+        options.experiment.note("level", message)
         return
     modes = _modes(options)
-    statistics = ["nan_count", "inf_count"] if task == "overflow_check" else _statistics(options, experiment)
+    statistics = ["nan_count", "inf_count"] if task == "overflow_check" else _statistics(options)
     action: dict[str, Any] = {"stats": statistics, **({"tensors": True} if task == "tensor" else {})}
     scope, names, full = options.texts("scope"), options.texts("list"), options.texts("tensor_list")
     if len(scope) > 1:
-        experiment.note(
-            options.key("scope"), "no counterpart for the calls between two names; the hooks are not restricted"
-        )
-    _add_hooks(
-        level, [*(scope if len(scope) == 1 else []), *names], _Plan(modes, schedule, action), options, experiment
-    )
+        options.note("scope", "no counterpart for the calls between two names; the hooks are not restricted")
+    _add_hooks(level, [*(scope if len(scope) == 1 else []), *names], _Plan(modes, schedule, action), options)
     if full:
-        plan = _Plan(modes, schedule, {"stats": "none", "tensors": True}, "tensors_")
-        _add_hooks(level, full, plan, options, experiment)
+        _add_hooks(level, full, _Plan(modes, schedule, {"stats": "none", "tensors": True}, "tensors_"), options)
 
 
 def _modes(options: Fields) -> list[tuple[str, str]]:
@@ -181,27 +156,19 @@ def _modes(options: Fields) -> list[tuple[str, str]]:
     return [(direction, side) for direction in directions for side in sides]
 
 
-def _statistics(options: Fields, experiment: ConvertedExperiment) -> list[str]:
+def _statistics(options: Fields) -> list[str]:
     given = options.take("summary_mode", "statistics")
     if isinstance(given, list):
-        found = experiment.statistics([str(each) for each in given], STATISTICS, options.key("summary_mode"))
-        return found or DEFAULT_STATISTICS
+        where = options.key("summary_mode")
+        return options.experiment.statistics([str(each) for each in given], STATISTICS, where) or DEFAULT_STATISTICS
     if given != "statistics":
-        message = f"no counterpart for checksums ({given}); statistics are recorded instead"
-        experiment.note(options.key("summary_mode"), message)
+        options.note("summary_mode", f"no counterpart for checksums ({given}); statistics are recorded instead")
     return list(DEFAULT_STATISTICS)
 
 
-def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields, experiment: ConvertedExperiment) -> None:
-    """Add the hooks of a level.
-
-    Args:
-        level: `L0`, `L1` or `mix`.
-        names: Names of modules or functions, complete or a part of them; empty for all.
-        plan: What is recorded.
-        options: The options of the task, for notes.
-        experiment: The experiment.
-    """
+def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields) -> None:
+    """Add the hooks of a level: on the named modules or functions, or on all if no name is given."""
+    experiment = options.experiment
     modules = [match[1] for name in names if (match := FULL_MODULE.fullmatch(name))]
     functions = [match for name in names if (match := FULL_FUNCTION.fullmatch(name))]
     texts = [name for name in names if not FULL_MODULE.fullmatch(name) and not FULL_FUNCTION.fullmatch(name)]
@@ -222,12 +189,10 @@ def _add_hooks(level: str, names: Sequence[str], plan: _Plan, options: Fields, e
     for match in functions if level != "L0" else ():
         directions = [mode for mode in plan.modes if match[4] in (None, mode[0])]
         chosen = {"layers": ".", "functions": match[2], "path": f"{match[2]}.{match[3]}.**"}
-        _add_functions(
-            chosen, _Plan(directions, plan.schedule, plan.action, f"{plan.prefix}{match[2]}_{match[3]}_"), experiment
-        )
-    wrong = [match[0] for match in functions] if level == "L0" else modules if level == "L1" else []
-    for name in wrong:
-        experiment.note(options.key("list"), f"{name!r} does not belong to level {level}")
+        of_call = replace(plan, modes=directions, prefix=f"{plan.prefix}{match[2]}_{match[3]}_")
+        _add_functions(chosen, of_call, experiment)
+    for name in [match[0] for match in functions] if level == "L0" else modules if level == "L1" else []:
+        options.note("list", f"{name!r} does not belong to level {level}")
 
 
 def _one(values: list[str]) -> str | list[str]:
@@ -242,40 +207,8 @@ def _add_functions(chosen: Mapping[str, Any], plan: _Plan, experiment: Converted
         experiment.note("level", "functions outside of the model, such as the loss function, are not recorded")
 
 
-def _add(
-    tensors: Mapping[tuple[str, str], tuple[str, dict[str, Any]]],
-    chosen: Mapping[str, Any],
-    plan: _Plan,
-    experiment: ConvertedExperiment,
-) -> None:
+def _add(tensors: Tensors, chosen: Mapping[str, Any], plan: _Plan, experiment: ConvertedExperiment) -> None:
     for mode, (name, fields) in tensors.items():
         if mode in plan.modes:
             hook = {**chosen, **fields, "action": "record", **plan.schedule, **plan.action}
             experiment.add_hook(f"{plan.prefix}{name}", hook)
-
-
-def _convert_grad_probe(options: Fields, schedule: Mapping[str, Any], experiment: ConvertedExperiment) -> None:
-    level = str(options.take("grad_level", "L1"))
-    bounds = options.take("bounds")
-    action: dict[str, Any] = {"stats": ["max", "min", "l2"]}
-    if level == "L2":
-        action = {"stats": ["max", "min", "l2", "zero_fraction"], "histogram": True}
-        if bounds:
-            experiment.note(
-                options.key("bounds"), "no counterpart: the histogram has equal bins from minimum to maximum"
-            )
-    if level == "L0":
-        experiment.note(options.key("grad_level"), "no counterpart for checksums")
-    else:
-        message = "no counterpart for the signs of the gradients; record the values with 'tensors: true'"
-        experiment.note(options.key("grad_level"), message)
-    by_parameter: dict[str, list[str]] = {}
-    for name in options.texts("param_list"):
-        layer, _, parameter = name.removeprefix("module.").rpartition(".")
-        by_parameter.setdefault(parameter, []).append(layer or ".")
-    for parameter, layers in by_parameter.items():
-        chosen = {"layers": _one(layers), "params": parameter, "kind": "parameter_grad", "action": "record"}
-        experiment.add_hook(f"gradients_{parameter}", {**chosen, **schedule, **action})
-    if not by_parameter:
-        every = {"layers": EVERYTHING, "kind": "parameter_grad", "action": "record"}
-        experiment.add_hook("gradients", {**every, **schedule, **action})

@@ -55,9 +55,6 @@ FEATURES_OF_QUANTIZED = ("LogFp8TensorStats", "LogNvfp4TensorStats")
 def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     """Convert the content of a configuration file.
 
-    Args:
-        source: A mapping from names to sections.
-
     Raises:
         ConfigError: It does not have this form, or a value is invalid.
     """
@@ -68,10 +65,9 @@ def convert_nvdlfw(source: Any) -> ConvertedExperiment:
     for name, section in source.items():
         with reading(section, str(name), experiment) as fields:
             if fields.flag("enabled", True):
-                _convert_section(fields, experiment)
+                _convert_section(fields)
             else:
-                fields.left.clear()
-                experiment.note(str(name), "disabled in the source")
+                fields.skip("disabled in the source")
     if any(spec["action"] == "record" for spec in experiment.hooks.values()):
         experiment.settings["reduce"] = "global"  # The tool also computes statistics over all processes.
     return experiment
@@ -81,16 +77,17 @@ def _is_section(value: Any) -> bool:
     return isinstance(value, Mapping) and bool({"enabled", "layers", "layer_name_regex_pattern"} & {*value})
 
 
-def _convert_section(section: Fields, experiment: ConvertedExperiment) -> None:
+def _convert_section(section: Fields) -> None:
+    experiment = section.experiment
     given = section.take("layers")
     # An example of the documentation has the pattern in the section itself.
-    layers = section if given is None else Fields(given, section.key("layers"))
-    pattern = _layers(layers, experiment)
+    layers = section if given is None else Fields(given, section.key("layers"), experiment)
+    pattern = _layers(layers)
     features = [
         (name, value, False) for name, value in section.left.items() if name not in ("transformer_engine", "base")
     ]
     for namespace in ("base", "transformer_engine"):
-        inner = Fields(section.take(namespace), section.key(namespace))
+        inner = Fields(section.take(namespace), section.key(namespace), experiment)
         features += [(f"{namespace}.{name}", value, namespace != "base") for name, value in inner.left.items()]
     section.left.clear()
     for key, value, of_engine in features:
@@ -101,15 +98,13 @@ def _convert_section(section: Fields, experiment: ConvertedExperiment) -> None:
             continue
         with reading(value, where, experiment) as fields:
             if not fields.flag("enabled", True):
-                fields.left.clear()
-                experiment.note(where, "disabled in the source")
+                fields.skip("disabled in the source")
             elif name in ("LogTensorStats", "DumpTensors"):
-                _convert_records(fields, experiment, pattern, section.where, of_engine)
+                _convert_records(fields, pattern, section.where, of_engine)
             elif name in ("FakeQuant", "FakeQuantFp8") and of_engine:
-                _convert_fake_quantization(fields, experiment, pattern, section.where)
+                _convert_fake_quantization(fields, pattern, section.where)
             else:
-                fields.left.clear()
-                experiment.note(where, _reason(name))
+                fields.skip(_reason(name))
 
 
 def _reason(feature: str) -> str:
@@ -120,7 +115,7 @@ def _reason(feature: str) -> str:
     return "no counterpart: a custom feature; see the guide on custom functions"
 
 
-def _layers(fields: Fields, experiment: ConvertedExperiment) -> str | list[str]:
+def _layers(fields: Fields) -> str | list[str]:
     """Return the pattern of a section."""
     exact, regex = fields.texts("exact_layer_names"), fields.take("layer_name_regex_pattern")
     # An example of the documentation has layer_type.
@@ -142,7 +137,7 @@ def _layers(fields: Fields, experiment: ConvertedExperiment) -> str | list[str]:
     ignored = [("layer_types", texts), ("layer_numbers", numbers)] if exact or regex is not None else []
     for name, value in [*ignored, *((name, regex) for name in ("layer_name_regex_pattern",) if exact)]:
         if value:
-            experiment.note(fields.key(name), "ignored, because another field selects the layers")
+            fields.note(name, "ignored, because another field selects the layers")
     return found
 
 
@@ -151,13 +146,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _numbered(numbers: list[Any], where: str, texts: list[str]) -> str:
-    """Return the pattern of the layers whose names contain one of several numbers, and one of several texts if there are any.
-
-    Args:
-        numbers: Numbers and ranges such as "3-5", both ends included.
-        where: Their key in the source.
-        texts: The texts.
-    """
+    """Return the pattern of the layers whose names contain one of several numbers, and one of several texts if there are any."""
     found = [number for each in read_ranges(numbers, where) for number in islice(each, MAX_NUMBERS)]
     # The number of a layer does not belong to the names fc1 and fc2.
     number = rf"(?:.*[^\d])?(?<!fc)({'|'.join(map(str, found))})(?:[^\d].*)?"
@@ -172,27 +161,23 @@ def _tensors(feature: Fields) -> Iterator[Fields]:
     feature.left.clear()
     for item in items or [{"tensor": name} for name in names]:
         merged = {**shared, **item}
-        yield Fields(merged, f"{feature.where}[{merged.get('tensor', '')}]")
+        yield Fields(merged, f"{feature.where}[{merged.get('tensor', '')}]", feature.experiment)
     if not items and not names:
         raise ConfigError(Problem(feature.where, "names no tensors", allowed="tensors, or tensors_struct"))
 
 
-def _convert_records(
-    feature: Fields, experiment: ConvertedExperiment, layers: str | list[str], section: str, of_engine: bool
-) -> None:
+def _convert_records(feature: Fields, layers: str | list[str], section: str, of_engine: bool) -> None:
     known = TENSORS if of_engine else BASE_TENSORS
+    experiment = feature.experiment
     is_dump = feature.where.endswith("DumpTensors")
     for tensor in _tensors(feature):
         with reading(tensor.left, tensor.where, experiment) as fields:
             name = str(fields.take("tensor", ""))
-            action = _dump(fields, experiment) if is_dump else _statistics(fields, experiment)
-            schedules = _schedules(fields, experiment, of_engine)
+            action = _dump(fields) if is_dump else _statistics(fields)
+            schedules = _schedules(fields, of_engine)
             if name not in known:
-                fields.left.clear()
                 message = f"no counterpart for the tensor {name!r}, which your code passes to the tool by this name"
-                experiment.note(
-                    fields.where, message if not of_engine else f"unknown tensor; known: {', '.join(known)}"
-                )
+                fields.skip(message if not of_engine else f"unknown tensor; known: {', '.join(known)}")
                 continue
             if action is None:
                 continue
@@ -204,22 +189,22 @@ def _convert_records(
                 experiment.add_hook(f"{section}_{name}", {**chosen, **schedule, **action})
 
 
-def _statistics(fields: Fields, experiment: ConvertedExperiment) -> dict[str, Any] | None:
+def _statistics(fields: Fields) -> dict[str, Any] | None:
     given = fields.take("stats") or fields.take("type", [])  # An example of the documentation has type.
     names = [next(iter(item)) if isinstance(item, Mapping) and item else str(item) for item in _as_list(given)]
-    statistics = experiment.statistics([name.lower() for name in names], STATISTICS, fields.key("stats"))
+    statistics = fields.experiment.statistics([name.lower() for name in names], STATISTICS, fields.key("stats"))
     if "std" in statistics:
-        experiment.note("std", "divided by n here, by n - 1 in the source")
+        fields.experiment.note("std", "divided by n here, by n - 1 in the source")
     return {"stats": statistics} if statistics else None
 
 
-def _dump(fields: Fields, experiment: ConvertedExperiment) -> dict[str, Any] | None:
+def _dump(fields: Fields) -> dict[str, Any] | None:
     if fields.flag("quantized_tensor"):
-        experiment.note(fields.key("quantized_tensor"), "no counterpart: only tensors before quantization are recorded")
+        fields.note("quantized_tensor", "no counterpart: only tensors before quantization are recorded")
     return {"stats": "none", "tensors": True} if fields.flag("high_precision_tensor") else None
 
 
-def _schedules(fields: Fields, experiment: ConvertedExperiment, of_engine: bool) -> list[dict[str, int]]:
+def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:
     """Return the schedule of each interval of steps."""
     every = fields.number("freq", 1) or 0
     intervals = fields.take("start_end_list")
@@ -236,7 +221,7 @@ def _schedules(fields: Fields, experiment: ConvertedExperiment, of_engine: bool)
         stop = None if last is None or last < 0 else last + inclusive
         schedule = multiples(every, first or 0, stop, fields.key("freq"))
         if schedule is None:
-            experiment.note(fields.where, f"no step from {first} to {last} is a multiple of freq {every}")
+            fields.experiment.note(fields.where, f"no step from {first} to {last} is a multiple of freq {every}")
         else:
             found.append(schedule)
     return found
@@ -248,15 +233,14 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _convert_fake_quantization(
-    feature: Fields, experiment: ConvertedExperiment, layers: str | list[str], section: str
-) -> None:
+def _convert_fake_quantization(feature: Fields, layers: str | list[str], section: str) -> None:
+    experiment = feature.experiment
     gemms = feature.mappings("gemms_struct") or [{"gemm": name} for name in feature.texts("gemms")]
     shared = dict(feature.left)
     feature.left.clear()
     formats: dict[str, dict[str, str]] = {}  # by tensor and GEMM
     for gemm in gemms:
-        merged = Fields({**shared, **gemm}, feature.where)
+        merged = Fields({**shared, **gemm}, feature.where, experiment)
         gemm_name = str(merged.take("gemm", ""))
         for tensor in _tensors(merged):
             with reading(tensor.left, f"{feature.where}.{gemm_name}", experiment) as fields:

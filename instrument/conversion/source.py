@@ -48,12 +48,14 @@ class Fields:
     Args:
         value: The mapping; None for an empty one.
         where: Its key in the source.
+        experiment: The experiment to which notes are added.
 
     Raises:
         ConfigError: The value is not a mapping.
     """
 
-    def __init__(self, value: Any, where: str) -> None:
+    def __init__(self, value: Any, where: str, experiment: ConvertedExperiment) -> None:
+        self.experiment = experiment
         if not isinstance(value, Mapping | None):
             raise ConfigError(Problem(where, "must be a mapping", given=value))
         self.where = where
@@ -62,6 +64,21 @@ class Fields:
     def key(self, name: str) -> str:
         """Return the key of a field in the source."""
         return f"{self.where}.{name}" if self.where else name
+
+    def note(self, name: str, message: str) -> None:
+        """Add a note about a field to the experiment."""
+        self.experiment.note(self.key(name), message)
+
+    def note_given(self, messages: Mapping[str, str]) -> None:
+        """Take the fields with these names, and add the note of each that has a value."""
+        for name, message in messages.items():
+            if self.take(name) not in (None, False, "", [], {}):
+                self.note(name, message)
+
+    def skip(self, message: str) -> None:
+        """Take all fields, and add one note about the mapping."""
+        self.left.clear()
+        self.experiment.note(self.where, message)
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return the value of a field; the default if it is missing or null."""
@@ -109,19 +126,13 @@ class Fields:
 @contextmanager
 def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator[Fields]:
     """Yield the fields of a mapping, and add a note for each that was not taken when the block ends."""
-    fields = Fields(value, where)
+    fields = Fields(value, where, experiment)
     yield fields
-    for name, left in fields.left.items():
-        if left not in (None, "", [], {}, False):
-            experiment.note(fields.key(name), UNKNOWN)
+    fields.note_given(dict.fromkeys([*fields.left], UNKNOWN))
 
 
 def read_ranges(value: Any, where: str) -> list[range]:
     """Return the numbers of a list of numbers and ranges such as "3-5", which include both ends.
-
-    Args:
-        value: The list, or one item.
-        where: Its key in the source.
 
     Raises:
         ConfigError: An item is something else, or there are too many numbers.

@@ -21,11 +21,7 @@ class BatchShard:
     size: int = 1
 
     def indices_of(self, batch: range) -> range:
-        """Return the contiguous part of a batch that belongs to this process.
-
-        Args:
-            batch: Dataset indices of the full batch.
-        """
+        """Return the contiguous part of a batch that belongs to this process."""
         return batch[self.rank * len(batch) // self.size : (self.rank + 1) * len(batch) // self.size]
 
 
@@ -37,10 +33,7 @@ def check_batch_size(length: int, batch_size: int, shard: BatchShard, where: str
     """Check that every process receives at least one sample of every batch.
 
     Args:
-        length: Number of samples in the dataset.
         batch_size: Number of samples in a full batch, over all processes.
-        shard: Batch shard of this process.
-        where: Configuration key to name in the error.
 
     Raises:
         ConfigError: A batch has fewer samples than there are processes.
@@ -74,9 +67,7 @@ class StepBatches(list[Any]):
         """Append a micro-batch.
 
         Args:
-            batch: The micro-batch.
             indices: Dataset indices of its samples: those of this process.
-            total: Number of samples of all processes.
         """
         self.append(batch)
         self.indices.append(indices)

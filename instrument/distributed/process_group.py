@@ -28,23 +28,14 @@ LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the 
 
 
 class _FailureMessage(NamedTuple):
-    """Message that a failed process sends instead of its value.
-
-    Attributes:
-        code: Exit code of the failed process.
-        message: Error message.
-    """
+    """Message that a failed process sends instead of its value."""
 
     code: int
     message: str
 
 
 class _PeerFailedError(Exception):
-    """Another process reported a failure during an exchange in this process.
-
-    Attributes:
-        values: Values received from all ranks, in rank order; a failed rank sends a `_FailureMessage`.
-    """
+    """Another process reported a failure during an exchange: `values`, by rank, contain its `_FailureMessage`."""
 
     def __init__(self, values: list[Any]) -> None:
         super().__init__("another process has failed")
@@ -105,9 +96,6 @@ class Processes:
 
     def exchange(self, value: Any) -> list[Any]:
         """Gather one object from each process.
-
-        Args:
-            value: Picklable object of this process.
 
         Returns:
             The objects of all processes, in rank order.
@@ -209,15 +197,7 @@ class Processes:
             raise RankError(message, first.rank) from error
 
     def _find_first_failure(self, error: BaseException, folder: Path) -> Failure | None:
-        """Determine which process failed first.
-
-        Args:
-            error: Exception raised in this process.
-            folder: Folder of the run, with the locks of its processes.
-
-        Returns:
-            The first failure; None if this process was interrupted and no other process has failed.
-        """
+        """Determine which process failed first."""
         own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
         if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
             return None
@@ -261,11 +241,7 @@ def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterat
 
 
 def _poll_dead_ranks(folder: Path, own_rank: int, size: int) -> Iterator[int | None]:
-    """Poll the locks of a run for `LOCK_TIMEOUT` seconds.
-
-    Yields:
-        At each poll, the lowest other rank that holds no lock on the folder; None if all other ranks hold theirs.
-    """
+    """Poll the locks of a run for `LOCK_TIMEOUT` seconds."""
     deadline = time.monotonic() + LOCK_TIMEOUT
     while time.monotonic() < deadline:
         yield next((rank for rank in range(size) if rank != own_rank and not is_locked(folder, rank)), None)

@@ -51,57 +51,32 @@ class Strategy:
         """Whether a checkpoint needs the parameters and the optimizer state of this process."""
         return True
 
-    def check_config(self, config: RunConfig) -> None:
-        """Check that this strategy supports a configuration.
-
-        Args:
-            config: Configuration of the run.
-
-        Raises:
-            ConfigError: The configuration contains unsupported settings; the error lists all of them.
-        """
-        if problems := self._config_problems(config):
-            raise ConfigError(*problems)
-
-    def _config_problems(self, config: RunConfig) -> list[Problem]:  # noqa: ARG002
+    def config_problems(self, config: RunConfig) -> list[Problem]:  # noqa: ARG002
+        """Return the unsupported settings of a configuration."""
         return []
 
     def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
-        """Shard the parameters of a model in place, before the optimizer is created.
-
-        Returns:
-            Whether parameters were replaced.
-        """
+        """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced."""
         return False
 
     def check_model_call(self, *, calls_model: bool) -> None:
-        """Check that this strategy supports the way in which the task calls the model.
-
-        Args:
-            calls_model: Whether the task calls the model itself, and not only submodules of it.
+        """Check that this strategy supports a task that calls the model itself, or only submodules of it.
 
         Raises:
             ConfigError: The strategy needs calls of the full model. The message names an alternative.
         """
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
-        """Wrap the forward module for training.
+        """Return the module that the training loop calls.
 
         Args:
             forward: Module that computes the loss of a batch.
-            has_unused: Whether some trainable parameters may receive no gradient.
-
-        Returns:
-            The module that the training loop calls.
+            has_unused: Whether some trainable parameters may receive no gradient in this process.
         """
         return forward
 
     def seed_ranks(self, seed: int) -> None:
-        """Give each process a different random state, for example for dropout.
-
-        Args:
-            seed: Seed of the run.
-        """
+        """Give each process a different random state, for example for dropout."""
 
     @contextmanager
     def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
@@ -115,9 +90,6 @@ class Strategy:
 
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
         """Combine the means of this process into means over all processes.
-
-        Args:
-            means: Means of this process.
 
         Returns:
             Means over all processes, in the same order, with the sums of the weights.
@@ -136,7 +108,6 @@ class DataParallel(Strategy):
     """Data parallel training: each process has the full model (`torch.nn.parallel.DistributedDataParallel`).
 
     Args:
-        processes: Processes of the run.
         reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
     """
 
@@ -155,17 +126,11 @@ class DataParallel(Strategy):
         """True for rank 0 only: all processes have the same parameters and optimizer state."""
         return self.processes.is_rank_zero
 
-    def _config_problems(self, config: RunConfig) -> list[Problem]:
+    def config_problems(self, config: RunConfig) -> list[Problem]:
         return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
 
     def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
-        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes.
-
-        Args:
-            forward: Module that computes the loss of a batch.
-            has_unused: Whether some trainable parameters may receive no gradient in this process. True in one process
-                enables `find_unused_parameters` in all.
-        """
+        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes."""
         find_unused = any(self.processes.exchange(has_unused))
         wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
         wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
@@ -198,14 +163,7 @@ class DataParallel(Strategy):
             torch.manual_seed(seed + self.processes.rank)
 
     def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
-        """Compute means over all processes.
-
-        Args:
-            means: Means of this process. A mean without a value has none in any process.
-
-        Returns:
-            float64 tensors on the device of the values, in the same order. A mean without a value is unchanged.
-        """
+        """Compute means over all processes: float64 on the device of the values. A mean without a value has none in any process."""
         present = [(mean.value.detach().double(), mean.weight) for mean in means if mean.value is not None]
         if not present:
             return list(means)
@@ -238,11 +196,11 @@ class FullySharded(DataParallel):
 
     @property
     def saves_state(self) -> bool:
-        """Always True: each process has a different shard."""
+        """True: each process has a different shard."""
         return True
 
-    def _config_problems(self, config: RunConfig) -> list[Problem]:
-        problems = super()._config_problems(config)
+    def config_problems(self, config: RunConfig) -> list[Problem]:
+        problems = super().config_problems(config)
         if config.train.precision == "fp16":
             message = "the gradient scaler of fp16 does not support sharded parameters"
             problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
@@ -250,9 +208,6 @@ class FullySharded(DataParallel):
 
     def shard(self, model: nn.Module) -> bool:
         """Replace the parameters of a model by the shards of this process.
-
-        Returns:
-            True: the parameters were replaced.
 
         Raises:
             ConfigError: The model has no parameters.
@@ -300,7 +255,6 @@ def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
     """Create the strategy that `train.parallel` selects.
 
     Args:
-        config: Configuration of the run.
         processes: Processes of the run; None for a single process.
 
     Raises:
@@ -320,10 +274,7 @@ def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the modules whose parameters are gathered together.
-
-    A block that shares a parameter with another block, or with a module outside all blocks, is left out.
-    """
+    """Find the modules whose parameters are gathered together."""
     found: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
@@ -350,7 +301,6 @@ def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:
     The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.
 
     Args:
-        model: The model that is trained.
         loss: Scalar loss of one batch. Its autograd graph is freed.
 
     Returns:

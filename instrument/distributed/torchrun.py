@@ -53,7 +53,6 @@ def check_processes(config: RunConfig, processes: Processes | None) -> None:
     """Check that the configuration fits the number of processes.
 
     Args:
-        config: Configuration of the run.
         processes: Processes of the run; None for a single process.
 
     Raises:

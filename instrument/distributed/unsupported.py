@@ -16,10 +16,6 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
     Args:
         budget: Budget of the run; None for no budget.
-        hooks: Hook specs by name.
-
-    Returns:
-        The problems found.
     """
     problems = []
     if budget is not None and (budget.time is not None or budget.bytes is not None):
@@ -38,9 +34,6 @@ def reduce_problems(budget: BudgetConfig | None, hooks: Mapping[str, HookSpec]) 
 
 def shard_problems(hooks: Mapping[str, HookSpec]) -> list[Problem]:
     """Report hooks that never fire, have no effect, or select other elements, on parameters that FSDP2 shards.
-
-    Args:
-        hooks: Hook specs by name.
 
     Returns:
         The problems found. `allowed` names a kind that works, if one does.

@@ -6,8 +6,7 @@ hooks. It uses the first batches of the run. Rows are written to a temporary fol
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -18,23 +17,19 @@ from ..kinds.hook_timer import overhead_factor
 from ..plan.cost import Cost, Forecast, firings_of
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.schedule import STEP_PHASES, Schedule
+from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
 from ..training.experiment import Experiment
 from .profiling import SECONDS, TABLES_OF_ROWS, Profile, StepProfile, load_batches, profile_baseline, profile_hooks
-from .size_estimates import Sample, bytes_of_rows, bytes_of_tensors
+from .size_estimates import bytes_on_disk
+
+ROW_BYTES = 64  # approximate bytes per recorded tensor in addition to its values
 
 
 def dry_run(experiment: Experiment) -> Forecast:
     """Estimate the cost of a run from a few of its steps.
 
     The steps change the experiment, so it cannot be used for training afterwards.
-
-    Args:
-        experiment: The experiment.
-
-    Returns:
-        The estimated cost of the run.
 
     Raises:
         ConfigError: A step fails. The message says whether it fails without hooks or with them.
@@ -60,45 +55,38 @@ def dry_run(experiment: Experiment) -> Forecast:
 def _result(
     experiment: Experiment, profile: Profile, baseline: Sequence[float], loading: float, folder: Path
 ) -> Forecast:
-    """Compute the estimated cost of the run.
-
-    Args:
-        experiment: The experiment.
-        profile: The measurements of the steps with hooks.
-        baseline: The durations of steps without hooks, in seconds.
-        loading: The time to load the batches of a step, in seconds.
-        folder: The temporary folder with the rows.
-    """
+    """Compute the estimated cost of the run."""
     plan, length = experiment.plan, experiment.length
     firings = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     rows: dict[str, int] = {}  # By spec: rows per micro-step, or per step for kinds that act once per step.
-    samples: dict[str, dict[str, Sample]] = {table: {} for table in TABLES_OF_ROWS}
-    tensor_bytes: dict[str, list[int]] = {}
-    times: dict[str, float] = {}
+    expected: dict[str, dict[str, float]] = {table: {} for table in ("tensors", *TABLES_OF_ROWS)}
     for name, spec in plan.specs.items():
         due = firings[name]
         measured = [each for each in profile.steps_with_rows if each.phase == spec.phase and each.step in due.steps]
         is_per_batch = spec.phase in STEP_PHASES and spec.definition.frequency == "micro_step"
         micro_steps = profile.micro_batches if is_per_batch else 1
+        tensors = [size + ROW_BYTES for each in measured for size in each.tensor_bytes[name]]
+        rows[name] = len(tensors) // max(1, len(measured)) // micro_steps
+        expected["tensors"][name] = sum(tensors) * due.times / micro_steps / max(1, len(measured))
         for table in TABLES_OF_ROWS:
-            written = [each.rows[table][name] for each in measured]
-            shortest = min(map(len, written), default=0)
-            count = shortest // micro_steps
-            samples[table][name] = Sample([some[:shortest] for some in written], due.steps, count * due.times)
-            rows[name] = rows.get(name, 0) + count
-        tensor_bytes[name] = [size for each in measured for size in each.tensor_bytes[name]]
-        times[name] = due.times / micro_steps / max(1, len(measured))
-        rows[name] += len(tensor_bytes[name]) // max(1, len(measured)) // micro_steps
+            count = min((each.rows[table][name] for each in measured), default=0) // micro_steps
+            expected[table][name] = count * due.times
+            rows[name] += count
     every = experiment.config.train.checkpoint.every
     checkpoints = experiment.steps / every if every else 0.0  # each of them closes the parts of all tables
-    sizes = _sizes(folder, samples, profile.tensor_bytes, tensor_bytes, times, checkpoints)
+    amounts = {table: [1] * profile.rows[table] for table in TABLES_OF_ROWS}
+    amounts["tensors"] = [size + ROW_BYTES for size in profile.tensor_bytes]
+    tables = [
+        bytes_on_disk(folder, TABLES[table], amounts[table], of_specs, checkpoints)
+        for table, of_specs in expected.items()
+    ]
     of_steps = [name for name, spec in plan.specs.items() if spec.phase in STEP_PHASES]
     seconds, fixed = _seconds(profile, baseline, of_steps)
     cost = {
         name: Cost(
             len(due.steps),
             rows[name] * due.times,
-            round(sizes[name]),
+            round(sum(sizes[name] for sizes in tables)),
             seconds.get(name, 0.0),
             _memory(plan.specs[name], name, profile),
         )
@@ -106,42 +94,7 @@ def _result(
     }
     added = sum(spent.seconds * spent.firings / length.steps for spent in cost.values())
     without = loading + median(baseline)
-    return Forecast(cost, without, without + fixed + added, _sample_rows(experiment, tensor_bytes))
-
-
-def _sample_rows(experiment: Experiment, tensors: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Return the number of rows of the tables with one row per sample, over all processes.
-
-    Args:
-        experiment: The experiment.
-        tensors: By spec, one entry for each tensor that it recorded in the dry run.
-    """
-    length, names_all = experiment.length, experiment.config.data.ids == "all"
-    rows = {"samples": 0, "generated": 0}
-    for phase in experiment.inferred_by_phase:
-        every = range(length.steps) if phase in STEP_PHASES else length.evaluations.steps_in(Schedule(phase="eval"))
-        # The probe batch runs if a hook of its phase is scheduled, also one without tensors.
-        schedules = [
-            firings_of(spec, length).steps
-            for name, spec in experiment.plan.specs.items()
-            if spec.phase == phase and (names_all or (tensors[name] and spec.definition.frequency == "micro_step"))
-        ]
-        named = every if names_all and phase != "probe" else sorted(set().union(*schedules))
-        rows["samples"] += _samples_in(experiment, phase, named)
-        if phase in experiment.generating_phases:
-            rows["generated"] += _samples_in(experiment, phase, every)
-    return rows
-
-
-def _samples_in(experiment: Experiment, phase: str, steps: Sequence[int]) -> int:
-    """Return the number of samples in all batches of these steps, evaluations, or passes of the probe batch."""
-    length, batches = experiment.length, experiment.batches
-    if phase in STEP_PHASES:
-        missing = batches.micro_batches_per_epoch * batches.batch_size - batches.length  # in the last batch of an epoch
-        return length.micro_steps(steps) * batches.batch_size - missing * length.epoch_ends(steps)
-    if phase == "eval":
-        return len(steps) * (0 if experiment.eval_loader is None else experiment.eval_loader.length)
-    return len(steps) * (0 if experiment.probe_batch is None else experiment.probe_batch.samples)
+    return Forecast(cost, without, without + fixed + added)
 
 
 def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
@@ -151,44 +104,8 @@ def _memory(spec: HookSpec, name: str, profile: Profile) -> int:
     return spec.keep * max((each.kept_bytes[name] for each in profile.steps_with_rows), default=0)
 
 
-def _sizes(
-    folder: Path,
-    samples: Mapping[str, Mapping[str, Sample]],
-    written: Sequence[int],
-    tensor_bytes: Mapping[str, list[int]],
-    times: Mapping[str, float],
-    checkpoints: float,
-) -> dict[str, float]:
-    """Return the estimated bytes on disk by spec, summed over all tables.
-
-    Args:
-        folder: The temporary folder with the rows.
-        samples: By table and spec, the measured rows.
-        written: The size of each tensor in the folder, in bytes, in the order of the rows.
-        tensor_bytes: By spec, the size of each recorded tensor, in bytes.
-        times: By spec, the number of times that the run records this amount.
-        checkpoints: The expected number of checkpoints.
-    """
-    scratch = folder / "scratch"
-    scratch.mkdir()
-    tables = [bytes_of_tensors(scratch, folder, written, tensor_bytes, times, checkpoints)]
-    for table, specs in samples.items():
-        between = sum(spec.rows for spec in specs.values()) / checkpoints if checkpoints else math.inf
-        tables.append(bytes_of_rows(scratch, TABLES[table], specs, between))
-    return {name: sum(sizes[name] for sizes in tables) for name in tensor_bytes}
-
-
 def _seconds(profile: Profile, baseline: Sequence[float], specs: Sequence[str]) -> tuple[dict[str, float], float]:
-    """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step.
-
-    Args:
-        profile: The measurements of the steps with hooks.
-        baseline: The durations of steps without hooks, in seconds.
-        specs: The names of the specs that run in steps.
-
-    Returns:
-        Seconds by spec, and seconds per step.
-    """
+    """Return the time that each spec adds to its scheduled steps, and the time that hooks add to every step."""
     measured = [each for each in profile.steps if each.phase in STEP_PHASES]
     if not measured:
         return {}, 0.0

@@ -30,7 +30,6 @@ from ..training.probe_batch import run_probe_batch
 
 SECONDS = 2.0  # Duration of a measurement, if steps are short.
 MIN_REPEATS, MAX_REPEATS = 2, 40  # Repetitions of the steps.
-REPEATS_WITH_ROWS = 4  # Repetitions whose rows are stored.
 BATCHES = 8  # Micro-batches to train on; more if one step has more.
 MAX_BYTES = 256_000_000  # Bytes of recorded tensors after which the repetitions stop.
 HOOK = TABLES["stats"].names.index("hook")
@@ -44,7 +43,7 @@ class StepProfile:
     Attributes:
         step: The index of the step.
         phase: `train`, `forward`, `eval` or `probe`.
-        rows: The written rows, by table and spec.
+        rows: The number of written rows, by table and spec.
         tensor_bytes: By spec, the size of each recorded tensor, in bytes.
         seconds: The duration of the step.
         hook_seconds: The time spent in hooks, from the hook timer, in seconds.
@@ -55,7 +54,7 @@ class StepProfile:
 
     step: int
     phase: str
-    rows: dict[str, dict[str, list[Row]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    rows: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     tensor_bytes: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     seconds: float = 0.0
     hook_seconds: float = 0.0
@@ -65,27 +64,24 @@ class StepProfile:
 
 
 class _RecordingSink:
-    """A sink that passes all rows to another sink and stores them for the profile.
-
-    Args:
-        sink: The other sink.
+    """A sink that passes all rows to another sink and counts them for the profile.
 
     Attributes:
-        step_profile: The measurements of the current step, to which rows are added.
-        stores_rows: Whether rows are stored.
+        step_profile: The measurements of the current step.
+        rows: The number of rows, by table.
         sizes: The size of each recorded tensor, in bytes.
     """
 
     def __init__(self, sink: ParquetSink) -> None:
         self.sink = sink
         self.step_profile = StepProfile(0, "train")
-        self.stores_rows = True
+        self.rows: Counter[str] = Counter()
         self.sizes: list[int] = []
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        if table in TABLES_OF_ROWS and self.stores_rows:
-            for row in rows:
-                self.step_profile.rows[table][row[HOOK]].append(row)
+        if table in TABLES_OF_ROWS:
+            self.rows[table] += len(rows)
+            self.step_profile.rows[table].update(row[HOOK] for row in rows)
         self.sink.write(table, rows)
 
     def keep(
@@ -112,6 +108,7 @@ class Profile:
         steps: The measurements for durations.
         unscheduled_seconds: The time spent in hooks in a step at which no hook is scheduled, in seconds.
         steps_with_rows: The measurements for rows.
+        rows: The number of rows in the folder, by table.
         micro_batches: The number of micro-batches per step.
         tensor_bytes: The size of each recorded tensor, in bytes.
     """
@@ -119,15 +116,13 @@ class Profile:
     steps: list[StepProfile]
     unscheduled_seconds: float
     steps_with_rows: list[StepProfile]
+    rows: Mapping[str, int]
     micro_batches: int
     tensor_bytes: list[int]
 
 
 def load_batches(experiment: Experiment) -> tuple[list[StepBatches], float]:
     """Load the micro-batches of the first steps: of several steps if they are few, of at least one step.
-
-    Args:
-        experiment: The experiment.
 
     Returns:
         The micro-batches of each step, and the time to load those of one step, in seconds. Training waits for this
@@ -150,7 +145,6 @@ def profile_baseline(experiment: Experiment, batches: Sequence[StepBatches], sec
     """Measure steps without hooks. The first step is omitted, because it allocates memory.
 
     Args:
-        experiment: The experiment.
         batches: The micro-batches of each step, used in turn.
         seconds: The duration of the measurement. It ends earlier after `MAX_REPEATS` steps.
 
@@ -177,25 +171,8 @@ def _run_step(experiment: Experiment, observer: StepObserver, batches: StepBatch
     return forward_step(experiment, observer, batches)[0]
 
 
-def _of_sizes(batches: Sequence[StepBatches], sizes: Sequence[int]) -> Sequence[StepBatches]:
-    """Return the steps with the given micro-batch sizes; all steps if no step has them.
-
-    Recorded tensors of another run fit only batches of the same size.
-    """
-    return [group for group in batches if group.sizes == sizes] or batches
-
-
 class _Profiler:
-    """A probe for selected steps and evaluations, with a timer and a sink that stores the rows.
-
-    Args:
-        experiment: The experiment.
-        batches: The micro-batches of each step, used in turn.
-        folder: The folder to which rows are written.
-
-    Attributes:
-        first_steps: The first scheduled step of each hook, by phase.
-    """
+    """A probe for selected steps and evaluations, with a timer and a sink that stores the rows."""
 
     def __init__(self, experiment: Experiment, batches: Sequence[StepBatches], folder: Path) -> None:
         config, plan = experiment.config, experiment.plan
@@ -223,8 +200,10 @@ class _Profiler:
         self.experiment = experiment
         self.mode = experiment.config.mode
         self.eval_experiment = replace(experiment, eval_loader=one_batch)
-        steps = self.first_steps[self.mode]
-        self.batches = {step: cycle(_of_sizes(batches, experiment.batches.sizes(step))) for step in steps}
+        self.batches = {}
+        for step in self.first_steps[self.mode]:
+            sizes = experiment.batches.sizes(step)  # recorded tensors of another run fit only batches of these sizes
+            self.batches[step] = cycle([group for group in batches if group.sizes == sizes] or batches)
 
     def measure(self, step: int, phase: str) -> StepProfile:
         """Execute and measure one step, one batch of an evaluation, or one pass of the probe batch."""
@@ -252,21 +231,12 @@ class _Profiler:
             flight_recorder.take(hook)
         return profile
 
-    def measure_all(self) -> list[StepProfile]:
-        """Execute and measure all first scheduled steps once."""
-        return [self.measure(step, phase) for phase, steps in self.first_steps.items() for step in steps]
-
 
 def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder: Path) -> Profile:
     """Measure steps with hooks: the first scheduled step of each hook, repeatedly for about `SECONDS`.
 
     Args:
-        experiment: The experiment.
         batches: The micro-batches of each step, used in turn.
-        folder: The folder to which rows are written.
-
-    Returns:
-        The measurements.
     """
     profiler = _Profiler(experiment, batches, folder)
     sink = profiler.sink
@@ -279,9 +249,8 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
             sum(sink.sizes) < MAX_BYTES
             and (passes <= MIN_REPEATS or (passes <= MAX_REPEATS and time.perf_counter() - started_at < SECONDS))
         ):
-            steps += profiler.measure_all()
+            steps += [profiler.measure(step, phase) for phase, due in profiler.first_steps.items() for step in due]
             passes += 1
-            sink.stores_rows = passes < REPEATS_WITH_ROWS
         for attached in profiler.probe.attached_hooks:
             attached.is_paused = attached.is_record_hook
         unscheduled = [
@@ -294,7 +263,8 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
     return Profile(
         steps[steps_per_pass:] or steps,
         median(overheads or [0.0]),
-        steps[: REPEATS_WITH_ROWS * steps_per_pass],
+        steps,
+        sink.rows,
         len(batches[0]),
         sink.sizes,
     )

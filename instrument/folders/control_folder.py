@@ -11,6 +11,7 @@ who runs the run, and only this user can write to it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import time
@@ -41,13 +42,7 @@ class MessageError(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a run to a message.
-
-    Attributes:
-        step: The number of completed steps when the message was read.
-        changes: Descriptions of the changes.
-        problem: Why the message was refused; None if the changes were made.
-    """
+    """The answer of a run to a message: the number of completed steps, and the changes, or why they were refused."""
 
     step: int
     changes: list[str] = field(default_factory=list)
@@ -55,18 +50,7 @@ class Answer:
 
 
 def send(folder: Path, changes: Sequence[str]) -> Path:
-    """Send changes to a run.
-
-    Args:
-        folder: The folder of the run.
-        changes: The changes.
-
-    Returns:
-        The file of the message, for `answer_to`.
-
-    Raises:
-        OSError: The folder is not writable.
-    """
+    """Send changes to a run. Return the file of the message, for `answer_to`."""
     control = folder / CONTROL
     control.mkdir(mode=0o700, exist_ok=True)
     message = control / f"{time.time_ns()}-{os.getpid()}{MESSAGE}"
@@ -82,19 +66,8 @@ def answer_to(message: Path) -> Answer | None:
         return None
 
 
-def withdraw(message: Path) -> None:
-    """Remove a message that the run has not read, or the answer to it."""
-    for suffix in (MESSAGE, ANSWER):
-        with suppress(FileNotFoundError):
-            message.with_suffix(suffix).unlink()
-
-
 class ControlFolder:
-    """The messages to a run, as seen by the run.
-
-    Args:
-        folder: The folder of the run.
-    """
+    """The messages to a run, as seen by the run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / CONTROL
@@ -118,11 +91,11 @@ class ControlFolder:
             raise MessageError(f"{self.folder} is not a folder to which only the user of the run can write")
         listed_at = time.time()
         try:
-            found = sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
+            messages = sorted(file for file in self.folder.iterdir() if file.suffix == MESSAGE)
         except OSError as error:
             raise MessageError(f"{self.folder} cannot be read: {error.strerror}") from None
         self._listed = changed, listed_at
-        return found
+        return messages
 
     def read(self, message: Path) -> list[str]:
         """Return the changes of a message.
@@ -133,9 +106,9 @@ class ControlFolder:
         """
         try:
             descriptor = os.open(message, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
             raise MessageError(f"it cannot be opened: {error.strerror}") from None
         with os.fdopen(descriptor, "rb") as file:
             about = os.fstat(descriptor)
@@ -160,11 +133,7 @@ class ControlFolder:
         message.unlink(missing_ok=True)
 
     def record(self, step: int, changes: Sequence[str]) -> None:
-        """Add changes to the log, so that a resumed run makes them again.
-
-        Raises:
-            OSError: The log cannot be written.
-        """
+        """Add changes to the log, so that a resumed run makes them again."""
         entry = json.dumps({"step": step, "changes": list(changes)}) + "\n"
         with (self.folder / LOG).open("a+b") as log:
             if log.tell():
@@ -174,11 +143,7 @@ class ControlFolder:
             log.write(entry.encode())
 
     def remove_log(self) -> None:
-        """Remove the log of an earlier run in the same folder.
-
-        Raises:
-            OSError: It cannot be removed.
-        """
+        """Remove the log of an earlier run in the same folder."""
         (self.folder / LOG).unlink(missing_ok=True)
 
     def recorded(self) -> list[tuple[int, list[str]]]:
@@ -186,26 +151,21 @@ class ControlFolder:
 
         An incomplete line, from a process that was killed, is ignored.
         """
-        found = []
+        changes = []
         with suppress(FileNotFoundError):
             for line in (self.folder / LOG).read_text().splitlines():
                 with suppress(ValueError, TypeError, KeyError):
                     entry = json.loads(line)
-                    found.append((int(entry["step"]), list(entry["changes"])))
-        return sorted(found, key=lambda entry: entry[0])
+                    changes.append((int(entry["step"]), list(entry["changes"])))
+        return sorted(changes, key=lambda entry: entry[0])
 
 
 def request_changes(
-    run: str,
-    changes: Sequence[str],
-    on_long_wait: Callable[[], None] = lambda: None,
-    *,
-    seconds: float = float("inf"),
+    run: str, changes: Sequence[str], on_long_wait: Callable[[], None] = lambda: None, *, seconds: float = math.inf
 ) -> Answer:
     """Send changes to a run and wait for its answer.
 
     Args:
-        run: The folder of the run.
         changes: The changes, see `instrument.spec.run_changes.parse_changes`.
         on_long_wait: Called once if the current step takes more than two seconds. Default: nothing is called.
         seconds: The time after which the changes are withdrawn. Default: no limit.
@@ -240,7 +200,8 @@ def request_changes(
     try:
         return _wait(folder, message, on_long_wait, seconds)
     finally:
-        withdraw(message)
+        for suffix in (MESSAGE, ANSWER):
+            message.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _wait(folder: Path, message: Path, on_long_wait: Callable[[], None], seconds: float) -> Answer:

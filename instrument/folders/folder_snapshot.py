@@ -24,19 +24,12 @@ RECORDS = ("run.json", "instrument.log", ".hydra/config.yaml", ".hydra/hydra.yam
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The names of the files in a folder, and the content of the files that a run overwrites or appends to.
-
-    Attributes:
-        folder: The folder. It need not exist.
-        missing: The folder and its parents that do not exist, the innermost first.
-        names: The names in the folder.
-        records: The content of its record files, by relative path.
-    """
+    """The names of the files in a folder, and the content of the files that a run overwrites or appends to."""
 
     folder: Path
-    missing: tuple[Path, ...]
+    missing: tuple[Path, ...]  # the folder and its parents that do not exist, the innermost first
     names: frozenset[str]
-    records: dict[str, bytes]
+    records: dict[str, bytes]  # the content of its record files, by relative path
 
     @classmethod
     def take(cls, folder: Path) -> Snapshot:
@@ -82,11 +75,7 @@ def _has(folder: Path, *names: str) -> bool:
 
 
 class ReplacedRun:
-    """The run that a new run replaces. Files that no run writes stay in the folder.
-
-    Args:
-        folder: The folder.
-    """
+    """The run that a new run replaces. Files that no run writes stay in the folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()  # The working directory may change.
@@ -95,9 +84,6 @@ class ReplacedRun:
 
     def set_aside(self, where: str) -> None:
         """Move the files of the run to a hidden subfolder.
-
-        Args:
-            where: The configuration key of the folder, for error messages.
 
         Raises:
             ConfigError: The folder contains no run of this package, a process writes to it, or it cannot be written.

@@ -32,10 +32,6 @@ RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank
 def create_free_folder(folder: Path, where: str) -> None:
     """Create the folder of a new run, and check that it is free. A run never overwrites another run.
 
-    Args:
-        folder: The folder of the new run. It is created if it does not exist.
-        where: The configuration key of the folder, for error messages.
-
     Raises:
         ConfigError: The folder contains a run, is a remote address, or cannot be created or written.
     """
@@ -57,20 +53,13 @@ def create_free_folder(folder: Path, where: str) -> None:
 def check_process_count(record: Mapping[str, Any], present: int, where: str, command: str) -> None:
     """Check that a run is resumed or repeated with the same number of processes.
 
-    Args:
-        record: The content of its run.json.
-        present: The number of processes now.
-        where: The configuration key or argument of the run, for error messages.
-        command: The command after `python -m`, for error messages.
-
     Raises:
         ConfigError: The number is different.
     """
     count = record.get("ranks", 1)
     if count != present:
-        many, program = (
-            ("one process", "python") if count == 1 else (f"{count} processes", f"torchrun --nproc-per-node {count}")
-        )
+        many = "one process" if count == 1 else f"{count} processes"
+        program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
         message = f"the run was started with {many}, and the same number is required"
         raise ConfigError(Problem(where, message, given=present, allowed=str(count), fix=f"run {program} -m {command}"))
 
@@ -83,16 +72,10 @@ class RunFolder:
     """The folder of a new run. This process holds its lock and writes its run.json.
 
     Args:
-        path: The folder.
-        where: The configuration key of the folder, for error messages. Default: `hydra.run.dir`.
         on_error: `stop` (default) raises an error if run.json cannot be written; `continue` ignores the error.
         overwrite: Whether to replace the run in the folder. Its files are restored if the new run is refused or discarded.
             Default: False.
         record: The entries of run.json. The file is written again after each change.
-
-    Attributes:
-        path: The folder.
-        record: The content of run.json.
 
     Raises:
         ConfigError: The folder contains a run, another process has just started a run there, or it cannot be written.
@@ -141,10 +124,6 @@ class RunFolder:
     @classmethod
     def reopen(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
         """Open the folder of a stopped run, to resume the run.
-
-        Args:
-            path: The folder.
-            on_error: See `RunFolder`.
 
         Raises:
             ConfigError: The folder contains no run, the run is complete, or a process still writes to the folder.
@@ -204,7 +183,6 @@ class RunFolder:
         """Write the final status to run.json and release the lock.
 
         Args:
-            status: The final status.
             error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
                 writing run.json. Default: None.
         """
@@ -218,11 +196,7 @@ class RunFolder:
             self._lock.release()
 
     def _write(self) -> None:
-        """Write run.json.
-
-        Raises:
-            SinkError: The file cannot be written, and `on_error` is `stop`.
-        """
+        """Write run.json. Raise SinkError if it cannot be written and `on_error` is `stop`."""
         try:
             write_json(self.path / "run.json", self.record)
         except OSError as error:
@@ -246,11 +220,6 @@ def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 class WorkerRunFolder:
     """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
-
-    Args:
-        path: The folder.
-        rank: The rank of this process, at least 1.
-        where: The configuration key of the folder, for error messages. Default: `hydra.run.dir`.
 
     Raises:
         ConfigError: Rank 0 did not begin a run in the folder within 60 seconds, or another process has the same rank.

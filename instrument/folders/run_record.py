@@ -9,11 +9,10 @@ import os
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..errors import ConfigError, Problem
 
@@ -30,10 +29,6 @@ PACKAGES = ("instrument", "torch", "torchvision", "numpy", "pyarrow", "pandas", 
 def read_record(path: Path, where: str) -> dict[str, Any]:
     """Read the run.json of a folder.
 
-    Args:
-        path: The folder of the run.
-        where: The configuration key of the folder, for error messages.
-
     Raises:
         ConfigError: The file does not exist, is not JSON, or was not written by this package.
     """
@@ -49,22 +44,13 @@ def read_record(path: Path, where: str) -> dict[str, Any]:
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
-    """Return the numbers of completed steps of a run's checkpoints, in ascending order.
-
-    Args:
-        folder: The folder of the run.
-    """
+    """Return the numbers of completed steps of a run's checkpoints, in ascending order."""
     files = sorted((folder / CHECKPOINTS).glob(f"step-{'[0-9]' * 8}.pt"))
     return [int(file.stem.partition("-")[2]) for file in files]
 
 
 def end_if_running(folder: Path, **entries: Any) -> None:
-    """Add entries to run.json, if its status is `running`. Call it only if the process that writes it is gone.
-
-    Args:
-        folder: The folder of the run.
-        entries: The entries, with the final status.
-    """
+    """Add entries to run.json, if its status is `running`. Call it only if the process that writes it is gone."""
     path = folder / "run.json"
     record = None
     with suppress(ValueError):  # The file is damaged; `load` reports it.
@@ -75,24 +61,14 @@ def end_if_running(folder: Path, **entries: Any) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    """Write a JSON file atomically: the previous file remains until the new one is complete.
-
-    Args:
-        path: The file.
-        record: Its content.
-    """
+    """Write a JSON file atomically: the previous file remains until the new one is complete."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(record, indent=2, default=str) + "\n")
     os.replace(temporary, path)
 
 
 def final_entries(status: Status, error: BaseException | str | None) -> dict[str, Any]:
-    """Return the entries of run.json at the end of a run.
-
-    Args:
-        status: The final status.
-        error: The exception that ended the run, or the rule that stopped it; None without one.
-    """
+    """Return the entries of run.json at the end of a run, which an exception ended, or a rule stopped."""
     message = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
     return {"status": status, "ended": datetime.now(UTC).isoformat(timespec="seconds"), "error": message}
 
@@ -103,18 +79,10 @@ def config_hash(config: dict[str, Any]) -> str:
 
 
 def git_revision() -> str | None:
-    """Return the commit of the working directory; None outside a git checkout.
-
-    The suffix `-dirty` marks uncommitted changes.
-    """
+    """Return the commit of the working directory, with `-dirty` for uncommitted changes; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        answer = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() or None
@@ -129,15 +97,10 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True)
-class EnvironmentDifference:
-    """A difference between the environments of two runs.
+class EnvironmentDifference(NamedTuple):
+    """A difference between the environments of two runs: an entry of run.json, such as `versions.torch`, and its values.
 
-    Attributes:
-        what: The entry of run.json, such as `versions.torch`.
-        recorded: Its value in the first run.
-        present: Its value in the second run.
-        is_decisive: Whether the second run cannot be expected to give the same bits.
+    A decisive one means that the second run cannot be expected to give the same bits.
     """
 
     what: str
@@ -146,17 +109,14 @@ class EnvironmentDifference:
     is_decisive: bool
 
     def __str__(self) -> str:
-        return f"{self.what} is {_text(self.present)}, but was {_text(self.recorded)}"
+        recorded, present = ("missing" if value is None else value for value in (self.recorded, self.present))
+        return f"{self.what} is {present}, but was {recorded}"
 
 
 def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[EnvironmentDifference]:
     """Return the differences between the environments of two runs, the decisive ones first.
 
     An entry that the first run does not have is not compared.
-
-    Args:
-        recorded: The content of run.json of the first run.
-        present: That of the second run.
     """
     pairs = [("device", recorded.get("device"), present.get("device"), True)]
     for section in ("hardware", "versions", "code"):
@@ -174,9 +134,5 @@ def environment_differences(recorded: Mapping[str, Any], present: Mapping[str, A
     if weights and own_weights:
         pairs.append(("content of init_from", weights["sha256"], own_weights["sha256"], True))
     pairs.append(("git_revision", recorded.get("git_revision"), present.get("git_revision"), False))
-    found = [EnvironmentDifference(*pair) for pair in pairs if pair[1] != pair[2]]
-    return sorted(found, key=lambda difference: not difference.is_decisive)
-
-
-def _text(value: object) -> str:
-    return "missing" if value is None else str(value)
+    differences = [EnvironmentDifference(*pair) for pair in pairs if pair[1] != pair[2]]
+    return sorted(differences, key=lambda difference: not difference.is_decisive)

@@ -24,11 +24,9 @@ class RemoteCopy:
     Use it as a context manager: the remaining files are uploaded at the end of the block.
 
     Args:
-        folder: The folder of the run.
         sink: The `sink` section: the remote address and whether local files are kept.
         warn: Called with the text of each warning.
         uploaded: Called with the remote address and the number of bytes when the upload is complete. Default: nothing is called.
-        where: The configuration key of the address, for error messages. Default: `sink.remote`.
 
     Attributes:
         address: The address of the remote folder of this run; None without a remote address.
@@ -56,10 +54,7 @@ class RemoteCopy:
         self._finished = False
 
     def remove_parts_after(self, parts: Mapping[str, int]) -> None:
-        """Remove remote parts that contain rows of repeated steps, after a resume.
-
-        Args:
-            parts: By table, the number of parts that remain.
+        """Remove remote parts that contain rows of repeated steps, after a resume. `parts` of each table remain.
 
         Raises:
             ConfigError: The parts cannot be removed.
@@ -112,10 +107,7 @@ class RemoteCopy:
         self._report_result(result)
 
     def readable_folder(self) -> Path:
-        """Return the folder from which the rows of a finished run can be read.
-
-        This is the local folder, unless local files are removed after the upload and the upload is complete.
-        """
+        """Return the folder with the rows of a finished run: the remote one, if the upload is complete and keeps no local files."""
         if self.address is None or self.keep_local or own_rank():
             return self.folder
         return self.folder if self._finish().failed else folder_at(self.address)
@@ -124,14 +116,13 @@ class RemoteCopy:
         """Upload the remaining files. A second call uploads the files that were added since the first call."""
         assert self._upload is not None
         assert self._remote is not None
-        if self._finished:
-            if self._upload.sent.failed:
-                return self._upload.sent
+        if not self._finished:
+            self._finished = True
+            return self._upload.end()
+        if not self._upload.sent.failed:
             with suppress(Exception):  # Missing files were reported after the first call.
                 send_all(self.folder, self._remote, self._upload.sent)
-            return self._upload.sent
-        self._finished = True
-        return self._upload.end()
+        return self._upload.sent
 
     def _report_result(self, result: TransferResult) -> None:
         """Report the result of the upload."""

@@ -28,7 +28,7 @@ from ..folders.run_folder import RunFolder, WorkerRunFolder
 from ..folders.run_record import config_hash
 from ..folders.run_upload import RemoteCopy
 from ..kinds.distributed_scope import Parallel
-from ..plan.dimension_checks import check_shapes
+from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
 from ..rules.requirements import check_rules
 from ..sinks.custom import CustomSink
@@ -140,7 +140,7 @@ def attach(
     judged = read_rules(specs, rules)
     check_rules(judged, hooks)
     plan = make_plan(hooks, model)
-    check_shapes(plan, {})
+    check_parameters(plan)
     notice = prepare_compiled(model, plan)
     limits = parse_budget(budget)
     ranks = _ranks(model, hooks, limits, reduce)
@@ -200,11 +200,7 @@ def _recording(run_folder: RunFolder | WorkerRunFolder, probe: AttachedProbe) ->
 
 
 def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
-    """Return the sink of the probe: files, memory or a custom sink, or files and a custom sink.
-
-    Raises:
-        ConfigError: The custom sink lacks a method.
-    """
+    """Return the sink of the probe: files, memory or a custom sink, or files and a custom sink."""
     own = None if custom is None else CustomSink(custom, "sink")
     if out is None:
         return own or MemorySink()
@@ -213,11 +209,7 @@ def _sink(out: str | Path | None, custom: Sink | None) -> Sink:
 
 
 def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
-    """Return the remote copy of a run; it does nothing if `remote` is None.
-
-    Raises:
-        ConfigError: `remote` is given without `out`, or the address is invalid.
-    """
+    """Return the remote copy of a run; it does nothing if `remote` is None."""
     if out is None and remote is not None:
         message = "the rows are kept in memory, so there are no files to upload"
         raise ConfigError(Problem("remote", message, fix="pass out=FOLDER"))
@@ -226,11 +218,7 @@ def _copy(out: str | Path | None, remote: str | None) -> RemoteCopy:
 
 
 def _ranks(model: nn.Module, hooks: Mapping[str, HookSpec], budget: BudgetConfig | None, reduce: str) -> Ranks | None:
-    """Return the group of processes that train the model; None for a single process.
-
-    Raises:
-        ConfigError: An argument or a hook is not supported with several processes or with sharded parameters.
-    """
+    """Return the group of processes that train the model; None for a single process."""
     if reduce not in ("none", "global"):
         raise ConfigError(Problem("reduce", "not one of the allowed values", given=reduce, allowed=("none", "global")))
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
-import pandas as pd
 from torch import Tensor
 
-from ..analysis.features import Features
 from ..analysis.load import Run, load
 from ..analysis.memory_files import IN_MEMORY, MemoryFiles
 from ..analysis.run_tables import check_is_table
@@ -22,28 +20,9 @@ from ..spec.run_changes import Settings
 from ..spec.tables import TABLES
 from ..training.control import Control
 
-T = TypeVar("T")
-
-
-class _OfRun(Generic[T]):
-    """An attribute or method of `Run` that a probe has too. Each access reads the current rows.
-
-    Args:
-        read: Returns the attribute or method of a run.
-    """
-
-    def __init__(self, read: Callable[[Run], T]) -> None:
-        self.read = read
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._of_class: Any = getattr(Run, name)  # with its documentation and signature
-
-    def __get__(self, probe: AttachedProbe | None, owner: type) -> T:
-        return self._of_class if probe is None else self.read(probe.run)
-
 
 class AttachedProbe(Probe):
-    """A `Probe` whose recorded data can be read at any time, during the block and after it.
+    """A `Probe` whose recorded data can be read at any time, during the block and after it, with the methods of `Run`.
 
         with instrument.attach(model, hooks) as probe:
             ...
@@ -119,23 +98,11 @@ class AttachedProbe(Probe):
             raise InstrumentError("only the custom sink has the rows; pass out=FOLDER to also read them here")
         return load(self._folder)
 
-    def __getattr__(self, name: str) -> pd.DataFrame:
-        """Return the current rows of a table, such as `stats`."""
-        check_is_table(self, name)
-        frame: pd.DataFrame = getattr(self.run, name)
-        return frame
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute or a method of `Run` for the current rows, such as `stats`, `tensors` or `sql`."""
+        if name.startswith("_") or not hasattr(Run, name):
+            check_is_table(self, name)
+        return getattr(self.run, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *TABLES})
-
-    findings = _OfRun(lambda run: run.findings)
-    custom_statistics = _OfRun(lambda run: run.custom_statistics)
-    custom_metrics = _OfRun(lambda run: run.custom_metrics)
-    problems = _OfRun(lambda run: run.problems)
-    tensors = _OfRun(lambda run: run.tensors)
-    features = _OfRun(lambda run: cast("Callable[..., Features]", run.features))  # of one run
-    read = _OfRun(lambda run: run.read)
-    scan = _OfRun(lambda run: run.scan)
-    count = _OfRun(lambda run: run.count)
-    sql = _OfRun(lambda run: run.sql)
-    lazy = _OfRun(lambda run: run.lazy)
+        return sorted({*super().__dir__(), *TABLES, *(name for name in dir(Run) if not name.startswith("_"))})

@@ -25,11 +25,7 @@ def _observed(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) 
 
 @signal_safe_contextmanager
 def before_clipping(listener: Callable[[list[Tensor]], None]) -> Iterator[None]:
-    """Call a function before each call of `torch.nn.utils.clip_grad_norm_`, for the duration of a `with` block.
-
-    Args:
-        listener: The function. It gets the parameters whose gradients are clipped.
-    """
+    """Call a function with the parameters before `torch.nn.utils.clip_grad_norm_`, for the duration of a `with` block."""
     try:
         try:
             with uninterrupted():

@@ -33,13 +33,8 @@ class LightningCallback(TrainerCallbackBase, Callback):
     step is a training batch in which at least one optimizer made a step. Each backward pass is a micro-step of that
     step.
 
-    Args:
-        specs: The hooks, as for `instrument.attach`.
-        out: Folder of the run. Default: rows are kept in memory.
-        overwrite: Whether to replace the run in `out`, as for `instrument.attach`. Default: False.
-        seed: Seed of interventions that draw random numbers.
-        rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint`
-            saves a checkpoint of the Trainer.
+    The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
+    a checkpoint of the Trainer.
     """
 
     _steps_done = 0

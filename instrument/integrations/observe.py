@@ -84,7 +84,7 @@ def observe(
             if backward:
                 _backward(model, batch, _scalar(output, loss))
         probe.end_step()
-    rows = probe.tensors()  # gradients of a reentrant segment come from the recomputed pass
+    rows: pd.DataFrame = probe.tensors()  # gradients of a reentrant segment come from the recomputed pass
     keys = ["hook", "layer", "path", "call", "backward"]
     described = rows.merge(probe.stats[[*keys, *STATISTICS]], on=keys, how="left")
     return described.assign(shape=described["source_shape"].map(tuple))[list(COLUMNS)]
@@ -115,11 +115,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _scalar(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor | None:
-    """Return the scalar whose gradients are computed; None if no output requires a gradient.
-
-    Raises:
-        ConfigError: `loss` returns something else than a scalar that requires a gradient.
-    """
+    """Return the scalar whose gradients are computed; None if no output requires a gradient."""
     if loss is None:
         parts = [tensor.sum() for _, tensor in iter_tensors(output) if tensor.requires_grad and not tensor.is_complex()]
         return sum(parts[1:], parts[0]) if parts else None

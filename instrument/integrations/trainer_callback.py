@@ -18,7 +18,7 @@ from .attached_probe import AttachedProbe
 
 
 class TrainerCallbackBase:
-    """Hook specs, the output folder, and the probe after attaching. Its subclasses describe the arguments."""
+    """Hook specs, the output folder, and the probe after attaching. The arguments are those of `instrument.attach`."""
 
     _watch: PhaseWatch  # while the hooks are attached
 
@@ -62,14 +62,7 @@ class TrainerCallbackBase:
         around: AbstractContextManager[None] | None = None,
         **more: Any,
     ) -> None:
-        """Attach to the model until `_detach`. After an exception or an interrupt, nothing is attached.
-
-        Args:
-            model: The model.
-            clipped_by: The setting with which the trainer clips gradients; None if it does not.
-            around: A context manager to enter before, and to leave after the hooks are detached. Default: none.
-            more: Further arguments of `instrument.attach`.
-        """
+        """Attach to the model until `_detach`. After an exception or an interrupt, nothing is attached."""
         block = self._attached(model, clipped_by, around or nullcontext(), more)
         try:
             block.__enter__()

@@ -32,13 +32,8 @@ class TransformersCallback(TrainerCallbackBase, TrainerCallback):
     Hooks of kind `parameter_grad` and `step_pre` run before the Trainer clips gradients (`max_grad_norm`, 1.0 by default). To
     record the clipped gradients, use `step_post` with role `param_grad`.
 
-    Args:
-        specs: The hooks, as for `instrument.attach`.
-        out: Folder of the run. Default: rows are kept in memory.
-        overwrite: Whether to replace the run in `out`, as for `instrument.attach`. Default: False.
-        seed: Seed of interventions that draw random numbers.
-        rules: The rules, as for `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint`
-            saves a checkpoint of the Trainer.
+    The arguments are those of `instrument.attach`. A rule with `then: stop` ends the training, and one with `then: checkpoint` saves
+    a checkpoint of the Trainer.
     """
 
     def __enter__(self) -> Self:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,12 +112,11 @@ class LiveRun(RunHistory):
         self.version += 1
         if is_address(self.folder):
             cast(Any, self.folder).fs.invalidate_cache()
-        self.unreachable = None
+        self.unreachable, changed = None, False
         try:
             changed = self._read(until)
         except (InstrumentError, OSError) as error:
             self.unreachable = str(error)
-            changed = False
         changed |= self.unreachable != unreachable
         if not changed:
             self.version = before
@@ -146,29 +145,15 @@ class LiveRun(RunHistory):
         return not is_address(self.folder) and not (self.folder / "run.json").exists()
 
     def _read_info(self) -> dict[str, Any]:
-        with _without_warnings():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are listed as problems
             return self._files.info()
 
     def _refresh_info(self) -> bool:
-        """Read run.json.
-
-        Returns:
-            Whether it has changed.
-
-        Raises:
-            RowsRemovedError: The run was resumed, or another run was started in the folder.
-        """
+        """Read run.json, and return whether it has changed; a resumed or another run raises a RowsRemovedError."""
         info = self._read_info()
         changed = bool(info != self.info)
         if any(info.get(key) != self.info.get(key) for key in ("started", "resumed")):
             raise RowsRemovedError(self.folder)
         self.info = info
         return changed
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Suppress warnings about damaged files, which `LiveRun.problems` lists."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)
-        yield

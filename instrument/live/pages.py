@@ -11,46 +11,33 @@ import yaml
 from ..report.charts import changed_charts, charts, lanes
 from ..report.make_report import render, render_blocks, with_vocabulary
 from ..report.run_page import values
-from ..report.sweep_page import PARTS, PageRow, table
+from ..report.sweep_page import PageRow, page
 from ..spec.spec_file import YAML_ERRORS
 from ..sweeps.jobs import SweepJob
 from .live_run import LiveRun
-from .sweep import LiveSweep
+from .sweep import LiveSweep, last_metrics
 
 RUN_BLOCKS = ("summary", "findings", "lanes", "coverage", "events", "model")
 SWEEP_BLOCKS = ("summary", "runs")
-SWEEP_PARTS = ("runs", "against", "training")
-FINISHED: dict[str, Any] = {"series": [], "pairs": [], "ends": {}}  # data that finished sweeps have
 
 
-class ChangedBlocks:
-    """The parts of a page that changed after a version.
-
-    Args:
-        template: The file of the template.
-        names: The names of the parts.
-    """
+class _ChangingPage:
+    """A page of which the blocks of the template that changed after a version are rendered again."""
 
     def __init__(self, template: str, names: Sequence[str]) -> None:
-        self.template = template
-        self.names = names
+        self._template = template
+        self._names = names
         self._blocks: dict[str, tuple[str, int]] = {}  # by name: the HTML, and the version of its last change
 
-    def since(self, since: int, version: int, words: Mapping[str, Any]) -> dict[str, str]:
-        """Return the HTML of the changed parts by name.
-
-        Args:
-            since: The version that the browser has.
-            version: The current version.
-            words: The current values of the template.
-        """
-        for name, html in render_blocks(self.template, words, self.names).items():
+    def _changed_blocks(self, since: int, version: int, words: Mapping[str, Any]) -> dict[str, str]:
+        """Return the HTML of the blocks that changed after a version, by name."""
+        for name, html in render_blocks(self._template, words, self._names).items():
             if name not in self._blocks or self._blocks[name][0] != html:
                 self._blocks[name] = html, version
         return {name: html for name, (html, changed) in self._blocks.items() if changed > since or since > version}
 
 
-class LivePage:
+class LivePage(_ChangingPage):
     """The page of a run in progress. Call its methods from one thread at a time.
 
     Args:
@@ -60,21 +47,17 @@ class LivePage:
     """
 
     def __init__(self, live: LiveRun, *, sweep: str | None = None, takes_changes: bool = False) -> None:
+        super().__init__("run.html", RUN_BLOCKS)
         self.source = live
-        self._sweep = sweep
-        self._takes_changes = takes_changes
-        self._blocks = ChangedBlocks("run.html", RUN_BLOCKS)
+        self._options: dict[str, Any] = {"sweep": sweep, "takes_changes": takes_changes}
 
     def html(self) -> str:
         """Return the complete page."""
-        numbers, live = charts(self.source), self.source
-        changes = self._takes_changes
-        return render(
-            "run.html", self._words(numbers), numbers, live.folder, live=True, takes_changes=changes, sweep=self._sweep
-        )
+        numbers = charts(self.source)
+        return render("run.html", self._words(numbers), numbers, self.source.folder, live=True)
 
     def _words(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        return values(self.source, numbers, self.source.findings(), self.source.problems)
+        return values(self.source, numbers, self.source.findings(), self.source.problems) | self._options
 
     def changes(self, since: int) -> dict[str, Any]:
         """Return what changed after a version.
@@ -87,14 +70,14 @@ class LivePage:
             all charts, or `parts`, the changed groups of steps, and `lanes`.
         """
         live, shown = self.source, lanes(self.source)
-        blocks = self._blocks.since(since, live.version, self._words(shown))
+        blocks = self._changed_blocks(since, live.version, self._words(shown))
         changes: dict[str, Any] = {"version": live.version, "html": blocks}
         if since > live.version or since < live.rebuilt:
             return {**changes, "whole": with_vocabulary(charts(live))}
         return {**changes, "parts": changed_charts(live, since), "lanes": shown}
 
 
-class LiveSweepPage:
+class LiveSweepPage(_ChangingPage):
     """The page of a sweep in progress. Call its methods from one thread at a time.
 
     Args:
@@ -106,19 +89,14 @@ class LiveSweepPage:
     """
 
     def __init__(self, folder: str, link: Callable[[str], str]) -> None:
+        super().__init__("sweep.html", SWEEP_BLOCKS)
         self.source = LiveSweep(folder)
         self._link = link
-        self._blocks = ChangedBlocks("sweep.html", SWEEP_BLOCKS)
-        self._structure: tuple[object, int] = (
-            None,
-            0,
-        )  # the contents of the charts, and the version of their last change
+        self._structure: tuple[object, int] = None, 0  # what the charts contain, and the version of its last change
 
     def folder_of(self, name: str) -> Path | None:
         """Return the folder of a job that has started; None if there is no such job."""
-        return next(
-            (job.folder for job in self.source.jobs if job.name == name and job.folder in self.source.views), None
-        )
+        return {job.name: job.folder for job in self.source.jobs if job.folder in self.source.runs}.get(name)
 
     def html(self) -> str:
         """Return the complete page."""
@@ -137,43 +115,39 @@ class LiveSweepPage:
         sweep = self.source
         words, numbers = self._content()
         metrics = {name for run in numbers["runs"] for name in run["metrics"]}
-        curves = {
-            (phase, name) for run in numbers["curves"] for phase, one in run.items() for name in one["statistics"]
-        }
+        curves = {(phase, *one["statistics"]) for run in numbers["curves"] for phase, one in run.items()}
         structure = [job.name for job in sweep.jobs], numbers["overrides"], metrics, curves
         if structure != self._structure[0]:
             self._structure = structure, sweep.version
-        changes = {"version": sweep.version, "html": self._blocks.since(since, sweep.version, words)}
+        changes = {"version": sweep.version, "html": self._changed_blocks(since, sweep.version, words)}
         if since > sweep.version or since < self._structure[1]:
             return {**changes, "whole": with_vocabulary(numbers)}
-        views = [sweep.views.get(job.folder) for job in sweep.jobs]
-        new = {index: view.curves for index, view in enumerate(views) if view is not None and view.version > since}
+        new = {i: numbers["curves"][i] for i, job in enumerate(sweep.jobs) if sweep.changed.get(job.folder, -1) > since}
         return {**changes, "runs": numbers["runs"], "curves": new}
 
     def _content(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the values of the template, and the data of the charts with the version."""
         sweep = self.source
         keys = list(dict.fromkeys(key for job in sweep.jobs for key in sweep.source.differing(job)))
-        names = [str(view.info.get("name")) for view in sweep.views.values()]
-        words, numbers = table([self._row(job) for job in sweep.jobs], keys, sweep.folder, names)
-        parts = [(part, PARTS[part]) for part in SWEEP_PARTS]
-        return {**words, "alerts": [], "figures": [], "parts": parts}, {"version": sweep.version, **FINISHED, **numbers}
+        names = [str(live.info.get("name")) for live in sweep.runs.values()]
+        words, numbers = page([self._row(job) for job in sweep.jobs], keys, sweep.folder, names)
+        return words, {"version": sweep.version, **numbers}
 
     def _row(self, job: SweepJob) -> PageRow:
         overrides = {key: _value(text) for key, text in self.source.source.differing(job).items()}
-        view = self.source.views.get(job.folder)
-        if view is None:
+        live = self.source.runs.get(job.folder)
+        if live is None:
             return PageRow(job.name, job.status, overrides, note=job.error or "")
         return PageRow(
             job.name,
             job.status,
-            {"seed": view.info["seed"], **overrides},
-            metrics=view.info["metrics"],
-            shown=view.last,
-            curves=view.curves,
+            {"seed": live.info["seed"], **overrides},
+            metrics=live.info["metrics"],
+            shown=last_metrics(live),
+            curves=self.source.curves[job.folder],
             note=job.error or "",
             page=self._link(job.name),
-            step=view.progress,
+            step=live.progress,
         )
 
 

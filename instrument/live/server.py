@@ -10,26 +10,28 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from ..errors import InstrumentError
 from ..folders.control_folder import MAX_BYTES, request_changes
-from ..pip_extras import pip_command
 from ..report import check_packages
 from ..report.numbers import as_json
 from .live_run import LiveRun
 from .pages import LivePage, LiveSweepPage
-
-if TYPE_CHECKING:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")  # any port: it differs behind a tunnel of ssh
@@ -44,6 +46,8 @@ KEEP_ALIVE_SECONDS = 15.0
 CHECK_SECONDS = 0.25  # between two checks whether the server is stopping
 CHANGE_SECONDS = 60.0  # until a change that the run has not made is withdrawn
 STOP_SECONDS = 2  # for browsers that do not close their connection
+NO_SUCH_RUN = "there is no such run"
+T = TypeVar("T")
 
 
 class LiveServer:
@@ -63,7 +67,7 @@ class LiveServer:
 
     Raises:
         ConfigError: The folder contains no sweep.
-        InstrumentError: A package is missing.
+        InstrumentError: Plotly or Jinja2 is not installed.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class LiveServer:
         sweep: str | None = None,
         takes_changes: bool = False,
     ) -> None:
-        check_web_packages()
+        check_packages()
         self.token = secrets.token_urlsafe(16)
         self.page: LivePage | LiveSweepPage
         if sweep is None:
@@ -109,8 +113,6 @@ class LiveServer:
             KeyboardInterrupt: The process was interrupted.
             InstrumentError: The pages cannot be updated any more.
         """
-        import uvicorn
-
         with socket.socket() as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((ADDRESS, port))
@@ -132,16 +134,11 @@ class LiveServer:
 
     def application(self) -> Starlette:
         """Return the application: `/` is a page, `/changes` its updates, and `/control` changes a run."""
-        from starlette.applications import Starlette
-        from starlette.middleware import Middleware
-        from starlette.middleware.trustedhost import TrustedHostMiddleware
-        from starlette.routing import Route
-
         # The header Host is checked, so that no other web site can reach the server under its own name.
         hosts = Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False)
-        routes = [Route("/", self._show_page), Route("/changes", self._send_changes)]
+        routes = [Route("/", self._guarded(self._show_page)), Route("/changes", self._guarded(self._send_changes))]
         if self._takes_changes:
-            routes.append(Route("/control", self._control, methods=["POST"]))
+            routes.append(Route("/control", self._guarded(self._control), methods=["POST"]))
         return Starlette(routes=routes, middleware=[hosts], lifespan=self._refreshing)
 
     @asynccontextmanager
@@ -173,18 +170,34 @@ class LiveServer:
                 source.refresh(self._reading_seconds)
         return all(source.is_complete for source in sources), time.thread_time() - began
 
+    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that refuses requests without the token or from the page of another web site."""
+
+        async def respond(request: Request) -> Response:
+            origin = request.headers.get("origin")
+            if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
+                raise _error(403, "requests from other web sites are refused")
+            if not secrets.compare_digest(request.query_params.get("token", "").encode(), self.token.encode()):
+                raise _error(403, "the token is missing or invalid: use the address that the command printed")
+            return await endpoint(request)
+
+        return respond
+
     async def _show_page(self, request: Request) -> Response:
-        from starlette.responses import HTMLResponse
+        html = await self._on_page(request.query_params.get("run", ""), lambda page: page.html())
+        if html is None:
+            raise _error(404, NO_SUCH_RUN)
+        return HTMLResponse(html, headers=HEADERS)
 
-        if (refusal := self._refusal(request)) is not None:
-            return refusal
-        html = await asyncio.to_thread(self._html, request.query_params.get("run", ""))
-        return _no_such_run() if html is None else HTMLResponse(html, headers=HEADERS)
+    async def _on_page(self, job: str, function: Callable[[LivePage | LiveSweepPage], T]) -> T | None:
+        """Call a function with the page of a job in another thread; None if there is no such job."""
 
-    def _html(self, job: str) -> str | None:
-        with self._lock:
-            page = self._page_of(job)
-            return None if page is None else page.html()
+        def call() -> T | None:
+            with self._lock:
+                page = self._page_of(job)
+                return None if page is None else function(page)
+
+        return await asyncio.to_thread(call)
 
     def _page_of(self, job: str) -> LivePage | LiveSweepPage | None:
         """Return the page of a job, or of the run or the sweep if the name is empty; None if there is no such job."""
@@ -201,14 +214,10 @@ class LiveServer:
         return self._jobs[job]
 
     async def _send_changes(self, request: Request) -> Response:
-        from starlette.responses import PlainTextResponse, StreamingResponse
-
-        if (refusal := self._refusal(request)) is not None:
-            return refusal
         try:  # the browser sends the header when it connects again
             since = int(request.headers.get("last-event-id") or request.query_params["since"])
         except (KeyError, ValueError):
-            return PlainTextResponse("the parameter since must be a number", 400, headers=HEADERS)
+            raise _error(400, "the parameter since must be a number") from None
         changes = self._changes(request.query_params.get("run", ""), since)
         return StreamingResponse(changes, media_type="text/event-stream", headers=HEADERS)
 
@@ -219,7 +228,7 @@ class LiveServer:
         try:
             yield "retry: 1000\n\n"
             while self._server is None or not self._server.should_exit:
-                message = await asyncio.to_thread(self._message, job, since)
+                message = await self._on_page(job, partial(_message, since=since))
                 if message is not None:
                     since = message["version"]
                     sent = time.monotonic()
@@ -233,78 +242,40 @@ class LiveServer:
             if not self._browsers[job]:
                 self._jobs.pop(job, None)  # it is opened again at the next request
 
-    def _message(self, job: str, since: int) -> dict[str, Any] | None:
-        """Return the changes of a page after a version; None if there are none."""
-        with self._lock:
-            page = self._page_of(job)
-            return None if page is None or page.source.version == since else page.changes(since)
-
     async def _control(self, request: Request) -> Response:
         """Change a run. The body is a JSON string with the changes, separated by spaces."""
-        from starlette.responses import PlainTextResponse
-
-        if (refusal := self._refusal(request)) is not None:
-            return refusal
         # Browsers send this header with each request of this kind; a form of another web site cannot send JSON.
         if "origin" not in request.headers or request.headers.get("content-type") != "application/json":
-            return PlainTextResponse("changes are JSON and require the header Origin", 403, headers=HEADERS)
+            raise _error(403, "changes are JSON and require the header Origin")
         content = b""
         async for piece in request.stream():
             content += piece
             if len(content) > MAX_BYTES:
-                return PlainTextResponse(f"more than {MAX_BYTES:,} bytes", 413, headers=HEADERS)
+                raise _error(413, f"more than {MAX_BYTES:,} bytes")
         try:
             text = json.loads(content)
             if not isinstance(text, str):
                 raise ValueError("they are not a JSON string")
             changes = shlex.split(text)
         except (ValueError, RecursionError) as error:
-            return PlainTextResponse(f"the changes cannot be read: {error}", 400, headers=HEADERS)
-        page = await asyncio.to_thread(self._locked_page, request.query_params.get("run", ""))
+            raise _error(400, f"the changes cannot be read: {error}") from None
+        page = await self._on_page(request.query_params.get("run", ""), lambda page: page)
         if not isinstance(page, LivePage):
-            return _no_such_run()
+            raise _error(404, NO_SUCH_RUN)
         try:
             answer = await asyncio.to_thread(request_changes, str(page.source.folder), changes, seconds=CHANGE_SECONDS)
         except InstrumentError as error:
-            return PlainTextResponse(str(error), 409, headers=HEADERS)
+            raise _error(409, str(error)) from None
         if answer.problem is not None:
-            return PlainTextResponse(answer.problem, 409, headers=HEADERS)
+            raise _error(409, answer.problem)
         made = "\n".join(f"after {answer.step} steps  {change}" for change in answer.changes)
         return PlainTextResponse(made, headers=HEADERS)
 
-    def _locked_page(self, job: str) -> LivePage | LiveSweepPage | None:
-        with self._lock:
-            return self._page_of(job)
 
-    def _refusal(self, request: Request) -> Response | None:
-        """Return the response to a request without the token or from the page of another web site; otherwise None."""
-        from starlette.responses import PlainTextResponse
-
-        origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.headers["host"]:
-            return PlainTextResponse("requests from other web sites are refused", 403, headers=HEADERS)
-        if not secrets.compare_digest(request.query_params.get("token", "").encode(), self.token.encode()):
-            return PlainTextResponse(
-                "the token is missing or invalid: use the address that the command printed", 403, headers=HEADERS
-            )
-        return None
+def _message(page: LivePage | LiveSweepPage, since: int) -> dict[str, Any] | None:
+    """Return the changes of a page after a version; None if there are none."""
+    return None if page.source.version == since else page.changes(since)
 
 
-def _no_such_run() -> Response:
-    from starlette.responses import PlainTextResponse
-
-    return PlainTextResponse("there is no such run", 404, headers=HEADERS)
-
-
-def check_web_packages() -> None:
-    """Check that the packages of the page are installed.
-
-    Raises:
-        InstrumentError: A package is missing.
-    """
-    try:
-        import_module("starlette")
-        import_module("uvicorn")
-    except ImportError:
-        raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
-    check_packages()
+def _error(status: int, message: str) -> HTTPException:
+    return HTTPException(status, message, HEADERS)

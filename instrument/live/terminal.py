@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal, NamedTuple
 
 import numpy as np
 from rich.cells import cell_len
@@ -27,43 +28,27 @@ NOT_FINITE = "!"
 SPARKLINE_WIDTH = 24
 ROUNDING = 1e-9  # relative difference up to which values are shown as equal
 WIDE = 100.0  # ratio of the largest to the smallest value from which a sparkline is logarithmic
-SHOWN_METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second")
+SHOWN_METRICS = [name for name in METRICS if name != "seconds"]
 MAX_FINDINGS, FEWEST_LAYERS = 6, 5
 OTHER_LINES = 12  # of a frame: headings, empty lines, progress and metrics of an evaluation
 
 
-@dataclass(frozen=True)
-class LocationView:
-    """The most useful statistic of a location.
-
-    Attributes:
-        series: The series.
-        location: The name of the layer or parameter.
-        statistic: The name of the statistic.
-        values: Its values over the groups of steps; NaN for a missing value.
-        not_finite: Whether a group contains NaN or infinite elements.
-        last: The value at the last step.
-    """
+class LocationView(NamedTuple):
+    """The most useful statistic of a location."""
 
     series: RecordedSeries
     location: str
     statistic: str
-    values: np.ndarray
-    not_finite: np.ndarray
-    last: float
-
-    @property
-    def ratio(self) -> float:
-        """The last value relative to the median over the steps; NaN if it is undefined."""
-        known = np.abs(self.values[~np.isnan(self.values)])
-        median = float(np.median(known)) if len(known) else 0.0
-        return abs(self.last) / median if median else float("nan")
+    values: np.ndarray  # over the groups of steps; NaN for a missing value
+    not_finite: np.ndarray  # whether a group contains NaN or infinite elements
+    last: float  # at the last step
+    ratio: float  # of the last value to the median over the steps; NaN if it is undefined
 
     @property
     def urgency(self) -> tuple[bool, float]:
         """The sort key: locations with non-finite elements first, then those whose last value differs most."""
-        ratio = self.ratio
-        return not self.not_finite.any(), -abs(np.log(ratio)) if ratio > 0 else (0.0 if np.isnan(ratio) else -np.inf)
+        change = 0.0 if np.isnan(self.ratio) else np.inf if self.ratio == 0 else abs(np.log(self.ratio))
+        return not self.not_finite.any(), -change
 
 
 def frame(live: LiveRun, height: int | None = None) -> RenderableType:
@@ -80,7 +65,7 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
     parts += [Text(f"{problem}", style="red") for problem in live.problems]
     shown = findings if height is None else findings[:MAX_FINDINGS]
     if findings:
-        table = _table("Findings", *(("rule", "left"), ("layer", "left"), ("step", "right"), ("message", "left")))
+        table = _table("Findings", ("rule", "layer", "step", "message"), numbers=("step",))
         for finding in shown:
             step = "" if finding.when is None else f"{finding.when:,}"
             cells = (Text(finding.what), _Name(finding.where), Text(step), Text(finding.value))
@@ -99,11 +84,11 @@ def frame(live: LiveRun, height: int | None = None) -> RenderableType:
 
 def _progress(live: LiveRun) -> Text:
     status = live.info["status"]
+    name = str(live.info.get("name") or live.folder.name)
     text = Text.assemble(
-        (str(live.info.get("name") or live.folder.name), "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow"))
+        (name, "bold"), "  ", (status, STATUS_COLOURS.get(status, "yellow")), f"  step {live.progress}"
     )
     steps = live.steps
-    text.append(f"  step {live.progress}")
     seconds = live.last_metric("train", "seconds")
     if live.is_running and steps and seconds:
         text.append(f"  {timedelta(seconds=round(max(0, steps - live.step) * seconds))} left")
@@ -113,7 +98,7 @@ def _progress(live: LiveRun) -> Text:
 
 
 def _metrics(live: LiveRun) -> Table:
-    table = _table("", ("metric", "left"), ("over the steps", "left"), ("last", "right"))
+    table = _table("", ("metric", "over the steps", "last"), numbers=("last",))
     for phase, history in live.metrics.items():
         custom = (name for name in history.statistics if name not in METRICS)
         for name in (*SHOWN_METRICS, *custom):
@@ -123,27 +108,19 @@ def _metrics(live: LiveRun) -> Table:
             values = history.values(name, history.groups())[0]
             table.add_row(label, Text(sparkline(values)), format_number(float(history.last(name)[0])))
     for (phase, name), steps in live.not_finite.items():
-        table.add_row(
-            Text(name if phase in STEP_PHASES else f"{phase} {name}"),
-            Text(f"not finite from step {min(steps):,}"),
-            style=COLOURS["error"],
-        )
+        label = name if phase in STEP_PHASES else f"{phase} {name}"
+        table.add_row(Text(label), Text(f"not finite from step {min(steps):,}"), style=COLOURS["error"])
     return table
 
 
 def _layers(live: LiveRun, room: int | None) -> Table:
     """Return the table of locations, those that changed most first."""
-    views = sorted(
-        (view for series, history in live.series.items() for view in views_of(series, history)),
-        key=lambda view: view.urgency,
-    )
+    found = [view for series, history in live.series.items() for view in views_of(series, history)]
+    views = sorted(found, key=lambda view: view.urgency)
     shown = views[:room]
     count = f"{len(shown)} of {len(views)}" if len(shown) < len(views) else str(len(views))
-    table = _table(
-        f"Layers, largest change first ({count})",
-        *(("hook", "left"), ("layer", "left"), ("statistic", "left")),
-        *(("over the steps", "left"), ("last", "right"), ("last/median", "right")),
-    )
+    columns = ("hook", "layer", "statistic", "over the steps", "last", "last/median")
+    table = _table(f"Layers, largest change first ({count})", columns, numbers=columns[-2:])
     for view in shown:
         hook = view.series.hook + ("" if view.series.phase in STEP_PHASES else f" ({view.series.phase})")
         ratio = "" if np.isnan(view.ratio) else f"{view.ratio:.3g}"
@@ -168,7 +145,10 @@ def views_of(series: RecordedSeries, history: StepHistory) -> Iterator[LocationV
         if name in names:
             bad |= history.values(name, groups) > 0
     for row, location in enumerate(history.locations):
-        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]))
+        known = np.abs(values[row][~np.isnan(values[row])])
+        median = float(np.median(known)) if len(known) else 0.0
+        ratio = abs(float(last[row])) / median if median else float("nan")
+        yield LocationView(series, location, statistic, values[row], bad[row], float(last[row]), ratio)
 
 
 def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: int = SPARKLINE_WIDTH) -> str:
@@ -202,11 +182,7 @@ def sparkline(values: np.ndarray, not_finite: np.ndarray | None = None, width: i
 
 @dataclass(frozen=True)
 class _Name:
-    """A name of which a narrow column shows the end, since the names of layers differ there.
-
-    Attributes:
-        text: The name.
-    """
+    """A name of which a narrow column shows the end, since the names of layers differ there."""
 
     text: str
 
@@ -219,9 +195,9 @@ class _Name:
         yield Text(cut.plain[::-1], no_wrap=True)
 
 
-def _table(title: str, *columns: tuple[str, str]) -> Table:
+def _table(title: str, columns: Sequence[str], numbers: Collection[str]) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name, justify in columns:
-        # These columns are shortened on a narrow screen.
-        table.add_column(name, justify=justify, no_wrap=name not in ("message", "layer", "hook"))  # type: ignore[arg-type]
+    for name in columns:
+        justify: Literal["left", "right"] = "right" if name in numbers else "left"
+        table.add_column(name, justify=justify, no_wrap=name not in ("message", "layer", "hook"))  # shortened if narrow
     return table

@@ -27,8 +27,6 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
 
     Args:
         spec: The spec, of a kind that sees the tensors of modules.
-        hooked: The modules that it matches.
-        layers: The modules of the model.
         where: The config key of the spec, for messages.
 
     Raises:
@@ -64,14 +62,7 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
 
 
 def _has_heads(spec: HookSpec, layer: Layer, projection: Layer, attention: Layer) -> bool:
-    """Return whether the tensors of a module can have heads.
-
-    Args:
-        spec: The spec.
-        layer: The module: the projection, or a module that contains it.
-        projection: The output projection of an attention module.
-        attention: The attention module.
-    """
+    """Return whether the tensors of a module can have heads."""
     is_called = not isinstance(attention.module, nn.MultiheadAttention)
     if spec.definition.of_functions:
         return spec.tensor_role == "input" or layer is not (projection if is_called else attention)

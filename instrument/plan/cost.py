@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..spec.hooks import HookSpec
@@ -35,12 +35,9 @@ class Length:
     def micro_steps(self, steps: Sequence[int]) -> int:
         """Return the total number of micro-batches in these steps."""
         missing = self.epoch_steps * self.accumulate - self.epoch_batches
-        return len(steps) * self.accumulate - missing * self.epoch_ends(steps)
-
-    def epoch_ends(self, steps: Sequence[int]) -> int:
-        """Return how many of these steps are the last one of an epoch."""
         ends = range(self.epoch_steps - 1, self.steps, self.epoch_steps)
-        return len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)
+        epochs = len(common(steps, ends)) if isinstance(steps, range) else sum(step in ends for step in steps)
+        return len(steps) * self.accumulate - missing * epochs
 
 
 @dataclass(frozen=True)
@@ -70,13 +67,11 @@ class Forecast:
         cost: The cost of each spec, by name.
         baseline_seconds: The duration of a step without hooks in seconds, including data loading.
         hooked_seconds: The duration of a step with hooks in seconds, as the mean over all steps of the run.
-        sample_rows: The rows of the tables with one row per sample, `samples` and `generated`, by table.
     """
 
     cost: dict[str, Cost]
     baseline_seconds: float
     hooked_seconds: float
-    sample_rows: Mapping[str, int]
 
     @property
     def slowdown(self) -> float:

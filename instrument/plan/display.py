@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -20,10 +20,10 @@ from ..spec.record import RecordSpec
 from ..spec.schedule import STEP_PHASES
 from ..spec.tables import TABLES
 from .cost import Forecast
-from .hook_plan import HookPlan, Site, is_selected
+from .hook_plan import HookPlan, is_selected
 from .modules import Layer
 from .remarks import remarks
-from .shape_inference import InferredCalls, function_calls_of
+from .shape_inference import InferredCalls
 from .tree import execution_order, module_tree
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -39,14 +39,8 @@ def plan_view(
     """Render the complete plan with rich.
 
     Args:
-        plan: The plan.
         inferred_by_phase: The results of shape inference, by phase.
-        forecast: The estimated cost.
-        steps: The number of steps of the run.
         folder: The folder in which a run would be created.
-
-    Returns:
-        A rich renderable.
     """
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(plan.specs)}
     parts: list[RenderableType] = [
@@ -61,7 +55,7 @@ def plan_view(
         *_kept_tensors(plan, forecast),
         *_uncalled_functions(plan),
         Text(),
-        *output_tables(plan, forecast, colours, folder),
+        *output_tables(plan, colours, folder),
     ]
     if any(len(names) > 1 for layer in plan.layers for names in execution_order(plan, layer)):
         parts.insert(1, Text("a → b: both hooks act on the same tensor, a first", style="dim"))
@@ -133,25 +127,16 @@ def _condition(spec: HookSpec) -> str:
     return "" if spec.follows is None else f", after rule {spec.follows}"
 
 
-def output_tables(
-    plan: HookPlan, forecast: Forecast, colours: Mapping[str, str], folder: Path | None
-) -> Iterator[Text]:
-    """Yield lines about the tables that the run will write, and the hooks that write to each.
-
-    Tables with one row per sample have a number of rows instead of hooks.
-    """
+def output_tables(plan: HookPlan, colours: Mapping[str, str], folder: Path | None) -> Iterator[Text]:
+    """Yield lines about the tables that the run will write, and the hooks that write to each."""
     written = {name: _tables_of(spec) for name, spec in plan.specs.items()}
     hooks_by_table = {table: [name for name, tables in written.items() if table in tables] for table in TABLES}
     yield Text("Output tables" + ("" if folder is None else f" in a folder such as {folder}"), "bold")
-    of_samples = {table: rows for table, rows in forecast.sample_rows.items() if rows}
-    tables = [*(table for table, names in hooks_by_table.items() if names), *of_samples]
-    width = max(map(len, tables), default=0) + 1
+    width = max((len(table) for table, names in hooks_by_table.items() if names), default=0) + 1
     for table, names in hooks_by_table.items():
         if names:
             hooks = Text(", ").join(Text(name, colours[name]) for name in names)
             yield Text.assemble(f"  {table + '/':<{width}}  ", hooks)
-    for table, rows in of_samples.items():
-        yield Text(f"  {table + '/':<{width}}  {rows:,} row{'' if rows == 1 else 's'}")
     yield Text("  metrics/, coverage/, layers/, events/ and run.json are always written", "dim")
 
 
@@ -191,26 +176,13 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
             uncalled = [site.label for site in sites if id(site.layer.module) not in inferred_by_phase[spec.phase]]
             if uncalled:
                 yield f"{name}: not called during shape inference: {shorten(uncalled, 4)}"
-        if composite := _composite_functions(sites, inferred_by_phase[spec.phase]):
-            functions = shorten(composite, 4)
-            yield f"{name}: written in Python and seen as one call, without the functions inside: {functions}"
     yield from (remark.message for remark in remarks(plan))
-
-
-def _composite_functions(sites: Sequence[Site], inferred: InferredCalls) -> list[str]:
-    """Return the functions in the modules of sites that are written in Python and consist of several operations."""
-    calls = [call for site in sites for call in function_calls_of(site, inferred)]
-    found = [function.path.partition(".")[0] for call in calls for function in call if function.operations > 1]
-    return [*dict.fromkeys(found)]
 
 
 def _unselected(
     spec: HookSpec, matched_by_glob: list[Layer], unhooked: Mapping[int, Iterable[str]]
 ) -> Iterator[tuple[str, list[Layer]]]:
-    """Yield the layers that the globs match but another field excludes, by the reason.
-
-    `unhooked` has the names of the parameters without a site of this spec, by their `id`.
-    """
+    """Yield the layers that the globs match but another field excludes, by the reason."""
     of_other_type = [layer for layer in matched_by_glob if spec.types and not any(map(layer.is_a, spec.types))]
     excluded = [layer for layer in matched_by_glob if layer.is_named(spec.exclude)]
     rest = [layer for layer in matched_by_glob if layer not in of_other_type and layer not in excluded]

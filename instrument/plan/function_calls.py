@@ -91,7 +91,6 @@ class FunctionMode(TorchFunctionMode):
     A call belongs to the innermost running module that the same spec matched.
 
     Args:
-        specs: The specs of the function kinds.
         own_hooks: The hooks of this package, and those that shard parameters. The functions that they call are not observed.
     """
 
@@ -113,11 +112,7 @@ class FunctionMode(TorchFunctionMode):
         """Call an observed function and return its result.
 
         Args:
-            function: The function.
-            name: Its name.
             owners: The module calls that it belongs to, one for each spec, in the order of the configuration.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
         """
         raise NotImplementedError
 
@@ -171,10 +166,7 @@ class FunctionMode(TorchFunctionMode):
         return owners
 
     def _calling_module(self) -> tuple[FrameType | None, bool]:
-        """Return the frame of the innermost module that runs, and whether compiled code calls the function.
-
-        The frame is None if one of `own_hooks` calls the function.
-        """
+        """Return the frame of the innermost module that runs, and whether compiled code calls the function."""
         frame: FrameType | None = sys._getframe(3)
         is_compiled = False
         while frame is not None and frame.f_code is not _CALL:

@@ -87,13 +87,6 @@ class HookPlan:
 def make_plan(specs: Mapping[str, HookSpec], model: nn.Module) -> HookPlan:
     """Resolve every spec against a model. The model is not changed.
 
-    Args:
-        specs: The specs, by name.
-        model: The model.
-
-    Returns:
-        The plan.
-
     Raises:
         ConfigError: With every spec that matches no module or no parameter, or selects heads where there are none.
     """

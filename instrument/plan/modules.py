@@ -307,8 +307,6 @@ def select_layers(selection: Selection, layers: Layers, where: str) -> list[Laye
     """Return the layers that a selection matches, in the order of the model.
 
     Args:
-        selection: The selecting fields.
-        layers: The modules of the model.
         where: The config key of the spec, for messages.
 
     Raises:

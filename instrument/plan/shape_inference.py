@@ -9,14 +9,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ConfigError, Problem, user_code_location
@@ -51,13 +49,11 @@ class FunctionInfo(NamedTuple):
         path: Its name and its number, such as `softmax.0`.
         inputs: The tensors of its arguments. Their paths start with `path`.
         outputs: The tensors of its result. Their paths start with `path`.
-        operations: The number of operations of PyTorch that it consists of, if it is written in Python; otherwise 1.
     """
 
     path: str
     inputs: list[TensorInfo]
     outputs: list[TensorInfo]
-    operations: int
 
 
 @dataclass
@@ -91,15 +87,11 @@ def infer_shapes(
     """Run one forward pass and list the tensors of every module.
 
     Args:
-        model: The model.
         forward: Runs the model on a batch and computes the loss.
         training: Whether the model is in training mode during the pass.
         observe: Called with each module, `input` or `output`, and the value.
         function_sites: The sites of the function kinds. The functions of their modules are listed.
         observe_function: Called with a site, `input` or `output`, and the tensors by path, for each selected function call.
-
-    Returns:
-        The calls of every module that ran.
 
     Raises:
         ConfigError: The pass failed. The message contains the layer that failed first, and the shapes of its input.
@@ -169,18 +161,6 @@ def infer_shapes(
     return inferred
 
 
-class _Operations(TorchDispatchMode):
-    """Counts operations of PyTorch, without those that autograd adds to save a result."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is not torch.ops.aten.detach.default
-        return func(*args, **(kwargs or {}))
-
-
 class _FunctionListing(FunctionMode):
     """Lists all function calls of modules. The observer of a spec is its site with the list of a module call."""
 
@@ -201,16 +181,10 @@ class _FunctionListing(FunctionMode):
         inputs = join_arguments(args, kwargs)
         input_infos = [_infos(inputs, owner.path) for owner in owners]
         self._check(name, owners, "input", inputs)
-        operations = 1
-        if isinstance(function, FunctionType):
-            with _Operations() as counted:
-                result = function(*args, **kwargs)
-            operations = counted.count
-        else:
-            result = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         value = written_tensor(function, name, args, kwargs) if result is None else result
         for owner, infos in zip(owners, input_infos, strict=True):
-            owner.observer[1].append(FunctionInfo(owner.path, infos, _infos(value, owner.path), operations))
+            owner.observer[1].append(FunctionInfo(owner.path, infos, _infos(value, owner.path)))
         self._check(name, owners, "output", value)
         return result
 
@@ -279,14 +253,13 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
     """Restore everything that a forward pass may change: training flags, buffers, random states.
 
     Args:
-        model: The model.
         training: Whether the model is in training mode in the block. Default: None, its current mode.
     """
     flags = {module: module.training for module in model.modules()}
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
+        (buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for buffer in module._buffers.values()
         if buffer is not None and not nn.parameter.is_lazy(buffer)
     ]
     known = {
@@ -299,14 +272,11 @@ def without_side_effects(model: nn.Module, training: bool | None = None) -> Iter
             yield
     finally:
         with torch.no_grad():
-            for module, names in known.items():
-                for name in module._buffers.keys() - names.keys():
-                    del module._buffers[name]
-                module._buffers.update(names)
-            for module, name, buffer, saved in buffers:
+            for module, by_name in known.items():
+                module._buffers.clear()
+                module._buffers.update(by_name)
+            for buffer, saved in buffers:
                 buffer.copy_(saved)
-                if module in known:
-                    module._buffers[name] = buffer
         for module, flag in flags.items():
             module.training = flag
 

@@ -53,13 +53,7 @@ class _Node:
 
 
 def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, str]) -> Tree:
-    """Build a tree of all modules: types, numbers of parameters, shapes of outputs, and specs in execution order.
-
-    Args:
-        plan: The plan.
-        inferred: The result of shape inference.
-        colours: The colour of each spec.
-    """
+    """Build a tree of all modules: types, numbers of parameters, shapes of outputs, and specs in execution order."""
     nodes: dict[str, _Node] = {}
     for layer in plan.layers:
         sites = tuple((site.spec.name, site.own_name) for site in plan.at(layer))
@@ -78,11 +72,7 @@ def module_tree(plan: HookPlan, inferred: InferredCalls, colours: Mapping[str, s
 
 
 def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[str, str]) -> Iterator[Text]:
-    """Yield lines with the functions that a module calls, in the order of execution, with the shapes of their results.
-
-    Specs that see the same calls share a line. A selected function has the colour of its spec. Functions without a tensor
-    as the result are omitted.
-    """
+    """Yield lines with the functions that a module calls, in the order of execution, with the shapes of their results."""
     groups: dict[tuple[str, ...], list[Site]] = {}
     calls: dict[tuple[str, ...], list[FunctionInfo]] = {}
     for site in sites:

@@ -13,17 +13,12 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..registry import Registry
-from .attention import attention
-from .class_activation_map import class_activation_map
 from .compare import compare
 from .diff import diff
 from .feature_maps import feature_maps
 from .gradient_flow import gradient_flow
 from .heatmap import heatmap
 from .histogram_over_time import histogram_over_time
-from .layer_similarity import layer_similarity
-from .logit_lens import logit_lens
-from .patching import patching
 from .replay import replay
 
 __all__ = [
@@ -41,13 +36,23 @@ __all__ = [
     "replay",
 ]
 
-PLOTS: Registry[Any] = Registry("plots", "plot")
-for _plot in __all__:
-    PLOTS.register(_plot)(globals()[_plot])
+PLOTS: Registry[Any] = Registry(
+    "plots",
+    "plot",
+    builtin={
+        "attention": "instrument.plot.attention_plot:attention",
+        "class_activation_map": "instrument.plot.class_activation_plot:class_activation_map",
+        "layer_similarity": "instrument.plot.layer_similarity_plot:layer_similarity",
+        "logit_lens": "instrument.plot.logit_lens_plot:logit_lens",
+        "patching": "instrument.plot.patching_plot:patching",
+    },
+)
+for _plot in (compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):
+    PLOTS.register(_plot.__name__)(_plot)
 
 
 def __getattr__(name: str) -> Any:
-    """Return a plot of an installed package."""
+    """Return a plot of the registry: one of this package that few users need, or one of an installed package."""
     if name.startswith("_"):
         raise AttributeError(name)
     try:

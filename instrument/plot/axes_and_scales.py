@@ -41,11 +41,7 @@ POINTS = 60  # maximum number of points of a line with markers
 
 
 def new_figure(width: float, height: float) -> Picture:
-    """Create an empty figure.
-
-    Args:
-        width: Width in inches.
-        height: Height in inches.
+    """Create an empty figure; the size is in inches.
 
     Raises:
         InstrumentError: matplotlib is not installed.
@@ -56,8 +52,7 @@ def new_figure(width: float, height: float) -> Picture:
         from .figure import Picture
     except ModuleNotFoundError as error:
         raise InstrumentError(f"plots require {error.name}: {pip_command('report')}") from None
-    layout = ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD)
-    return Picture(figsize=(width, height), layout=layout)
+    return Picture(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=PAD, h_pad=PAD))
 
 
 def plain(text: str, most: int = LONGEST) -> str:
@@ -81,10 +76,7 @@ def width_of(locations: Sequence[str]) -> float:
 def label_locations(axes: Axes, locations: Sequence[str], *, middle: float = 0.0) -> None:
     """Label the rows of the vertical axis from top to bottom; if there are too many rows, only every n-th is labeled.
 
-    Args:
-        axes: The axes to label.
-        locations: Names of the locations in their order.
-        middle: Vertical position of the center of the first row.
+    `middle` is the vertical position of the center of the first row.
     """
     shown = range(0, len(locations), -(-max(1, len(locations)) // MAX_ROWS))
     short = short_names(locations, LONGEST)
@@ -93,13 +85,9 @@ def label_locations(axes: Axes, locations: Sequence[str], *, middle: float = 0.0
 
 
 def label_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float = 0.5) -> None:
-    """Label the columns of the horizontal axis with step numbers, as many as fit; each column has the width 1.
+    """Label the columns of the horizontal axis, which is `width` inches wide, with their first steps, as many as fit.
 
-    Args:
-        axes: The axes to label.
-        first: Step number of each column.
-        width: Width of the axis in inches.
-        middle: Position of a label within its column.
+    `middle` is the position of a label within its column, which has the width 1.
     """
     letters = max((len(f"{step:,}") for step in first), default=1)
     room = max(1, int(width / (LETTER * letters + 0.25)))
@@ -109,13 +97,7 @@ def label_steps(axes: Axes, first: Sequence[int], width: float, *, middle: float
 
 
 def label_columns(axes: Axes, labels: Sequence[str], width: float) -> None:
-    """Label the columns of a heat map, as many as fit; long labels are vertical.
-
-    Args:
-        axes: The axes to label.
-        labels: The label of each column.
-        width: Width of the axis in inches.
-    """
+    """Label the columns of a heat map, which is `width` inches wide, as many as fit; long labels are vertical."""
     cell = width / len(labels)
     is_wide = max(map(len, labels)) * LETTER > cell - 0.05
     every = max(1, ceil((0.14 if is_wide else LETTER) / cell))
@@ -169,13 +151,14 @@ def needs_log_colours(values: np.ndarray) -> bool:
     return bool((finite >= 0).all()) and needs_log_scale(finite[finite > 0])
 
 
-def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool) -> None:
-    """Set a linear or logarithmic axis with small tick labels.
+def scale(axes: Axes, name: Literal["x", "y"], values: np.ndarray, *, is_log: bool | None = None) -> None:
+    """Set a linear or logarithmic axis with small tick labels; by default, as the values need it.
 
     A logarithmic axis over few decades has ticks at 1, 2 and 5 times powers of ten, otherwise at powers of ten only.
     """
     from matplotlib.ticker import LogLocator
 
+    is_log = needs_log_scale(values) if is_log is None else is_log
     axes.set(**{f"{name}scale": "log" if is_log else "linear"})
     axis = axes.xaxis if name == "x" else axes.yaxis
     axis.set_tick_params(labelsize=SMALL)
@@ -199,28 +182,14 @@ def colours(values: np.ndarray, statistic: str | None = None) -> dict[str, Any]:
 
 
 def colour_bar(axes: Axes, drawn: ScalarMappable, label: str, height: float) -> None:
-    """Add a color bar with a limited height.
-
-    Args:
-        axes: The chart.
-        drawn: The artist with the color scale.
-        label: Label of the color bar, with the unit.
-        height: Height of the chart in inches.
-    """
+    """Add a color bar with a limited height to a chart that is `height` inches high."""
     bar = axes.figure.colorbar(drawn, ax=axes, shrink=min(1.0, 4.0 / height), aspect=25, anchor=(0.0, 1.0), pad=0.02)
     bar.set_label(plain(label), fontsize=NORMAL)
     bar.ax.tick_params(labelsize=SMALL)
 
 
 def write_numbers(axes: Axes, values: np.ndarray, cells: ScalarMappable, width: float) -> None:
-    """Write the value of each cell of a heat map into it, if the cells are few and wide enough.
-
-    Args:
-        axes: The chart.
-        values: Shape [rows, columns].
-        cells: The cells with their color scale.
-        width: Width of the chart in inches.
-    """
+    """Write the values [rows, columns] into the cells of a heat map of `width` inches, if they are few and wide enough."""
     if values.size > MAX_NUMBERS or width / values.shape[1] < 5 * LETTER:
         return
     largest = float(np.nanmax(np.abs(values), initial=0.0, where=np.isfinite(values)))

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,6 @@ from .axes_and_scales import (
     draw_line,
     height_of,
     label_locations,
-    needs_log_scale,
     new_figure,
     plain,
     scale,
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .figure import Picture
-
 WIDTH, HEIGHT = 5.5, 3.6  # size of a chart, in inches
 LINE = 0.17  # height of a legend entry, in inches
 SEED = "seed"
@@ -55,17 +52,11 @@ METRICS = {c.name: f"{c.name} [{c.unit}]" if c.unit in ("fraction", "s", "1/s") 
 
 @dataclass(frozen=True)
 class Curves:
-    """One line per run.
-
-    Attributes:
-        title: Title of the chart.
-        axis: Label of the value axis.
-        values: The values of each run, indexed by step or location; NaN if a value is not finite.
-    """
+    """One line per run, with the title of the chart and the label of the value axis."""
 
     title: str
     axis: str
-    values: dict[str, pd.Series]
+    values: dict[str, pd.Series]  # indexed by step or location; NaN if a value is not finite
 
 
 def compare(
@@ -131,8 +122,9 @@ def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:
     if not isinstance(several, pd.DataFrame):
         return [*METRICS, *several.custom_metrics], [*STATISTICS, *several.custom_statistics]
     custom = statistics_in(several)
-    is_of_statistics = "layer" in several
-    return [*METRICS, *([] if is_of_statistics else custom)], [*STATISTICS, *(custom if is_of_statistics else [])]
+    if "layer" in several:
+        return [*METRICS], [*STATISTICS, *custom]
+    return [*METRICS, *custom], [*STATISTICS]
 
 
 def _frame_of(several: Run | pd.DataFrame, table: str) -> pd.DataFrame:
@@ -166,21 +158,14 @@ def _metric(frame: pd.DataFrame, name: str, phase: str) -> Curves:
     """Return a metric of each run over the steps, as the mean over ranks."""
     check_choice(phase, list(frame["phase"]), "phase", "no metrics were recorded in this phase")
     rows = frame[frame["phase"] == phase]
-    check_choice(
-        name,
-        [one for one in dict.fromkeys((*METRICS, name)) if _has(frame, one, phase)],
-        "y",
-        f"no run has a value of this metric in phase {phase}",
-    )
+    there = [one for one in dict.fromkeys((*METRICS, name)) if _has(frame, one, phase)]
+    check_choice(name, there, "y", f"no run has a value of this metric in phase {phase}")
     values = {str(run): part.groupby("step")[name].mean() for run, part in rows.groupby("run", sort=False)}
     return Curves(f"{name} ({phase})", METRICS.get(name, name), values)
 
 
 def _at_layer(frame: pd.DataFrame, name: str, layer: str, wanted: dict[str, str | None]) -> Curves:
-    """Return a statistic of one location of each run over the steps.
-
-    Several calls in a step are merged by the rule of the statistic.
-    """
+    """Return a statistic of one location of each run over the steps; several calls in a step are merged."""
     fitting = pd.concat([series.of(frame) for series in series_with(frame, name)])
     series, location, rows = select_location(fitting, layer, **wanted)
     merged = finite_only(rows).groupby(["run", "step"], sort=False)[name].agg(statistic_of(name).merged)
@@ -211,34 +196,29 @@ def _over_locations(
 def _draw_over_steps(curves: Curves, overrides: pd.DataFrame) -> Figure:
     """Draw one line per run over the steps."""
     labels = labels_of(overrides)
-    figure = _figure(labels, HEIGHT, 0.0)
-    axes = figure.subplots()
+    axes = _chart(labels, HEIGHT, 0.0)
     for run, (colour, dashes) in _styles(overrides).items():
         if run in curves.values:
             draw_line(axes, curves.values[run], plain(labels[run], LONG), colour, dashes)
-    _scale(axes, "y", curves)
-    _set_titles(axes, curves.title, "step", curves.axis)
-    add_legend(figure, beside=True)
-    return figure
+    values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
+    scale(axes, "y", values)
+    return _finished(axes, curves.title, "step", curves.axis)
 
 
 def _draw_over_locations(curves: Curves, locations: list[str], overrides: pd.DataFrame) -> Figure:
     """Draw one line per run over the locations, from top to bottom."""
     labels = labels_of(overrides)
-    figure = _figure(labels, height_of(len(locations)), width_of(locations))
-    axes = figure.subplots()
+    axes = _chart(labels, height_of(len(locations)), width_of(locations))
+    rows = range(len(locations))
+    lines = {run: line.reindex(locations).to_numpy(np.float64) for run, line in curves.values.items()}
     for run, (colour, dashes) in _styles(overrides).items():
-        if run in curves.values:
-            line = curves.values[run].reindex(locations).to_numpy()
+        if run in lines:
             label = plain(labels[run], LONG)
-            axes.plot(
-                line, range(len(locations)), color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label
-            )
-    _scale(axes, "x", curves)
+            axes.plot(lines[run], rows, color=colour, linestyle=dashes, marker=".", linewidth=1.0, label=label)
+    values = np.concatenate(list(lines.values()))
+    scale(axes, "x", values)
     label_locations(axes, locations)
-    _set_titles(axes, curves.title, curves.axis, "in forward order")
-    add_legend(figure, beside=True)
-    return figure
+    return _finished(axes, curves.title, curves.axis, "in forward order")
 
 
 def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figure:
@@ -247,8 +227,7 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     alike = _labels_without_seed(overrides.drop(columns=x))
     labels = {label: label or "mean" for label in alike.values()}
     at, names = _positions(overrides[x])
-    figure = _figure(labels, HEIGHT, 0.0)
-    axes = figure.subplots()
+    axes = _chart(labels, HEIGHT, 0.0)
     for (group, label), colour in zip(labels.items(), cycle(CATEGORIES), strict=False):
         runs = [run for run in finals if alike[run] == group]
         points = pd.Series([finals[run] for run in runs], index=[at[run] for run in runs], dtype=float)
@@ -259,13 +238,10 @@ def _draw_over_override(curves: Curves, x: str, overrides: pd.DataFrame) -> Figu
     if lost:
         top = axes.get_xaxis_transform()
         axes.plot(lost, [0.97] * len(lost), "x", color="black", transform=top, label="not finite at the end")
-    final_values = np.array(list(finals.values()))
-    scale(axes, "y", final_values, is_log=needs_log_scale(final_values))
+    scale(axes, "y", np.array(list(finals.values())))
     _label_values(axes, at, names)
     over = f"{plain(x)}\npoints: runs; lines: means over runs"
-    _set_titles(axes, f"{curves.title}, last recorded", over, curves.axis)
-    add_legend(figure, beside=True)
-    return figure
+    return _finished(axes, f"{curves.title}, last recorded", over, curves.axis)
 
 
 def _positions(values: pd.Series) -> tuple[dict[str, float], list[str]]:
@@ -285,7 +261,7 @@ def _is_number(cell: object) -> bool:
 def _label_values(axes: Axes, at: dict[str, float], names: list[str]) -> None:
     """Set up the horizontal axis of an override: logarithmic for a wide range, one tick per value for few values."""
     values = np.unique(list(at.values()))
-    scale(axes, "x", values, is_log=not names and needs_log_scale(values))
+    scale(axes, "x", values, is_log=False if names else None)
     if names or len(values) <= FEW_VALUES:
         axes.set_xticks(values, [plain(name, 16) for name in names or map(value_text, values)])
         axes.minorticks_off()
@@ -310,22 +286,21 @@ def _styles(overrides: pd.DataFrame) -> dict[str, tuple[str, str]]:
     return looks
 
 
-def _scale(axes: Axes, name: Literal["x", "y"], curves: Curves) -> None:
-    """Choose a linear or logarithmic value axis."""
-    values = np.concatenate([line.to_numpy(np.float64) for line in curves.values.values()])
-    scale(axes, name, values, is_log=needs_log_scale(values))
-
-
-def _figure(labels: dict[str, str], height: float, left: float) -> Picture:
+def _chart(labels: dict[str, str], height: float, left: float) -> Axes:
     """Create a figure with room for labels at the left and a legend at the right."""
     letters = max((min(len(label), LONG) for label in labels.values()), default=0)
-    return new_figure(left + WIDTH + 1.0 + LETTER * letters, max(height, LINE * len(labels)) + 1.0)
+    figure = new_figure(left + WIDTH + 1.0 + LETTER * letters, max(height, LINE * len(labels)) + 1.0)
+    return figure.subplots()
 
 
-def _set_titles(axes: Axes, title: str, x: str, y: str) -> None:
-    """Set the titles and the grid."""
+def _finished(axes: Axes, title: str, x: str, y: str) -> Figure:
+    """Add the titles, the grid and the legend, and return the figure."""
     axes.set_title(plain(title, 80), fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(alpha=0.3)
     axes.tick_params(labelsize=SMALL)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    add_legend(figure, beside=True)
+    return figure

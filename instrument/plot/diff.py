@@ -51,9 +51,8 @@ def diff(difference: Diff) -> Figure:
     cells = [place_cells({**row, "layer_b": row["layer"]}) for row in rows]
     names = [f"{layer}  {tensor.split(' ', 1)[1]}" for layer, tensor in cells]
     several_hooks = {name for name, count in Counter(names).items() if count > 1}
-    names = [
-        f"{name} ({row['hook']})" if name in several_hooks else name for name, row in zip(names, rows, strict=True)
-    ]
+    hooks = [f" ({row['hook']})" if name in several_hooks else "" for name, row in zip(names, rows, strict=True)]
+    names = [f"{name}{hook}" for name, hook in zip(names, hooks, strict=True)]
     values = np.fmin(difference.steps.to_numpy(np.float64), LARGEST)
     values[difference.steps.isna().to_numpy()] = np.nan
     several = values.shape[1] > 1

@@ -11,10 +11,10 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, rank_in
 from ..analysis.series_selection import check_choice, evenly_spaced, select_series
-from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in
+from ..analysis.tensor_images import TensorMaps, image_of, limits, maps_in, mosaic
 from ..errors import InstrumentError
 from .axes_and_scales import new_figure, plain
-from .mosaics import aspect_of, draw_image, draw_maps
+from .mosaics import cut, draw_image, draw_maps
 from .source import at_layers, check_source
 
 if TYPE_CHECKING:
@@ -63,26 +63,16 @@ def feature_maps(
     all_maps = _known(run)
     selected = at_layers(all_maps, layer, "no maps of this layer were recorded")
     if hook is None and role is None:
-        selected = (
-            [one for one in selected if one.what == "feature maps"]
-            or [one for one in selected if not one.is_image]
-            or selected
-        )
+        features = [one for one in selected if one.what == "feature maps"]
+        selected = features or [one for one in selected if not one.is_image] or selected
     series = select_series(list(dict.fromkeys(one.series for one in selected)), hook=hook, role=role)
     selected = [one for one in selected if one.series == series]
     steps = _steps(sorted({one.batch.step for one in selected}), step)
     rank = rank_in(forward_order(run))
     locations = list(dict.fromkeys(one.location for one in sorted(selected, key=lambda one: rank(one.layer))))
-    grid = {
-        (one.location, one.batch.step): one for one in reversed(selected)
-    }  # reversed: the first of several calls wins
-    figure = _draw_figure(
-        run,
-        [[grid.get((location, at)) for at in steps] for location in locations[:MAX_PLACES]],
-        all_maps,
-        sample,
-        scale,
-    )
+    grid = {(one.location, one.batch.step): one for one in reversed(selected)}  # the first of several calls wins
+    rows = [[grid.get((location, at)) for at in steps] for location in locations[:MAX_PLACES]]
+    figure = _draw_figure(run, rows, all_maps, sample, scale)
     of_sample = "" if series.is_of_parameters else f", sample {sample}"
     more = f", {MAX_PLACES} of {len(locations)} locations" if len(locations) > MAX_PLACES else ""
     figure.suptitle(plain(f"{series.label}{of_sample}{more}", 90), fontsize=10)
@@ -94,9 +84,8 @@ def _known(run: Run | pd.DataFrame) -> list[TensorMaps]:
     check_source(run, "tensors")
     maps = maps_in(run)
     if not maps:
-        raise InstrumentError(
-            "no images, feature maps or filters were recorded: set 'tensors: true' and 'samples: 1' in a record hook"
-        )
+        fix = "set 'tensors: true' and 'samples: 1' in a record hook"
+        raise InstrumentError(f"no images, feature maps or filters were recorded: {fix}")
     return maps
 
 
@@ -115,8 +104,9 @@ def _draw_figure(
 ) -> Figure:
     """Draw the images at the top, and a mosaic for each location and step below."""
     values = [[None if one is None else _values(one, run, sample) for one in row] for row in rows]
-    heights = [WIDTH * max(aspect_of(array) for array in row if array is not None) for row in values]
-    heights = [min(TALLEST, max(SHORTEST, height)) for height in heights]
+    shapes = [[mosaic(cut(array)).shape for array in row if array is not None] for row in values]
+    aspects = [max(height / width for height, width in of_row) for of_row in shapes]
+    heights = [min(TALLEST, max(SHORTEST, WIDTH * aspect)) for aspect in aspects]
     images = [_image(column, all_maps, sample) for column in zip(*rows, strict=True)]
     above = [IMAGE] if any(images) else []
     room = sum(above) + sum(heights) + 0.6 * (len(above) + len(heights)) + 0.4
@@ -132,11 +122,13 @@ def _draw_figure(
         for axes, one, array in zip(line, row, arrays, strict=True):
             if one is None or array is None:
                 axes.axis("off")
-            elif one.is_image:
-                draw_image(axes, array, f"{plain(one.location)}, step {one.batch.step:,}")
+                continue
+            title = f"{plain(one.location)}, step {one.batch.step:,}"
+            if one.is_image:
+                draw_image(axes, array, title)
             else:
                 bounds = {"step": limits(array), "shared": shared, "channel": None}[scale]
-                draw_maps(axes, array, f"{plain(one.location)}, step {one.batch.step:,}", one.what, bounds)
+                draw_maps(axes, array, title, one.what, bounds)
     return figure
 
 

@@ -28,13 +28,7 @@ USUAL = "usual update ratios, 1e-4 to 1e-2 (CS231n, neural-networks-3)"
 
 @dataclass(frozen=True)
 class FirstAndLast:
-    """A statistic at the first and the last recorded step.
-
-    Attributes:
-        statistic: Name of the statistic.
-        series: The series that recorded it.
-        table: Its values at one or two steps.
-    """
+    """The values of a statistic of a series at the first and the last recorded step, which may be the same."""
 
     statistic: str
     series: RecordedSeries
@@ -131,8 +125,7 @@ def _draw(axes: Axes, chart: FirstAndLast, rows: list[str]) -> None:
 def _notes(chart: FirstAndLast) -> list[str]:
     """Return notes on the values that a logarithmic axis cannot show."""
     notes = []
-    for column, step in enumerate(chart.table.first.tolist()):
-        values = chart.table.values[:, column]
+    for step, values in zip(chart.table.first.tolist(), chart.table.values.T, strict=True):
         zero, none = int((values == 0).sum()), int(np.isnan(values).sum())
         counts = [f"{zero} zero"] * bool(zero) + [f"{none} not finite"] * bool(none)
         if counts:

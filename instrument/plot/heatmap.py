@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -112,6 +112,5 @@ def _mark_missing(axes: Axes, table: Matrix, bad: np.ndarray) -> None:
     if bad.any():
         rows, columns = np.nonzero(bad)
         size = float(np.clip(300.0 / max(table.values.shape), 1.5, 5.0))
-        axes.plot(
-            columns + 0.5, rows + 0.5, "x", markersize=size, color=CATEGORIES[5], label="has NaN or infinite elements"
-        )
+        look: dict[str, Any] = {"markersize": size, "color": CATEGORIES[5], "label": "has NaN or infinite elements"}
+        axes.plot(columns + 0.5, rows + 0.5, "x", **look)

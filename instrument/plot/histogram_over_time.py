@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -74,10 +74,7 @@ def histogram_over_time(
 
 
 def _draw_histograms(axes: Axes, rows: pd.DataFrame) -> None:
-    """Draw one column per step that has a histogram, with a common color scale.
-
-    Columns without finite values are hatched.
-    """
+    """Draw one column per step that has a histogram, with a common color scale; one without finite values is hatched."""
     cells = list(zip(rows["low"], rows["high"], rows["counts"], strict=True))
     counted = [at for at, (_, _, counts) in enumerate(cells) if counts is not None]
     shares = {at: share_of(cells[at][2]) for at in counted if np.isfinite(cells[at][0])}
@@ -102,15 +99,9 @@ def share_of(counts: Sequence[int]) -> np.ndarray:
 
 
 def edges_of(low: float, high: float, bins: int, span: float) -> np.ndarray:
-    """Return the edges of the bins of a histogram; float64, shape [bins + 1].
+    """Return the edges of the bins of a histogram in a chart with a range of `span`; float64, shape [bins + 1].
 
     If all elements are equal, they are all in the first bin, which is drawn as a thin line.
-
-    Args:
-        low: The smallest element.
-        high: The largest element.
-        bins: Number of bins.
-        span: Range of values of the chart.
     """
     if high > low:
         return np.linspace(low, high, bins + 1)
@@ -120,13 +111,10 @@ def edges_of(low: float, high: float, bins: int, span: float) -> np.ndarray:
 
 def _draw_quantiles(axes: Axes, rows: pd.DataFrame) -> None:
     """Draw the median and pairs of quantiles: as lines over histograms, otherwise as bands."""
-    found = [
-        dict(zip(levels, values, strict=True)) if values is not None else {}
-        for levels, values in zip(rows["levels"], rows["quantiles"], strict=True)
-    ]
-    table = {
-        level: [float(row.get(level, np.nan)) for row in found] for level in sorted({q for row in found for q in row})
-    }
+    cells = zip(rows["levels"], rows["quantiles"], strict=True)
+    found = [{} if values is None else dict(zip(levels, values, strict=True)) for levels, values in cells]
+    levels = sorted({level for row in found for level in row})
+    table = {level: [float(row.get(level, np.nan)) for row in found] for level in levels}
     edges = np.arange(len(rows) + 1)
     has_bins = bool(rows["counts"].notna().any())
     pairs = [(q, other) for q in table for other in table if q < other and abs(q + other - 1.0) < 1e-9]
@@ -136,9 +124,8 @@ def _draw_quantiles(axes: Axes, rows: pd.DataFrame) -> None:
             for level in (below, above):
                 axes.stairs(table[level], edges, baseline=None, color=LINE, linestyle=style, label=label)
         else:
-            axes.stairs(
-                table[above], edges, baseline=table[below], fill=True, alpha=0.3, color=CATEGORIES[0], label=label
-            )
+            look: dict[str, Any] = {"fill": True, "alpha": 0.3, "color": CATEGORIES[0], "label": label}
+            axes.stairs(table[above], edges, baseline=table[below], **look)
     paired = {level for pair in pairs for level in pair}
     for level in [level for level in table if level not in paired]:
         name = "median" if level == 0.5 else f"{level:.4g} quantile"

@@ -20,21 +20,11 @@ PIXELS = 2_048  # maximum width of a mosaic, in pixels
 
 
 def cut(values: np.ndarray) -> np.ndarray:
-    """Return the first maps, up to the number that is shown.
-
-    Args:
-        values: [C, H, W], or [out, in, H, W]; of the latter about as many outputs as inputs are kept.
-    """
+    """Return the first maps of [C, H, W], or of [out, in, H, W] about as many outputs as inputs, that are shown."""
     if values.ndim == 3:
         return values[:MAX_CHANNELS]
     outputs = min(len(values), max(int(MAX_CHANNELS**0.5), MAX_CHANNELS // values.shape[1]))
     return values[:outputs, : max(1, MAX_CHANNELS // outputs)]
-
-
-def aspect_of(values: np.ndarray) -> float:
-    """Return the ratio of height to width of the mosaic of these maps."""
-    height, width = mosaic(cut(values)).shape
-    return float(height / width)
 
 
 def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tuple[float, float] | None = None) -> None:
@@ -68,34 +58,24 @@ def draw_maps(axes: Axes, values: np.ndarray, title: str, what: str, bounds: tup
 
 
 def _number(axes: Axes, small: np.ndarray, columns: int) -> None:
-    """Label rows and columns with channel numbers.
-
-    A row has the number of its first channel, a column the number to add. Filters are numbered by output channel.
-    """
+    """Label rows with the number of their first channel, and columns with the number to add; of filters, the outputs."""
     height, width = small.shape[-2:]
     inputs = small.shape[1] if small.ndim == 4 else 1
     rows = -(-int(np.prod(small.shape[:-2])) // columns)
     lines = range(0, rows, -(-rows // MAX_NUMBERS))
     across = range(0, columns, inputs * -(-columns // (inputs * MAX_NUMBERS)))
-    axes.set_yticks(
-        [row * (height + 1) + (height - 1) / 2 for row in lines], [str(row * columns // inputs) for row in lines]
-    )
-    middles = [at * (width + 1) + (inputs * (width + 1) - 2) / 2 for at in across]
-    axes.set_xticks(
-        middles if columns > inputs else [], [f"+{at // inputs}" for at in across] if columns > inputs else []
-    )
+    middles = [row * (height + 1) + (height - 1) / 2 for row in lines]
+    axes.set_yticks(middles, [str(row * columns // inputs) for row in lines])
+    axes.set_xticks([])
+    if columns > inputs:
+        middles = [at * (width + 1) + (inputs * (width + 1) - 2) / 2 for at in across]
+        axes.set_xticks(middles, [f"+{at // inputs}" for at in across])
     axes.tick_params(labelsize=SMALL - 1.5, length=0.0)
     axes.spines[:].set_visible(False)
 
 
 def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
-    """Draw an image, in gray with a color bar, or in colors that are scaled from its smallest to its largest value.
-
-    Args:
-        axes: The axes to draw into.
-        values: [C, H, W] with one or three channels.
-        title: Title of the image.
-    """
+    """Draw an image [1, H, W] in gray with a color bar, or [3, H, W] in colors from its smallest to its largest value."""
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_title(title, fontsize=SMALL)
@@ -103,18 +83,11 @@ def draw_image(axes: Axes, values: np.ndarray, title: str) -> None:
         low, high = float(np.nanmin(values)), float(np.nanmax(values))
         axes.imshow((values.transpose(1, 2, 0) - low) / ((high - low) or 1.0))
     else:
-        drawn = axes.imshow(values[0], cmap="gray")
-        add_scale(axes, drawn)
+        add_scale(axes, axes.imshow(values[0], cmap="gray"))
 
 
 def add_scale(axes: Axes, drawn: AxesImage, label: str = "") -> None:
-    """Add a color bar at the right edge of the image.
-
-    Args:
-        axes: The axes with the image.
-        drawn: The image.
-        label: Label of the color bar.
-    """
+    """Add a color bar at the right edge of an image."""
     room = axes.inset_axes((1.03, 0.0, 0.05, 1.0))
     bar = axes.figure.colorbar(drawn, cax=room, format="%.3g").ax
     bar.tick_params(labelsize=SMALL)

@@ -12,7 +12,7 @@ from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
 from ..errors import InstrumentError
 from ..spec.schedule import STEP_PHASES
-from .axes_and_scales import SMALL, add_legend, draw_line, needs_log_scale, new_figure, plain, scale
+from .axes_and_scales import SMALL, add_legend, draw_line, new_figure, plain, scale
 from .source import check_single_run
 from .style import CATEGORIES
 
@@ -58,11 +58,9 @@ def replay(run: Run, *, source: str | Path | None = None) -> Figure:
     for axes, name in zip(figure.subplots(1, max(1, len(shown)), squeeze=False)[0], shown, strict=False):
         draw_line(axes, recorded[name], "run", CATEGORIES[0], "-")
         draw_line(axes, replayed[name], label, CATEGORIES[5], "--")
-        values = np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)])
-        scale(axes, "y", values, is_log=needs_log_scale(values))
+        scale(axes, "y", np.concatenate([recorded[name].to_numpy(np.float64), replayed[name].to_numpy(np.float64)]))
         if entry["counterfactual"]:
-            names = ", ".join(entry["counterfactual"])
-            where = plain(f"from here on: {names}")
+            where = plain(f"from here on: {', '.join(entry['counterfactual'])}")
             axes.axvline(entry["first_step"], color="#555555", linewidth=0.8, linestyle=":", label=where)
         axes.set_title(METRICS[name], fontsize=10)
         axes.set_xlabel("step")

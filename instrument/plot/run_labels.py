@@ -20,9 +20,6 @@ LONG = 60  # maximum length of a label, in characters
 def combine_runs(runs: Run | Sequence[Run]) -> Run:
     """Combine several loaded runs into one `Run`, as if a common parent folder had been loaded.
 
-    Args:
-        runs: A `Run` that contains several runs, or a list of runs.
-
     Raises:
         InstrumentError: `runs` is empty.
     """
@@ -36,11 +33,7 @@ def combine_runs(runs: Run | Sequence[Run]) -> Run:
 
 
 def overrides_of(frame: pd.DataFrame, table: str) -> pd.DataFrame:
-    """Return the overrides that differ between the runs of a table.
-
-    Returns:
-        One row per run, indexed by run, and one column per override with more than one value.
-    """
+    """Return the overrides of a table that differ between its runs: one row per run, one column per override."""
     known = TABLES[table].names
     own = [str(name) for name in frame if name != "run" and name not in known and _is_constant(frame, str(name))]
     first = frame.drop_duplicates("run").set_index("run")[own]
@@ -55,11 +48,7 @@ def _is_constant(frame: pd.DataFrame, name: str) -> bool:
 
 
 def labels_of(overrides: pd.DataFrame) -> dict[str, str]:
-    """Return a label for each run.
-
-    The label lists the overrides that differ. If it is longer than `LONG` characters or not unique, the folder of the
-    run is put in front of it.
-    """
+    """Return the overrides of each run as a label; with the folder of the run if it is too long or not unique."""
     labels = {run: overrides_text(row) for run, row in overrides.iterrows()}
     counts = Counter(labels.values())
     unique = {label for label in counts if label and counts[label] == 1 and len(label) <= LONG}
@@ -74,10 +63,8 @@ def overrides_text(row: pd.Series) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return a value as it is written on the command line.
-
-    Missing values turn a column of integers into floats, so 1.0 becomes `1`.
-    """
+    """Return a value as it is written on the command line."""
+    # Missing values turn a column of integers into floats, so 1.0 becomes `1`.
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

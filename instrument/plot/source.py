@@ -34,11 +34,7 @@ def table_of(data: Run | pd.DataFrame, table: str) -> pd.DataFrame:
 
 
 def check_source(data: Run | pd.DataFrame, table: str) -> None:
-    """Check that the data are a single run, or rows of a table of a single run.
-
-    Raises:
-        InstrumentError: The rows are empty, or lack a column; or there are several runs.
-    """
+    """Raise an InstrumentError unless the data are a single run, or rows with all columns of a table of a single run."""
     if isinstance(data, Run):
         check_single_run([folder.name for folder in data.folders])
     else:
@@ -47,29 +43,20 @@ def check_source(data: Run | pd.DataFrame, table: str) -> None:
 
 
 def check_columns(frame: pd.DataFrame, table: str, needed: Sequence[str] = REQUIRED_COLUMNS) -> None:
-    """Check that a table has rows and the needed columns.
-
-    Raises:
-        InstrumentError: The table is empty, or a column is missing.
-    """
+    """Raise an InstrumentError if a table has no rows, or lacks a needed column."""
     if missing := [name for name in needed if name not in frame]:
         names = ", ".join(missing)
         raise InstrumentError(f"this plot requires columns that are missing from the {table} table: {names}")
     if frame.empty:
-        settings = {"stats": "'stats'", "tensors": "'tensors: true'"}.get(
-            table, " or ".join(map(repr, TABLES[table].fields))
-        )
+        of_table = " or ".join(map(repr, TABLES[table].fields)) if table in TABLES else ""
+        settings = {"stats": "'stats'", "tensors": "'tensors: true'"}.get(table, of_table)
         raise InstrumentError(
             f"the {table} table has no rows" + (f"; set {settings} in a record hook" if settings else "")
         )
 
 
 def check_single_run(runs: list[str]) -> None:
-    """Check that there is at most one run.
-
-    Raises:
-        InstrumentError: There are several runs.
-    """
+    """Raise an InstrumentError if there are several runs."""
     if len(runs) > 1:
         names = ", ".join(runs[:MAX_RUNS]) + (", ..." if len(runs) > MAX_RUNS else "")
         raise InstrumentError(

@@ -14,18 +14,11 @@ SIGNED = "RdBu_r"
 ZERO = "#9a9a9a"  # color of zeros on a logarithmic scale
 WIDE = 100.0  # ratio of largest to smallest value from which a scale is logarithmic
 
-_UNITS = {
-    "count": "elements",
-    "elements": "elements",
-    "fraction": "fraction",
-    "units": "fraction of units",
-    "ratio": "ratio",
-    "value": "",
-    "custom": "",
-}
+_LABELS = {"count": "elements", "units": "fraction of units", "value": "", "custom": ""}  # of units with another name
 
 
 def axis_name(statistic: str) -> str:
     """Return the name of a statistic with its unit, such as `l2` or `zero_fraction [fraction]`."""
-    unit = _UNITS[statistic_of(statistic).unit]
-    return f"{statistic} [{unit}]" if unit and unit not in statistic else statistic
+    unit = statistic_of(statistic).unit
+    label = _LABELS.get(unit, unit)
+    return f"{statistic} [{label}]" if label and label not in statistic else statistic

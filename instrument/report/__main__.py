@@ -1,62 +1,10 @@
-"""`python -m instrument.report RUN [--out FILE] [--open]`: write the report of a run, or of a folder with several runs.
-
-Exit codes: 0, the report was written; 1, it cannot be written, or a package is missing; 2, there is no run, or the
-arguments are invalid.
-"""
+"""`python -m instrument.report`. Its module is in the package of this name, which hides it in `instrument.commands`."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-import warnings
-import webbrowser
-from collections.abc import Sequence
-from pathlib import Path
 
-from ..analysis.load import load
-from ..errors import InstrumentWarning
-from ..sinks.remote_folder import check_is_local
-from ..verbs import program, with_exit_codes
-from . import FILE, make
-
-
-@with_exit_codes
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog=program("report"),
-        description="Write a report of a run or a sweep as one HTML file that works offline.",
-    )
-    parser.add_argument(
-        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
-    )
-    parser.add_argument("--out", metavar="FILE", type=Path, help=f"the output file (default: RUN/{FILE})")
-    parser.add_argument("--open", action="store_true", help="open the report in the browser")
-    args = parser.parse_args(arguments)
-    try:
-        return _write(args.run, args.out, show=args.open)
-    except OSError as error:
-        print(f"{error.filename or args.out}: {error.strerror}", file=sys.stderr)
-        return 1
-
-
-def _write(folder: str, out: Path | None, *, show: bool) -> int:
-    if out is None:
-        problem = "is required: reports are written to a local file, not to a remote address"
-        check_is_local(folder, "--out", problem, fix="pass --out FILE")
-        out = Path(folder) / FILE
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files
-        run = load(folder)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        path = make(run).save(out)
-    for problem in run.problems:
-        print(f"warning {problem}", file=sys.stderr)
-    print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB)")
-    if show:
-        webbrowser.open(path.resolve().as_uri())
-    return 0
-
+from ..commands.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

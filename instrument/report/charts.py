@@ -23,9 +23,9 @@ def charts(history: RunHistory) -> dict[str, Any]:
     settings = {name: describe_action(spec) for name, spec in specs.items()}
     changes = changed_charts(history)
     parts = {
-        "series": [{**_about(series), **_locations(history, each)} for series, each in history.series.items()],
+        "series": [_labels(history, series, each) for series, each in history.series.items()],
         "effects": [
-            {**_about(series), **_locations(history, each), "settings": settings.get(series.hook, "")}
+            {**_labels(history, series, each), "settings": settings.get(series.hook, "")}
             for series, each in history.effects.items()
         ],
         "distributions": [{**_about(series), "location": at} for series, at in history.distributions.locations],
@@ -91,9 +91,10 @@ def _about(series: RecordedSeries) -> dict[str, Any]:
     return {"label": series.label, **asdict(series), **properties}
 
 
-def _locations(history: RunHistory, each: StepHistory) -> dict[str, Any]:
-    """Return the locations in forward order, and the types of their modules."""
+def _labels(history: RunHistory, series: RecordedSeries, each: StepHistory) -> dict[str, Any]:
+    """Return the properties of a series, its locations in forward order, and the types of their modules."""
     return {
+        **_about(series),
         "locations": [each.locations[row] for row in _rows(history, each)],
         "types": {name: history.places[name][1] for name in each.locations},
     }

@@ -18,27 +18,19 @@ COLUMNS = ("levels", "quantiles", "low", "high", "counts")
 
 @dataclass
 class LocationDistributions:
-    """The distributions of one location.
+    """The distributions of one location: the last row of each group of `width` steps, and the first row of a step."""
 
-    Attributes:
-        rows: The last row of each kept group of steps, by step // width, with its step and version.
-        width: The number of steps of a group.
-        step_count: The number of recorded steps.
-        has_several: Whether a step has several rows. The first one is kept.
-    """
-
-    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(default_factory=dict)
+    rows: dict[int, tuple[int, int, dict[str, Any]]] = field(
+        default_factory=dict
+    )  # by step // width: step, version, row
     width: int = 1
-    step_count: int = 0
-    has_several: bool = False
+    step_count: int = 0  # the number of recorded steps
+    has_several: bool = False  # whether a step has several rows
 
     def widen(self) -> None:
         """Double the width of the groups; of two groups, the later row is kept."""
         self.width *= 2
-        merged: dict[int, tuple[int, int, dict[str, Any]]] = {}
-        for key in sorted(self.rows):
-            merged[key // 2] = self.rows[key]
-        self.rows = merged
+        self.rows = {key // 2: self.rows[key] for key in sorted(self.rows)}
 
 
 class DistributionHistory:
@@ -55,13 +47,7 @@ class DistributionHistory:
         self._numbers = 1  # the largest number of quantiles and counts in a row
 
     def add(self, at: tuple[RecordedSeries, str], rows: pa.Table, version: int) -> None:
-        """Add rows of one location in the order in which they were written, with the columns `step` and `COLUMNS`.
-
-        Args:
-            at: The series and the name of the location.
-            rows: The rows.
-            version: The current version.
-        """
+        """Add rows of one location in the order in which they were written, with the columns `step` and `COLUMNS`."""
         found = self.locations.get(at)
         if found is None:
             found = self.locations[at] = LocationDistributions()

@@ -19,18 +19,12 @@ from ..plot.style import CATEGORIES, axis_name
 from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import diff_page, run_page, sweep_page
 from .numbers import as_json, packed
+from .panels import Panel, label_of
+from .run_history import METRICS
 
 LETTERS = (44, 18)  # maximum length of axis labels on wide and narrow pages
 TEMPLATES = Path(__file__).parent / "template"
-SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "attention", "maps", "effects", "sweep")
-METRIC_UNITS = {
-    "loss": "loss",
-    "accuracy": "accuracy [fraction]",
-    "grad_norm": "grad_norm: L2 norm of all gradients",
-    "lr": "learning rate",
-    "samples_per_second": "samples per second [1/s]",
-    "seconds": "seconds per step [s]",
-}
+SCRIPTS = ("drawing", "training", "heatmap", "layer", "flow", "units", "maps", "effects", "sweep")
 FRAME = '<iframe srcdoc="{}" style="width: 100%; height: 900px; border: 1px solid #8884; border-radius: 8px"></iframe>'
 
 
@@ -86,37 +80,31 @@ def make(run: Run | Diff | str | Path) -> Report:
 
 
 def render(
-    template: str,
-    words: Mapping[str, Any],
-    numbers: Mapping[str, Any],
-    path: Path | str,
-    *,
-    live: bool = False,
-    takes_changes: bool = False,
-    sweep: str | None = None,
+    template: str, words: Mapping[str, Any], numbers: Mapping[str, Any], path: Path | str, *, live: bool = False
 ) -> str:
     """Return a page.
 
     Args:
         template: The file of the template.
-        words: The values of the template.
+        words: The values of the template; `panels` has the panels by name.
         numbers: The data of the charts.
         path: The folder of the run or the sweep.
         live: Whether the page is served and updated while the run is in progress. Default: False.
-        takes_changes: Whether the page has a form that changes the run. Default: False.
-        sweep: The address of the page of the sweep to which the run belongs. Default: no link.
     """
-    scripts = (*SCRIPTS, "live", "main") if live else (*SCRIPTS, "main")
+    panels: Mapping[str, Panel] = words["panels"]
+    names = (*SCRIPTS, "live") if live else SCRIPTS
+    scripts = [(TEMPLATES / f"{name}.js").read_text() for name in (*names, "main")]
+    scripts[-1:-1] = [panel.script for panel in panels.values()]
+    data = {**with_vocabulary(numbers), "panels": {name: panel.data for name, panel in panels.items()}}
     return _page(
         template,
         **words,
+        label_of=label_of,
         live=live,
-        takes_changes=takes_changes,
-        sweep=sweep,
         path=str(path),
-        script="\n".join((TEMPLATES / f"{name}.js").read_text() for name in scripts),
+        script="\n".join(scripts),
         plotly=_plotly(),
-        data=packed(as_json(with_vocabulary(numbers))),
+        data=packed(as_json(data)),
     )
 
 
@@ -163,8 +151,8 @@ def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:
         **numbers,
         "names": {location: [wide[location], narrow[location]] for location in locations},
         "statistics": {**statistics, "median": median},
-        "metricNames": list(METRIC_UNITS),
-        "metricUnits": METRIC_UNITS,
+        "metricNames": list(METRICS),
+        "metricUnits": METRICS,
         "colours": CATEGORIES,
         "usualUpdates": USUAL_UPDATE_RATIOS,
     }

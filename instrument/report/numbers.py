@@ -14,11 +14,7 @@ DIGITS = 6
 
 
 def rounded(values: Any) -> Any:
-    """Round numbers in nested lists to six digits; non-finite numbers become None.
-
-    Args:
-        values: A number, an array of any shape, or nested lists.
-    """
+    """Round a number, an array or nested lists to six digits; non-finite numbers become None."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
     if isinstance(values, list | tuple):

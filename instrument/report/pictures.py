@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,14 @@ FEWEST_PIXELS = 8
 ASPECT = 2.6  # ratio of columns to rows of a mosaic
 IMAGE_PIXELS = 48
 
-LocationMaps = list[TensorMaps]
-"""The maps of one location, one per step."""
+LocationMaps = list[TensorMaps]  # of one location, one per step
 
 
 def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries, str]] = ()) -> dict[str, Any]:
     """Return feature maps, gradient maps and filters at some steps, as mosaics with their input images.
 
     The number of values on the page is limited. The last step of each location is added first, then its first step,
-    then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted and
-    counted.
+    then the steps between. If the limit is too low, maps are downsampled; maps that still do not fit are omitted.
 
     Args:
         run: The run.
@@ -47,7 +46,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     shown: dict[tuple[int, int], dict[str, Any]] = {}
     ranks = {id(one): (rank, one.batch.step) for rank, found in enumerate(locations) for one in found}
     room = MAX_VALUES
-    for one in (one for turn in turns for one in turn):
+    for one in chain.from_iterable(turns):
         if _size(one, pixels) > room:
             continue
         image = image_of(one, all_maps)
@@ -75,11 +74,8 @@ def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
     """Return the maps in the order in which they are added: the last one of each location, the first, the others."""
     chosen = [evenly_spaced(len(found), STEPS) for found in locations]
     ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
-    turns = [
-        [found[steps[number]] for found, steps in zip(locations, ordered, strict=True) if number < len(steps)]
-        for number in range(STEPS)
-    ]
-    return [turn for turn in turns if turn]
+    maps = [[found[at] for at in steps] for found, steps in zip(locations, ordered, strict=True)]
+    return [[one for one in turn if one is not None] for turn in zip_longest(*maps)]
 
 
 def _pixels_for(first: Sequence[TensorMaps]) -> int:

@@ -24,7 +24,15 @@ from .step_history import StepHistory
 
 MAX_VALUES, MAX_EFFECT_VALUES = 500_000, 60_000  # maximum number of values of all series, and of all effects
 EFFECTS = ("norm_before", "norm_after", "changed_fraction")
-METRICS = ("loss", "accuracy", "grad_norm", "lr", "samples_per_second", "seconds")
+METRICS = {
+    "loss": "loss",
+    "accuracy": "accuracy [fraction]",
+    "grad_norm": "grad_norm: L2 norm of all gradients",
+    "lr": "learning rate",
+    "samples_per_second": "samples per second [1/s]",
+    "seconds": "seconds per step [s]",
+}
+"""The label of each metric on an axis."""
 MAX_EVENTS = 1_000  # of each severity, in addition to the first of each rule and layer
 MAX_STEPS = 1_000  # steps at which a metric was not finite
 WHERE = ("hook", "kind", "role", "phase", "layer", "path")
@@ -41,13 +49,10 @@ class RunHistory:
         version: The current version, a number that increases with each change.
 
     Attributes:
-        folder: The folder.
-        info: The content of run.json.
-        version: The current version.
         order_version: The version of the last change of `order`.
-        layers: The rows of the table `layers`, as dictionaries.
-        coverage: The rows of the table `coverage`, as dictionaries.
-        events: The first events of each severity, and the first one of each rule and layer, as dictionaries.
+        layers: The rows of the table `layers`.
+        coverage: The rows of the table `coverage`.
+        events: The first events of each severity, and the first one of each rule and layer.
         event_counts: The number of events by rule, severity and layer.
         effects: The effects of interventions by series.
         acted: The steps at which each intervention fired and its condition held, without values.
@@ -102,12 +107,8 @@ class RunHistory:
     def series(self) -> dict[RecordedSeries, StepHistory]:
         """The recorded statistics by series. Distributions without statistics have `min`, `max` and `median`."""
         tensors = {(series.kind, series.role, series.phase) for series in self._measured}
-        alone = {
-            series: history
-            for series, history in self._spread.items()
-            if (series.kind, series.role, series.phase) not in tensors
-        }
-        return self._measured | alone
+        alone = [series for series in self._spread if (series.kind, series.role, series.phase) not in tensors]
+        return self._measured | {series: self._spread[series] for series in alone}
 
     @property
     def rebuilt(self) -> int:
@@ -125,9 +126,7 @@ class RunHistory:
     @property
     def step(self) -> int:
         """The number of completed steps, as far as the metrics have been read."""
-        return 1 + max(
-            (history.last_step for phase, history in self.metrics.items() if phase in STEP_PHASES), default=-1
-        )
+        return 1 + max([-1, *(history.last_step for phase, history in self.metrics.items() if phase in STEP_PHASES)])
 
     @property
     def steps(self) -> int | None:
@@ -151,11 +150,8 @@ class RunHistory:
         values = {name: _floats(rows[name]) for name in names if rows[name].null_count < rows.num_rows}
         lost = not_finite_in(rows.to_batches()[0])
         if lost.any():
-            values |= {
-                name: np.where(lost, np.nan, values[name])
-                for name in (*FINITE_STATISTICS, *self.custom)
-                if name in values
-            }
+            finite = values.keys() & {*FINITE_STATISTICS, *self.custom}
+            values |= {name: np.where(lost, np.nan, values[name]) for name in finite}
         self._add_to(self._measured, rows, values, self.room)
         self._add_calls(rows.filter(pc.and_(pc.equal(rows["kind"], "forward"), pc.equal(rows["role"], "output"))))
 
@@ -172,9 +168,8 @@ class RunHistory:
         found = dict.fromkeys(layers.take(pa.array(fullest)).to_pylist())
         more = dict.fromkeys(layers.dictionary.take(pc.unique(layers.indices)).to_pylist())
         is_fuller = len(found) > self._most_called
-        ordered = (
-            list(found | dict.fromkeys(self._called) | more) if is_fuller else [*dict.fromkeys([*self._called, *more])]
-        )
+        known = dict.fromkeys(self._called) | more
+        ordered = list(found | known if is_fuller else known)
         self._most_called = max(self._most_called, len(found))
         if ordered != self._called:
             self._called, self._order, self.order_version = ordered, None, self.version
@@ -190,9 +185,8 @@ class RunHistory:
         hooks, steps = held["hook"].to_numpy(zero_copy_only=False), held["step"].to_numpy()
         for hook in dict.fromkeys(hooks.tolist()):
             fired = steps[hooks == hook]
-            self.acted.setdefault(hook, StepHistory()).add(
-                [""], np.zeros(len(fired), np.int64), fired, {}, self.version
-            )
+            history = self.acted.setdefault(hook, StepHistory())
+            history.add([""], np.zeros(len(fired), np.int64), fired, {}, self.version)
 
     def _add_distributions(self, rows: pa.Table) -> None:
         for series, location, index in self._locations(rows):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import cycle
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -17,10 +18,9 @@ from ..plot.style import CATEGORIES
 from ..rules.step_rows import location_name
 from ..spec.config import ForwardConfig
 from ..spec.description import describe_forward
-from .attention_pictures import attention, attention_layers
 from .charts import charts, rule_names
 from .numbers import format_number
-from .panels import panels
+from .panels import RUN_PANELS, Panel, panels
 from .pictures import maps
 from .run_history import RunHistory, history_of
 
@@ -40,7 +40,6 @@ PARTS = {
     "layers": "Layers",
     "flow": "Gradient flow",
     "units": "Units",
-    "attention": "Attention",
     "maps": "Maps",
     "interventions": "Interventions",
     "coverage": "Coverage",
@@ -52,14 +51,18 @@ PARTS = {
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
     history = history_of(run)
-    layers = attention_layers(run, history.order)
-    others = {(tensor.series, tensor.location) for tensor, _ in layers}
-    numbers = {**charts(history), "attention": attention(run, layers), "maps": maps(run, history.order, others)}
-    return {**values(history, numbers, findings(run), run.problems), "panels": [*panels(run)]}, numbers
+    shown = panels(run, RUN_PANELS)
+    others = frozenset().union(*(panel.shown for panel in shown.values()))
+    numbers = {**charts(history), "maps": maps(run, history.order, others)}
+    return values(history, numbers, findings(run), run.problems, shown), numbers
 
 
 def values(
-    history: RunHistory, numbers: Mapping[str, Any], found: Sequence[Finding], problems: Sequence[str]
+    history: RunHistory,
+    numbers: Mapping[str, Any],
+    found: Sequence[Finding],
+    problems: Sequence[str],
+    shown: Mapping[str, Panel] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the values of the template.
 
@@ -68,8 +71,10 @@ def values(
         numbers: The data of the charts, of which `acted` and `alerts` are needed.
         found: The findings.
         problems: Files that cannot be read.
+        shown: The panels by name. Default: none.
     """
     info, layers = history.info, history.layers
+    hooks = dict.fromkeys(hook for row in layers for hook in row["hooks"])
     return {
         "title": info.get("name") or history.folder.name,
         "status": info["status"],
@@ -81,13 +86,13 @@ def values(
         "events": history.events[:MAX_EVENTS],
         "more_events": max(0, history.event_counts.total() - MAX_EVENTS),
         "tree": _tree(layers),
-        "colour_of": dict(
-            zip(dict.fromkeys(hook for row in layers for hook in row["hooks"]), cycle(CATEGORIES), strict=False)
-        ),
+        "colour_of": dict(zip(hooks, cycle(CATEGORIES), strict=False)),
         "command": _command(info.get("command") or []),
         "config": yaml.safe_dump(info.get("config"), sort_keys=False, allow_unicode=True),
+        "sweep": None,
+        "takes_changes": False,
         "parts": list(PARTS.items()),
-        "panels": [],
+        "panels": shown,
         "alerts": [*(_alert("files", problem) for problem in problems), *_alerts(history)],
     }
 
@@ -117,6 +122,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
     forward = _forward_text(info)
     means = info.get("metrics") or {}
     total = history.steps if info["status"] == "running" and forward is None and not info.get("replay") else None
+    of_forward = {} if forward is None else {f"mean {name}": means.get(name) for name in ("loss", "accuracy")}
     facts = {
         "origin": _replay_text(info),
         "model": model,
@@ -125,11 +131,7 @@ def _facts(history: RunHistory) -> list[tuple[str, str]]:
         "samples": _samples_text(data, trains=forward is None),
         "device": info.get("device"),
         "steps" if forward is None else "batches": f"{steps:,}" + (f" of {total:,}" if total else ""),
-        **(
-            {}
-            if forward is None
-            else {f"mean {name}": format_number(means.get(name)) or None for name in ("loss", "accuracy")}
-        ),
+        **{name: format_number(mean) or None for name, mean in of_forward.items()},
         "weights": (info.get("init_from") or {}).get("path"),
         "seed": info.get("seed"),
         "started": _moment(info.get("started")),
@@ -164,8 +166,7 @@ def _moment(text: str | None) -> str | None:
 def _duration(info: Mapping[str, Any]) -> str | None:
     if not info.get("started") or not info.get("ended"):
         return None
-    took = datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"])
-    return str(took)
+    return str(datetime.fromisoformat(info["ended"]) - datetime.fromisoformat(info["started"]))
 
 
 def _alerts(history: RunHistory) -> list[dict[str, Any]]:
@@ -180,14 +181,10 @@ def _alerts(history: RunHistory) -> list[dict[str, Any]]:
         found.append(_alert(info["status"], OUTCOMES[info["status"]], "warning"))
     if info.get("recording_stopped"):
         found.append(_alert("recording", info["recording_stopped"]))
-    hidden = rule_names(info)
-    shown_messages = {alert["message"] for alert in found}
+    rules, known = rule_names(info), {alert["message"] for alert in found}
+    more = [event for event in history.events if event["rule"] not in rules and event["message"] not in known]
     for severity in ("error", "warning"):
-        found += [
-            event
-            for event in history.events
-            if event["severity"] == severity and event["rule"] not in hidden and event["message"] not in shown_messages
-        ]
+        found += [event for event in more if event["severity"] == severity]
     if len(found) > MAX_ALERTS:
         rest = f"{len(found) - MAX_ALERTS} more warnings are listed under Events"
         found = [*found[:MAX_ALERTS], _alert("events", rest, "warning")]

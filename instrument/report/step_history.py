@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,28 +10,21 @@ from ..spec.statistics import statistic_of
 
 MAX_VALUES = 200_000  # the maximum number of values of all statistics and locations
 FEWEST, MOST = 16, 1_024  # limits of the number of groups of steps
-NO_STEPS = np.array(
-    [[np.iinfo(np.int64).max], [-1], [0], [0]]
-)  # first and last step, number of steps, version of the change
+NO_STEPS = np.array([[np.iinfo(np.int64).max], [-1], [0], [0]])  # first and last step, number of steps, last change
 MERGED = (np.minimum, np.maximum, np.add, np.maximum)
+RULES: dict[str, tuple[np.ufunc, float]] = {"min": (np.fmin, np.nan), "max": (np.fmax, np.nan), "mean": (np.add, 0.0)}
+"""How the values of a group are merged, and the value of an empty group: a mean is a sum here."""
 
 
-@dataclass
 class _Values:
-    """One statistic: [locations, groups]. Means have the sums and the numbers of values."""
+    """One statistic: numbers and how many values each of them has, [locations, groups], and the last of each location."""
 
-    merged: str
-    numbers: np.ndarray
-    counts: np.ndarray | None
-    last: np.ndarray  # [locations], the value at the largest step
-    last_step: np.ndarray  # [locations]
-
-    @classmethod
-    def empty(cls, merged: str, shape: tuple[int, int]) -> _Values:
-        is_mean = merged == "mean"
-        counts = np.zeros(shape) if is_mean else None
-        last = np.full(shape[0], np.nan)
-        return cls(merged, np.full(shape, 0.0 if is_mean else np.nan), counts, last, np.full(shape[0], -1))
+    def __init__(self, merged: str, shape: tuple[int, int]) -> None:
+        self.is_mean = merged == "mean"
+        self.merge, self.empty = RULES[merged]
+        self.numbers = np.full(shape, self.empty)
+        self.counts = np.zeros(shape)
+        self.last, self.last_step = np.full(shape[0], np.nan), np.full(shape[0], -1)
 
     def add(self, rows: np.ndarray, columns: np.ndarray, steps: np.ndarray, values: np.ndarray) -> None:
         """Add values, in ascending order of steps. Missing values (NaN) are ignored."""
@@ -42,38 +34,29 @@ class _Values:
         newer = steps >= self.last_step[rows]
         self.last[rows[newer]] = values[newer]
         self.last_step[rows[newer]] = steps[newer]
-        if self.counts is None:
-            (np.fmin if self.merged == "min" else np.fmax).at(self.numbers.reshape(-1), index, values)
-        else:
-            np.add.at(self.numbers.reshape(-1), index, values)
-            np.add.at(self.counts.reshape(-1), index, 1.0)
+        self.merge.at(self.numbers.reshape(-1), index, values)
+        np.add.at(self.counts.reshape(-1), index, 1.0)
 
-    def grown(self, shape: tuple[int, int]) -> _Values:
-        """Return a copy with more rows and columns."""
-        copy = _Values.empty(self.merged, shape)
-        rows, columns = self.numbers.shape
-        copy.numbers[:rows, :columns] = self.numbers
-        if copy.counts is not None:
-            copy.counts[:rows, :columns] = self.counts
-        copy.last[:rows], copy.last_step[:rows] = self.last, self.last_step
-        return copy
+    def grow(self, shape: tuple[int, int]) -> None:
+        """Add empty rows and columns."""
+        rows, columns = (size - before for size, before in zip(shape, self.numbers.shape, strict=True))
+        self.numbers = np.pad(self.numbers, ((0, rows), (0, columns)), constant_values=self.empty)
+        self.counts = np.pad(self.counts, ((0, rows), (0, columns)))
+        self.last = np.pad(self.last, (0, rows), constant_values=np.nan)
+        self.last_step = np.pad(self.last_step, (0, rows), constant_values=-1)
 
-    def merge(self, order: np.ndarray, starts: np.ndarray) -> None:
+    def merge_columns(self, order: np.ndarray, starts: np.ndarray) -> None:
         """Merge columns: those in `order` from each start to the next become one."""
-        how = {"min": np.fmin, "max": np.fmax}.get(self.merged, np.add)
-        for cells in (self.numbers,) if self.counts is None else (self.numbers, self.counts):
-            merged = how.reduceat(cells[:, order], starts, axis=1)
-            cells[:] = 0.0 if self.merged == "mean" else np.nan
-            cells[:, : merged.shape[1]] = merged
+        for cells, merge, empty in ((self.numbers, self.merge, self.empty), (self.counts, np.add, 0.0)):
+            merged = merge.reduceat(cells[:, order], starts, axis=1)
+            cells[:] = empty
+            cells[:, : len(starts)] = merged
 
     def read(self, columns: np.ndarray) -> np.ndarray:
         """Return the values of some columns; NaN for missing ones."""
         numbers: np.ndarray = self.numbers[:, columns]
-        if self.counts is None:
-            return numbers
         with np.errstate(invalid="ignore", divide="ignore"):
-            means: np.ndarray = numbers / self.counts[:, columns]
-        return means
+            return numbers / self.counts[:, columns] if self.is_mean else numbers
 
 
 class StepHistory:
@@ -136,7 +119,7 @@ class StepHistory:
                 self.rebuilt = version
         for name in new:
             if name not in self._values:
-                self._values[name] = _Values.empty(statistic_of(name).merged, self._shape)
+                self._values[name] = _Values(statistic_of(name).merged, self._shape)
                 self.rebuilt = version
         columns = self._columns_of(steps, version)
         rows = np.array([self._row_of[name] for name in locations])[index]
@@ -171,7 +154,7 @@ class StepHistory:
         order = np.array([self._column_of[key] for key in keys.tolist()])
         halves, starts = np.unique(keys // 2, return_index=True)
         for values in self._values.values():
-            values.merge(order, starts)
+            values.merge_columns(order, starts)
         merged = [how.reduceat(row[order], starts) for how, row in zip(MERGED, self._groups, strict=True)]
         self._groups[:] = NO_STEPS
         self._groups[:, : len(starts)] = merged
@@ -187,12 +170,12 @@ class StepHistory:
         self._groups = np.hstack([self._groups, np.repeat(NO_STEPS, columns - self._shape[1], axis=1)])
         if (rows, columns) != self._shape:
             self._shape = (rows, columns)
-            self._values = {name: values.grown(self._shape) for name, values in self._values.items()}
+            for values in self._values.values():
+                values.grow(self._shape)
 
     def groups(self, since: int = -1) -> np.ndarray:
         """Return the columns of the groups that changed after a version, in the order of the steps; int64."""
-        order = [self._column_of[key] for key in sorted(self._column_of)]
-        columns = np.array(order, np.int64)
+        columns = np.array([self._column_of[key] for key in sorted(self._column_of)], np.int64)
         changed: np.ndarray = columns[self._groups[3, columns] > since]
         return changed
 

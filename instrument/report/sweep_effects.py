@@ -22,21 +22,12 @@ from .numbers import format_number
 
 @dataclass(frozen=True)
 class Pair:
-    """Two finished runs that differ in one intervention, or in one key.
+    """Two finished runs with the same seed that differ in one intervention, or in one key."""
 
-    Attributes:
-        hook: Name of the intervention, or the key.
-        settings: The settings of the intervention as text; those in which the runs differ, if it has different ones. Or the
-            compared values of the key.
-        treated: Index of the run with the intervention, or with another value than the baseline.
-        control: Index of the run without it, or with the value of the baseline.
-        seed: Seed of both runs.
-    """
-
-    hook: str
-    settings: str
-    treated: int
-    control: int
+    hook: str  # or the key
+    settings: str  # of the intervention, those that differ if it has different ones; or the compared values of the key
+    treated: int  # index of the run with the intervention, or with another value than the baseline
+    control: int  # index of the run without it, or with the value of the baseline
     seed: int
 
 
@@ -46,10 +37,10 @@ def pairs(run: RunTables) -> list[Pair]:
     by_identity: dict[str, list[int]] = {}
     for training in all_trainings:
         by_identity.setdefault(training.identity, []).append(training.index)
-    values = {
-        name: [training.interventions[name] for training in all_trainings if name in training.interventions]
-        for name in {name for training in all_trainings for name in training.interventions}
-    }
+    values: dict[str, list[Mapping[str, Any]]] = {}
+    for training in all_trainings:
+        for name, settings in training.interventions.items():
+            values.setdefault(name, []).append(settings)
     return [
         Pair(name, _settings_text(name, settings, values[name]), training.index, control, training.seed)
         for training in all_trainings
@@ -84,11 +75,11 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
     for pair in found:
         groups.setdefault((pair.hook, pair.settings), []).append(pair)
     rows = []
+    numbers = [info["metrics"] for info in run.infos]
     for (hook, settings), members in groups.items():
         for metric in metrics:
             ends = [
-                (pair.seed, *(run.infos[index]["metrics"].get(metric) for index in (pair.control, pair.treated)))
-                for pair in members
+                (pair.seed, numbers[pair.control].get(metric), numbers[pair.treated].get(metric)) for pair in members
             ]
             complete = [end for end in ends if None not in end]
             if complete:
@@ -114,12 +105,10 @@ def _pairs_of_keys(run: Run, unpaired: dict[str, str]) -> Iterator[Pair]:
 
 def _value_text(run: Run, key: str, index: int, value: Any) -> str:
     """Return the value of a key in a run; of a mapping, the fields in which the runs differ."""
-    fields = {
-        name.removeprefix(f"{key}."): item for name, item in run.overrides[index].items() if name.startswith(f"{key}.")
-    }
-    is_mapping = isinstance(run.infos[index]["overrides"].get(key), dict)
-    if is_mapping and fields:
-        return ", ".join(f"{name}: {to_yaml(item)}" for name, item in fields.items())
+    start = f"{key}."
+    fields = {name: item for name, item in run.overrides[index].items() if name.startswith(start)}
+    if fields and isinstance(run.infos[index]["overrides"].get(key), dict):
+        return ", ".join(f"{name.removeprefix(start)}: {to_yaml(item)}" for name, item in fields.items())
     return value if isinstance(value, str) else to_yaml(value)
 
 

@@ -1,72 +1,73 @@
-"""The page of several runs: its texts and tables; `instrument.report.sweep_charts` prepares charts of finished runs."""
+"""The page of several runs: its texts, its tables and the data of its charts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+import pandas as pd
+
+from ..analysis.config_comparison import differing_keys
 from ..analysis.config_fields import to_yaml
 from ..analysis.folders import REPORT_FILE
-from ..analysis.intervention_grid import intervention_grid
-from ..analysis.load import Run
-from ..errors import InstrumentError
-from ..plot.patching import patching
+from ..analysis.load import Run, load
+from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
+from ..spec.statistics import ALL
+from .charts import metric_curves
 from .numbers import format_number, rounded
-from .panels import as_svg
-from .sweep_charts import RunData, charts, overrides_of, read_runs
-from .sweep_effects import effects
+from .panels import SWEEP_PANELS, panels
+from .run_history import history_of
+from .sweep_effects import effects, pairs
 
 METRICS = ("loss", "accuracy")
-LOCATIONS = ("layers", "positions", "heads.take", "units", "samples", "slice")
+MAX_CURVE_VALUES = 1_200  # maximum number of values of the curves of a run
+MAX_VALUES = 400_000  # maximum number of values of all layers and runs together
+PREFERRED_STATISTICS = (
+    *("l2", "std", "rms", "abs_max", "mean"),
+    *("zero_fraction", "dead_fraction", "update_ratio", "nan_count"),
+)
+SUMMARIES = {"last": "at the last step", "largest": "largest over the run", "smallest": "smallest over the run"}
+Summaries = dict[RecordedSeries, dict[str, pd.DataFrame]]
+"""The last, largest and smallest number by location, for each series and statistic of a run."""
 MAX_ALERTS = 8
 NO_ERROR_MESSAGE = "no error message was recorded"
 PARTS = {
     "runs": "Runs",
     "against": "By override",
-    "patching": "By location",
     "training": "Training",
     "layers": "Layers",
     "effects": "Effects",
 }
+PARTS_IN_PROGRESS = ("runs", "against", "training")
 
 
 @dataclass(frozen=True)
 class PageRow:
-    """One run of the page.
+    """One run of the page, which may be in progress."""
 
-    Attributes:
-        name: The folder, relative to that of the sweep.
-        status: The status of the run.
-        overrides: The overrides by key, and the seed if the run was started.
-        metrics: The metrics of the last evaluation, by name.
-        shown: The metrics in the table, by name.
-        curves: The metrics over steps; see `metric_curves`.
-        note: An error, or the number of warnings.
-        page: The address of the page of the run; None if it has none.
-        step: The number of steps of a run in progress, as text.
-    """
-
-    name: str
+    name: str  # the folder, relative to that of the sweep
     status: str
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    shown: Mapping[str, float | None] = field(default_factory=dict)
-    curves: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    page: str | None = None
-    step: str = ""
+    overrides: Mapping[str, Any]  # by key, and the seed if the run was started
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # of the last evaluation
+    shown: Mapping[str, float | None] = field(default_factory=dict)  # the metrics in the table
+    curves: Mapping[str, Any] = field(default_factory=dict)  # see `metric_curves`
+    note: str = ""  # an error, or the number of warnings
+    page: str | None = None  # the address of the page of the run
+    step: str = ""  # the number of steps of a run in progress
+    summaries: Summaries = field(default_factory=dict)
+    problems: Sequence[str] = ()  # files that cannot be read
 
 
-def table(
+def page(
     rows: Sequence[PageRow], keys: Sequence[str], folder: Path | str, names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the values of the template and the data of the charts that finished and running sweeps have.
+    """Return the values of the template, and the data of the charts, without those that only finished sweeps have.
 
     Args:
         rows: The runs.
@@ -84,6 +85,9 @@ def table(
             ("overrides that differ", ", ".join(keys) or "none"),
             ("folder", str(folder)),
         ],
+        "alerts": [],
+        "parts": [(part, PARTS[part]) for part in PARTS_IN_PROGRESS],
+        "panels": {},
         "overrides": overrides,
         "metrics": metrics,
         "rows": [
@@ -96,89 +100,77 @@ def table(
             for row in rows
         ],
     }
-    numbers = {
-        "runs": [
-            {
-                "name": row.name,
-                "status": row.status,
-                "seed": row.overrides.get("seed"),
-                "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
-                "metrics": {
-                    key: rounded(value) if math.isfinite(value) else str(value)
-                    for key, value in row.metrics.items()
-                    if isinstance(value, int | float)
-                },
-            }
-            for row in rows
-        ],
-        "overrides": keys,
-        "curves": [row.curves for row in rows],
-    }
-    return words, numbers
+    runs = [
+        {
+            "name": row.name,
+            "status": row.status,
+            "seed": row.overrides.get("seed"),
+            "overrides": {key: _cell(row.overrides.get(key)) for key in keys},
+            "metrics": {key: _number(value) for key, value in row.metrics.items() if isinstance(value, int | float)},
+        }
+        for row in rows
+    ]
+    curves = [row.curves for row in rows]
+    return words, {"runs": runs, "overrides": keys, "curves": curves, "series": [], "pairs": [], "ends": {}}
+
+
+def _number(value: float) -> float | str:
+    """Return a number as JSON; a text if it is not finite."""
+    number: float | str = rounded(value) if math.isfinite(value) else str(value)
+    return number
 
 
 def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the template, and the data of the charts."""
-    run_data = read_runs(run)
-    rows = [*map(_row, run.names, run.folders, run.infos, run.overrides, run_data)]
-    words, numbers = table(rows, overrides_of(run), run.path, [str(info.get("name")) for info in run.infos])
-    figures = _location_figures(run)
-    pairs, unpaired = effects(run, words["metrics"])
+    order = forward_order(load(run.folders[0]))
+    runs = zip(run.names, run.folders, run.infos, run.overrides, strict=True)
+    rows = [_row(*each, order) for each in runs]  # only the tables of one run are in memory
+    words, numbers = page(rows, _overrides(run), run.path, [str(info.get("name")) for info in run.infos])
+    found, unpaired = effects(run, words["metrics"])
     more = {
-        "alerts": _alerts(run, run_data),
-        "pairs": pairs,
+        "alerts": _alerts(run, rows),
+        "pairs": found,
         "unpaired": unpaired,
-        "intervals": sum(bool(row["interval"]) for row in pairs),
-        "figures": figures,
-        "parts": [part for part in PARTS.items() if figures or part[0] != "patching"],
+        "intervals": sum(bool(row["interval"]) for row in found),
+        "parts": list(PARTS.items()),
+        "panels": panels(run, SWEEP_PANELS),
     }
-    return words | more, numbers | charts(run, run_data)
+    layers = _layers_of_all([row.summaries for row in rows])
+    charts = {"series": layers, "pairs": [asdict(pair) for pair in pairs(run)], "ends": SUMMARIES}
+    return words | more, numbers | charts
 
 
-def _location_figures(run: Run) -> list[str]:
-    """Return the effect of an intervention on each metric by location, as SVG, if the runs differ in nothing else."""
-    figures = []
-    for name in METRICS:
-        with suppress(InstrumentError):  # another sweep, or no finite value
-            grid = intervention_grid(run)
-            if {grid.row_key, grid.column_key} <= {f"hooks.{grid.hook}.{each}" for each in LOCATIONS}:
-                figures.append(as_svg(patching(run, name)))
-    return figures
-
-
-def _row(name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[str, Any], data: RunData) -> PageRow:
+def _row(
+    name: str, folder: Path, info: Mapping[str, Any], overrides: Mapping[str, Any], order: Sequence[str]
+) -> PageRow:
+    run = load(folder)
+    warnings = int((run.events["severity"] == "warning").sum())
     return PageRow(
         name,
         str(info["status"]),
         {"seed": info["seed"], **overrides},
         metrics=info["metrics"],
         shown=info["metrics"],
-        curves=data.curves,
-        note=info.get("error") or (str(data.warnings) if data.warnings else ""),
+        curves=metric_curves(history_of(run, ("metrics",), MAX_CURVE_VALUES)),
+        note=info.get("error") or (str(warnings) if warnings else ""),
         page=quote(f"{name}/{REPORT_FILE}") if (folder / REPORT_FILE).exists() else None,
+        summaries=_summaries(run, order),
+        problems=run.problems,
     )
 
 
-def _alerts(run: Run, run_data: Sequence[RunData]) -> list[dict[str, Any]]:
+def _alerts(run: Run, rows: Sequence[PageRow]) -> list[dict[str, Any]]:
     """Return the first failed runs with their errors, and all unreadable files."""
-    bad = [
-        {
-            "severity": "error",
-            "rule": info["status"],
-            "message": f"{name}: {info.get('error') or NO_ERROR_MESSAGE}",
-        }
-        for name, info in zip(run.names, run.infos, strict=True)
-        if info["status"] not in ("done", "running")
+    states = zip(run.names, run.infos, strict=True)
+    failed = [(name, info) for name, info in states if info["status"] not in ("done", "running")]
+    alerts = [
+        (info["status"], f"{name}: {info.get('error') or NO_ERROR_MESSAGE}") for name, info in failed[:MAX_ALERTS]
     ]
-    if len(bad) > MAX_ALERTS:
-        rest = f"{len(bad) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
-        bad = [*bad[:MAX_ALERTS], {"severity": "error", "rule": "runs", "message": rest}]
-    damaged = [
-        {"severity": "error", "rule": "files", "message": f"{name}/{problem}"}
-        for name, data in zip(run.names, run_data, strict=True)
-        for problem in data.problems
-    ]
-    return bad + damaged
+    if len(failed) > MAX_ALERTS:
+        rest = f"{len(failed) - MAX_ALERTS} more runs did not finish: the table below lists all of them"
+        alerts.append(("runs", rest))
+    alerts += [("files", f"{row.name}/{problem}") for row in rows for problem in row.problems]
+    return [{"severity": "error", "rule": rule, "message": message} for rule, message in alerts]
 
 
 def _cell(value: Any) -> float | str:
@@ -191,3 +183,44 @@ def _override_text(overrides: Mapping[str, Any], key: str) -> str:
     parents = key.split(".")
     removed = any(overrides.get(".".join(parents[:count]), "") is None for count in range(1, len(parents)))
     return to_yaml(overrides[key]) if key in overrides else "null" if removed else ""
+
+
+def _overrides(run: Run) -> list[str]:
+    """Return the overrides in which the runs differ, of mappings their fields, and `seed` if the seeds differ."""
+    differing = differing_keys(run.overrides)
+    seeds = {info["seed"] for info in run.infos}
+    return differing + (["seed"] if len(seeds) > 1 and "seed" not in differing else [])
+
+
+def _summaries(run: Run, order: Sequence[str]) -> Summaries:
+    """Return the last, largest and smallest number of each statistic of a run at each location."""
+    stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
+    found: Summaries = {}
+    for series in series_in(stats):
+        rows = series.of(stats)
+        for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
+            values = pd.DataFrame(table.values, index=table.locations)
+            ends = {"last": values.iloc[:, -1], "largest": values.max(axis=1), "smallest": values.min(axis=1)}
+            found.setdefault(series, {})[name] = pd.DataFrame(ends)
+    return found
+
+
+def _layers_of_all(runs: Sequence[Summaries]) -> list[dict[str, Any]]:
+    """Return the statistics of each series by location, with the last, largest and smallest number of each run."""
+    known = list(dict.fromkeys(series for run in runs for series in run))
+    room = MAX_VALUES // max(1, len(known))
+    return [_layers(series, [run.get(series, {}) for run in runs], room) for series in known]
+
+
+def _layers(series: RecordedSeries, runs: Sequence[dict[str, pd.DataFrame]], room: int) -> dict[str, Any]:
+    locations = list(dict.fromkeys(location for run in runs for table in run.values() for location in table.index))
+    there = dict.fromkeys(name for run in runs for name in run)
+    statistics = [name for name in dict.fromkeys((*PREFERRED_STATISTICS, *ALL, *there)) if name in there]
+    kept = statistics[: max(1, room // max(1, len(SUMMARIES) * len(locations) * len(runs)))]
+    none = pd.DataFrame(np.nan, index=locations, columns=list(SUMMARIES))
+    values = {}
+    for name in kept:
+        tables = [run[name].reindex(locations) if name in run else none for run in runs]
+        values[name] = {summary: rounded(np.array([table[summary] for table in tables])) for summary in SUMMARIES}
+    about = {"label": series.label, "gradient": series.is_gradient}
+    return {**about, "locations": locations, "statistics": values, "left_out": statistics[len(kept) :]}

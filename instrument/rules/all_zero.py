@@ -25,8 +25,6 @@ class AllZeroRule(PersistentRule):
 
 @RULES.register("all_zero")
 class AllZero(PersistentLocatedRule[AllZeroRule]):
-    """See `AllZeroRule`: 100% of the elements (SageMaker Debugger)."""
-
     fields = AllZeroRule
     what = "all zero"
     advice = "Check that the layers before it, and for a gradient those after it, are connected and not dead."

@@ -34,12 +34,7 @@ class _LayoutBounds(NamedTuple):
 
 
 class StepBounds:
-    """The bounds of the rules that do not have to read each step.
-
-    Args:
-        rules: All rules by name.
-        locations: The locations of the run.
-    """
+    """The bounds of the rules that do not have to read each step."""
 
     def __init__(self, rules: Mapping[str, Rule], locations: Locations) -> None:
         self._rules = rules
@@ -107,8 +102,7 @@ class StepBounds:
     def renew(self, rows: StepRows) -> Mapping[str, Rule]:
         """Ask the rules for their bounds. Return the rules that have to read each of the next steps.
 
-        Args:
-            rows: The last step, which all rules have read. A rule whose bounds do not contain it has to read each step.
+        All rules have read `rows`. A rule whose bounds do not contain them has to read each step.
         """
         self._of_layout.clear()
         self._metrics = {"loss": (-_LARGEST, _LARGEST)}

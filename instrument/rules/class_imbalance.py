@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -31,10 +31,9 @@ class ClassImbalanceRule(RuleBase):
 
 @RULES.register("class_imbalance")
 class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
-    """See `ClassImbalanceRule`: a ratio above 10 (SageMaker Debugger)."""
-
     fields = ClassImbalanceRule
     source = "targets"
+    saved = ("counts", "done")
     what = "class imbalance"
     advice = "Sample the classes evenly with data.sampler, or weight the loss."
     requires = "the targets of samples: set data.ids=all, or record tensors"
@@ -69,10 +68,3 @@ class ClassImbalance(CatalogueRule[ClassImbalanceRule]):
         if self._done:
             return Bounds(TARGETS)
         return None if self._counts else Bounds(TARGETS, high=0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": [[target, count] for target, count in self._counts.items()], "done": self._done}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._counts = Counter(dict(state["counts"]))
-        self._done = state["done"]

@@ -22,8 +22,6 @@ class DeadUnitsRule(FractionRule):
 
 @RULES.register("dead_units")
 class DeadUnits(BoundsRule[DeadUnitsRule]):
-    """See `DeadUnitsRule`: more than 50% of the units (SageMaker Debugger)."""
-
     fields = DeadUnitsRule
     what = "dead units"
     advice = "Lower the learning rate, or replace the ReLU by a LeakyReLU or GELU."

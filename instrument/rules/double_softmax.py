@@ -32,8 +32,6 @@ class DoubleSoftmaxRule(PersistentRule):
 
 @RULES.register("double_softmax")
 class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
-    """See `DoubleSoftmaxRule`: the gradient and the loss that probabilities have as logits, 3 times in succession."""
-
     fields = DoubleSoftmaxRule
     what = "softmax applied twice"
     advice = "Remove this layer, and pass its input to the loss function, which expects logits."
@@ -48,10 +46,10 @@ class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
         return is_read and location.module_type in ("Softmax", "Sigmoid") and location.phase == "train"
 
     def holds(self, rows: StepRows, chosen: Chosen) -> BoolArray:
-        found = np.zeros(len(chosen.locations), np.bool_)
+        holds = np.zeros(len(chosen.locations), np.bool_)
         loss = rows.metric("loss")
         if loss is None:
-            return found
+            return holds
         means, rms, largest = (chosen.values(rows.column(name), self.merge) for name in self.statistics)
         numel = chosen.values(rows.counts("numel"), self.merge)
         outputs = {location.layer: at for at, location in enumerate(chosen.locations) if location.is_output}
@@ -60,10 +58,10 @@ class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
             if not location.is_gradient or output is None:
                 continue
             if location.module_type == "Sigmoid":
-                found[at] = _is_of_sigmoid(loss, rms[at] * numel[at], largest[at] * numel[at])
+                holds[at] = _is_of_sigmoid(loss, rms[at] * numel[at], largest[at] * numel[at])
             elif abs(means[at]) < ZERO_MEAN * rms[at]:
-                found[at] = _is_of_softmax(loss, largest[at] * numel[at] * means[output], 1 / means[output])
-        return found
+                holds[at] = _is_of_softmax(loss, largest[at] * numel[at] * means[output], 1 / means[output])
+        return holds
 
     def firing(self, rows: StepRows, chosen: Chosen, at: int) -> Firing:
         text = f"loss {rows.metric('loss'):.4g} and the gradient are those of probabilities as logits"
@@ -71,26 +69,14 @@ class DoubleSoftmax(PersistentLocatedRule[DoubleSoftmaxRule]):
 
 
 def _is_of_softmax(loss: float, largest: float, classes: float) -> bool:
-    """Return whether a loss is in the range of the cross-entropy of probabilities, and its gradient too.
-
-    Args:
-        loss: The loss.
-        largest: The largest gradient of a probability, times the number of samples.
-        classes: The number of classes.
-    """
+    """Return whether a loss and the largest gradient, times the number of samples, are in the range for probabilities."""
     low, high = math.log(1 + (classes - 1) / math.e), math.log(1 + (classes - 1) * math.e)
     smallest = 1 - math.e / (math.e + classes - 1)  # of the true class, if its probability is 1
     return _within(loss, low, high) and _within(largest, smallest, 1.0)
 
 
 def _is_of_sigmoid(loss: float, rms: float, largest: float) -> bool:
-    """Return whether a loss is in the range of the binary cross-entropy of probabilities, and its gradient too.
-
-    Args:
-        loss: The loss.
-        rms: The root mean square of the gradients of the probabilities, times their number.
-        largest: The largest one, times their number.
-    """
+    """Return whether a loss, and the rms and the largest gradient, times their number, are in the range for probabilities."""
     low, high = -math.log(SIGMOID_OF_ONE), -math.log(1 - SIGMOID_OF_ONE)
     is_bounded = _within(largest, 1 - SIGMOID_OF_ONE, SIGMOID_OF_ONE) and _within(
         rms, 1 - SIGMOID_OF_ONE, SIGMOID_OF_ONE

@@ -17,8 +17,6 @@ class ExplodingActivationRule(GrowthFields):
 
 @RULES.register("exploding_activation")
 class ExplodingActivation(GrowthRule[ExplodingActivationRule]):
-    """See `ExplodingActivationRule`: 100 times the median of the last 50 values."""
-
     fields = ExplodingActivationRule
     what = "exploding activation"
     advice = "Lower the learning rate, or add a normalization layer in front of this layer."

@@ -21,8 +21,6 @@ class ExplodingGradientRule(GrowthFields):
 
 @RULES.register("exploding_gradient")
 class ExplodingGradient(GrowthRule[ExplodingGradientRule]):
-    """See `ExplodingGradientRule`: 100 times the median of the last 50 values."""
-
     fields = ExplodingGradientRule
     what = "exploding gradient"
     advice = "Clip gradients with an action clip, or lower the learning rate."

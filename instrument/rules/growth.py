@@ -102,13 +102,13 @@ class GrowthRule(LocatedRule[GrowthT]):
     def _exceeded(self, slots: IndexArray, values: FloatArray) -> dict[int, tuple[float, float]]:
         """Return the median and the bound at those locations whose value exceeds the bound, by index in `slots`."""
         enough = self._count[slots] >= min(FEWEST, self.spec.after)
-        found = {}
+        exceeded = {}
         for at in np.flatnonzero(enough & (values > self.spec.factor * (_lowest(self._values[slots]) / 2))):
             median = float(np.nanmedian(self._values[slots[at]]))
             bound = median * self.spec.factor ** (1 if self._count[slots[at]] >= self.spec.after else 2)
             if median > 0 and values[at] > bound:
-                found[int(at)] = median, bound
-        return found
+                exceeded[int(at)] = median, bound
+        return exceeded
 
 
 def _lowest(windows: FloatArray) -> FloatArray:

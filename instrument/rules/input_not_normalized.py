@@ -25,8 +25,6 @@ class InputNotNormalizedRule(RuleBase):
 
 @RULES.register("input_not_normalized")
 class InputNotNormalized(LocatedRule[InputNotNormalizedRule]):
-    """See `InputNotNormalizedRule`: the first input of a layer with weights that is recorded, at step 0 only."""
-
     fields = InputNotNormalizedRule
     saved = ("done",)
     what = "input not normalized"

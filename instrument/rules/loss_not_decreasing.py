@@ -35,8 +35,6 @@ class LossNotDecreasingRule(RuleBase):
 
 @RULES.register("loss_not_decreasing")
 class LossNotDecreasing(CatalogueRule[LossNotDecreasingRule]):
-    """See `LossNotDecreasingRule`: less than 1% within the first 200 steps (SageMaker Debugger: 0.1% in 10 steps)."""
-
     fields = LossNotDecreasingRule
     saved = ("sums", "count", "first", "last")
     what = "loss not decreasing"

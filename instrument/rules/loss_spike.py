@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -41,9 +41,8 @@ class LossSpikeRule(WindowRule):
 
 @RULES.register("loss_spike")
 class LossSpike(CatalogueRule[LossSpikeRule]):
-    """See `LossSpikeRule`: 5 times the median of the last 50 losses, twice their latest maximum, and half of the first loss or more."""
-
     fields = LossSpikeRule
+    saved = ("losses", "first", "lowest", "holds")
     what = "loss spike"
     advice = "Look at the batch of this step, lower the learning rate, or clip gradients."
     requires = "the loss, which the loop passes to end_step"
@@ -98,10 +97,3 @@ class LossSpike(CatalogueRule[LossSpikeRule]):
     def remember(self, steps: QuietSteps) -> None:
         self._losses.extend(steps.losses)
         self._lowest = min(self._lowest, *steps.losses) if steps.losses else self._lowest
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": [*self._losses], "first": self._first, "lowest": self._lowest, "holds": self._holds}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._losses = deque(state["losses"], self.spec.window)
-        self._first, self._lowest, self._holds = state["first"], state["lowest"], state["holds"]

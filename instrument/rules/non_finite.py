@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import numpy as np
 
@@ -39,6 +39,7 @@ class NonFinite(LocatedRule[NonFiniteRule]):
     )
     requires = "any tensor with the statistics nan_count and inf_count"
     statistics = ("nan_count", "inf_count")
+    saved = ("reported", "phases", "loss", "noted")
 
     def __init__(self, spec: NonFiniteRule) -> None:
         super().__init__(spec)
@@ -93,29 +94,11 @@ class NonFinite(LocatedRule[NonFiniteRule]):
     def remember(self, steps: QuietSteps) -> None:
         self._loss = steps.losses[-1] if steps.losses else self._loss
 
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            **super().state_dict(),
-            "reported": [list(location) for location in sorted(self._reported)],
-            "phases": sorted(self._phases),
-            "loss": self._loss,
-            "noted": self._noted,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._reported = {Location(*location) for location in state["reported"]}
-        self._phases, self._loss, self._noted = set(state["phases"]), state["loss"], state["noted"]
-
 
 def _may_be_mask(location: Location, loss: float | None) -> bool:
     """Return whether infinities at a location can be a mask.
 
     Infinities that are not a mask reach the loss, which then is not finite. Without a loss, those of an argument are taken as a mask.
-
-    Args:
-        location: The location, which has no NaN.
-        loss: The loss of the step; None if it is unknown.
     """
     if KINDS[location.kind].family != "module" or location.is_gradient:
         return False

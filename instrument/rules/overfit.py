@@ -34,8 +34,6 @@ class OverfitRule(PersistentRule):
 
 @RULES.register("overfit")
 class Overfit(CatalogueRule[OverfitRule]):
-    """See `OverfitRule`: twice the training loss in 3 evaluations in succession (SageMaker Debugger: 1.1 times)."""
-
     fields = OverfitRule
     source = "evaluations"
     saved = ("sum", "count", "lowest", "first", "times")

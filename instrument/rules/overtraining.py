@@ -28,8 +28,6 @@ class OvertrainingRule(PersistentRule):
 
 @RULES.register("overtraining")
 class Overtraining(CatalogueRule[OvertrainingRule]):
-    """See `OvertrainingRule`: 1% worse than its minimum in 10 evaluations in succession (SageMaker Debugger)."""
-
     fields = OvertrainingRule
     source = "evaluations"
     saved = ("lowest", "at", "first", "times")

@@ -34,8 +34,6 @@ class PoorInitializationRule(RuleBase):
 
 @RULES.register("poor_initialization")
 class PoorInitialization(LocatedRule[PoorInitializationRule]):
-    """See `PoorInitializationRule`: outputs (He et al. 2015) and weights of layers with weights, at step 0 only."""
-
     fields = PoorInitializationRule
     saved = ("done",)
     what = "poor initialization"

@@ -7,20 +7,12 @@ from collections.abc import Iterator, Mapping
 from ..errors import ConfigError, Problem, similar_names
 from ..spec.hooks import HookSpec
 from ..spec.record import RecordSpec
-from ..spec.rules import (
-    RULES,
-    CustomRule,
-    DisableAction,
-    EnableAction,
-    PersistentRule,
-    RuleBase,
-    WatchRule,
-)
+from ..spec.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
 from ..spec.schedule import STEP_PHASES
 from .loss_spike import LossSpikeRule
-from .make_rule import make_rule
 from .non_finite import NonFiniteRule
 from .rule import LocatedRule
+from .rule_set import make_rule
 from .step_rows import Location
 
 
@@ -37,8 +29,6 @@ def check_rules(
     A rule that is optional may be inactive.
 
     Args:
-        rules: The rules by name.
-        hooks: The hooks by name.
         has_targets: Whether the table `samples` has rows.
         evaluations: The number of evaluations; None if it is unknown.
         steps: The number of steps; None if it is unknown.
@@ -59,16 +49,11 @@ def check_rules(
     required = {name: rule for name, rule in rules.items() if not rule.is_optional or name in followed}
     read = {name: _hooks_read(rule, hooks) for name, rule in required.items()}
     for name, rule in required.items():
-        problems += _requirement_problems(
-            f"rules.{name}",
-            rule,
-            hooks,
-            read[name],
-            has_targets=has_targets,
-            evaluations=evaluations,
-            steps=steps,
+        problems += _count_problems(
+            f"rules.{name}", rule, has_targets=has_targets, evaluations=evaluations, steps=steps
         )
-    problems += _cycle_problems(required, hooks, {name: found for name, found in read.items() if found})
+        problems += _record_problems(f"rules.{name}", rule, hooks, read[name], steps)
+    problems += _cycle_problems(required, hooks, {name: names for name, names in read.items() if names})
     if problems:
         raise ConfigError(*problems)
 
@@ -92,10 +77,8 @@ def _name_problems(where: str, rule: RuleBase, hooks: Mapping[str, HookSpec]) ->
     if isinstance(rule, WatchRule) and not rule.is_of_metrics:
         named += [("watch", name) for name in rule.watch]
     for action in rule.actions:
-        if isinstance(action, EnableAction):
-            named.append(("then", action.enable))
-        elif isinstance(action, DisableAction):
-            named.append(("then", action.disable))
+        if isinstance(action, EnableAction | DisableAction):
+            named.append(("then", action.enable if isinstance(action, EnableAction) else action.disable))
     for field, name in named:
         if name not in hooks:
             allowed = [*hooks, *(["metrics"] if field == "watch" else [])]
@@ -128,16 +111,10 @@ def _candidates(rule: LocatedRule[RuleBase], hooks: Mapping[str, HookSpec]) -> d
     }
 
 
-def _requirement_problems(
-    where: str,
-    rule: RuleBase,
-    hooks: Mapping[str, HookSpec],
-    read: list[str] | None,
-    *,
-    has_targets: bool,
-    evaluations: int | None,
-    steps: int | None,
+def _count_problems(
+    where: str, rule: RuleBase, *, has_targets: bool, evaluations: int | None, steps: int | None
 ) -> Iterator[Problem]:
+    """Yield a problem if a run has too few targets, evaluations or steps for a rule."""
     source = RULES[str(rule.rule)].source if hasattr(rule, "rule") else "steps"
     if source == "targets" and not has_targets:
         fix = "set data.ids=all, or 'tensors: true' in a record hook"
@@ -149,6 +126,12 @@ def _requirement_problems(
     if isinstance(rule, LossSpikeRule) and steps is not None and steps <= rule.after:
         message = f"cannot be reached: the run has {steps} steps"
         yield Problem(f"{where}.after", message, rule.after, fix="reduce 'after'")
+
+
+def _record_problems(
+    where: str, rule: RuleBase, hooks: Mapping[str, HookSpec], read: list[str] | None, steps: int | None
+) -> Iterator[Problem]:
+    """Yield a problem if no hook records what a rule reads, or in too few steps."""
     if read is None:
         return
     if not read:
@@ -183,16 +166,16 @@ def _cycle_problems(
     rules: Mapping[str, RuleBase], hooks: Mapping[str, HookSpec], read: Mapping[str, list[str]]
 ) -> Iterator[Problem]:
     """Yield a problem for each rule that reads only hooks that are off until it, or a rule like it, fires."""
-    waiting = {name: found for name, found in read.items() if {*found} <= turned_on_by_rules(rules, hooks)}
+    waiting = {name: names for name, names in read.items() if {*names} <= turned_on_by_rules(rules, hooks)}
     while waiting:
         others = {name: rule for name, rule in rules.items() if name not in waiting}
-        ready = [name for name, found in waiting.items() if {*found} & turned_on_by_rules(others, hooks)]
+        ready = [name for name, names in waiting.items() if {*names} & turned_on_by_rules(others, hooks)]
         if not ready:
             break
         for name in ready:
             del waiting[name]
-    for name, found in waiting.items():
+    for name, names in waiting.items():
         message = "can never fire: it reads only hooks that are off until it fires"
         yield Problem(
-            f"rules.{name}", message, found, fix="read another hook, or remove 'enable' or 'when' of these hooks"
+            f"rules.{name}", message, names, fix="read another hook, or remove 'enable' or 'when' of these hooks"
         )

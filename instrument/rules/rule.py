@@ -6,6 +6,7 @@ import base64
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -64,11 +65,7 @@ class Rule(ABC):
 
     @abstractmethod
     def update(self, rows: StepRows) -> Iterable[Firing]:
-        """Read the rows of one step and phase, and return what begins to hold. It is called once for each, in order.
-
-        Args:
-            rows: The rows.
-        """
+        """Read the rows of one step and phase, and return what begins to hold. It is called once for each, in order."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint: numbers, strings, lists and dictionaries. Default: no state."""
@@ -79,28 +76,20 @@ class Rule(ABC):
 
 
 class Bounds(NamedTuple):
-    """Bounds of a statistic or of a metric within which a rule does not fire.
+    """Bounds of a statistic or of a metric within which a rule does not fire."""
 
-    Attributes:
-        name: The name of the statistic (for a `LocatedRule`) or of the metric.
-        low: The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
-        high: The largest value.
-        steps: For how many steps this is certain. Default: all.
-    """
-
-    name: str
+    name: str  # the name of the statistic (for a `LocatedRule`) or of the metric
+    # The smallest value: one number, or that of each location in the order of the rule, float64 [slots].
     low: float | FloatArray = -math.inf
-    high: float | FloatArray = math.inf
-    steps: int = sys.maxsize
+    high: float | FloatArray = math.inf  # the largest value
+    steps: int = sys.maxsize  # for how many steps this is certain
 
 
 class QuietSteps(NamedTuple):
     """Successive steps within the bounds of the rules that have not read them.
 
-    Attributes:
-        losses: The losses of the training steps that have one.
-        tables: The layout and the statistics of successive steps with rows: float64 [steps, rows, statistics]; see
-            `StepRows.numbers`.
+    They are the losses of training steps, and the layouts and `StepRows.numbers` of successive steps with rows: float64
+    [steps, rows, statistics].
     """
 
     losses: Sequence[float]
@@ -112,11 +101,7 @@ PersistentT = TypeVar("PersistentT", bound=PersistentRule)
 
 
 class CatalogueRule(Rule, Generic[SpecT]):
-    """A rule of the catalogue.
-
-    Args:
-        spec: Its entry in the configuration.
-    """
+    """A rule of the catalogue."""
 
     fields: ClassVar[type[RuleBase]]
     """The model of its entry in the configuration."""
@@ -145,8 +130,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name in self.saved:
-            is_array = isinstance(getattr(self, f"_{name}"), np.ndarray)
-            setattr(self, f"_{name}", _unpacked(state[name]) if is_array else copy(state[name]))
+            setattr(self, f"_{name}", _unpacked(state[name], getattr(self, f"_{name}")))
 
     def bounds(self) -> Bounds | None:
         """Return bounds within which the rule does not fire in the next training steps; None (default) to read each step.
@@ -164,12 +148,7 @@ class CatalogueRule(Rule, Generic[SpecT]):
 
 
 class LocatedRule(CatalogueRule[SpecT]):
-    """A rule with one state for each location of a tensor.
-
-    Attributes:
-        statistics: The names of the statistics, each of which the rule requires.
-        merge: How several values of a location in one step are combined: fmax or fmin.
-    """
+    """A rule on statistics with one state for each location. `merge` combines several values of a location in one step."""
 
     statistics: tuple[str, ...] = ()
     merge: np.ufunc = np.fmax
@@ -199,11 +178,7 @@ class LocatedRule(CatalogueRule[SpecT]):
         return self.reads(location) and self.selects(location)
 
     def slots_of(self, locations: Sequence[Location]) -> IndexArray:
-        """Return the index of the state of each location, int64 [locations]; -1 for a location that the rule does not read.
-
-        Args:
-            locations: The locations of the run by number.
-        """
+        """Return the index of the state of each location, int64 [locations]; -1 for a location that the rule does not read."""
         new = locations[len(self._slot_of_number) :]
         if new:
             slots = [self._slots.setdefault(each, len(self._slots)) if self._reads(each) else -1 for each in new]
@@ -263,12 +238,7 @@ class PersistentLocatedRule(LocatedRule[PersistentT]):
 
 
 class BoundsRule(PersistentLocatedRule[PersistentT]):
-    """A statistic that has to stay within bounds.
-
-    Attributes:
-        above: The value exceeds this number, if it is not None.
-        below: The value is below this number, if it is not None.
-    """
+    """A statistic that may not exceed `above` or be below `below`; None for no bound."""
 
     def __init__(self, spec: PersistentT) -> None:
         super().__init__(spec)
@@ -313,15 +283,25 @@ def extended(array: np.ndarray[Any, Any], count: int, fill: float = 0) -> np.nda
 
 def _packed(value: Any) -> Any:
     """Return a copy of a value that JSON can represent."""
-    if not isinstance(value, np.ndarray):
-        return copy(value)
-    data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
-    return {"dtype": str(value.dtype), "shape": list(value.shape), "data": data}
+    if isinstance(value, np.ndarray):
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "data": data}
+    if isinstance(value, set):
+        return sorted(list(each) if isinstance(each, Location) else each for each in value)
+    if isinstance(value, Counter):
+        return [list(item) for item in value.items()]
+    return list(value) if isinstance(value, deque) else copy(value)
 
 
-def _unpacked(packed: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """Restore an array from the result of `_packed`."""
-    return np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"]).copy()
+def _unpacked(packed: Any, like: Any) -> Any:
+    """Restore a value of the type of `like` from the result of `_packed`."""
+    if isinstance(like, np.ndarray):
+        return np.frombuffer(base64.b64decode(packed["data"]), packed["dtype"]).reshape(packed["shape"]).copy()
+    if isinstance(like, set):
+        return {Location(*each) if isinstance(each, list) else each for each in packed}
+    if isinstance(like, Counter):
+        return Counter(dict(packed))
+    return deque(packed, like.maxlen) if isinstance(like, deque) else copy(packed)
 
 
 WEIGHTED = frozenset([

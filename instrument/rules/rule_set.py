@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from ..errors import HookError, user_code_location
-from ..spec.rules import Action, CustomRule, RuleBase
+from ..errors import ConfigError, HookError, Problem, user_code_location
+from ..spec.rules import RULES, Action, CustomRule, RuleBase, WatchRule
+from ..targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
-from .make_rule import make_rule
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows
+from .watch import WatchMetric, WatchStatistic
 
 MAX_EVENTS = 20  # further events of a rule after the first one
 
@@ -46,12 +47,8 @@ class RuleSet:
     """The rules of a run.
 
     Args:
-        specs: The rules by name.
         write: Called with each event.
         frozen_layers: The layers whose parameters are all frozen.
-
-    Attributes:
-        specs: See above.
     """
 
     def __init__(
@@ -75,13 +72,7 @@ class RuleSet:
         self._active: Mapping[str, Rule] = {}  # the rules that read each step, also within the bounds
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
-        """Return the layout of rows; that of an earlier step, if it had the same rows.
-
-        Args:
-            rows: The identity of each row in any form, which must not be modified later.
-            phase: The phase.
-            site_of: Converts an identity to a site.
-        """
+        """Return the layout of rows, which must not be modified later; that of an earlier step, if it had the same rows."""
         if rows is self._latest[0] and phase == self._latest[1]:
             return self._latest[2]
         key = (phase, len(rows), rows[0], rows[-1]) if rows else (phase, 0)
@@ -187,3 +178,27 @@ class RuleSet:
             if name in state["rules"] and hasattr(rule, "load_state_dict"):
                 rule.load_state_dict(state["rules"][name])
         self._bounds = StepBounds(self._rules, self._locations)
+
+
+def make_rule(spec: RuleBase) -> Rule:
+    """Build a rule.
+
+    Raises:
+        ConfigError: A custom rule cannot be imported or built, or lacks the method `update`.
+    """
+    if isinstance(spec, CustomRule):
+        return _custom_rule(spec)
+    if isinstance(spec, WatchRule):
+        return WatchMetric(spec) if spec.is_of_metrics else WatchStatistic(spec)
+    made: Rule = RULES[str(getattr(spec, "rule"))](spec)  # noqa: B009 - the field of every rule with a name
+    return made
+
+
+def _custom_rule(spec: CustomRule) -> Rule:
+    where = f"rules.{spec.name}"
+    function = spec.target.function
+    made = build(spec.target, where) if function is None else function(**(spec.target.model_extra or {}))
+    if not callable(getattr(made, "update", None)):
+        message = "a rule requires the method update(rows); see instrument.Rule"
+        raise ConfigError(Problem(where, message, given=type(made).__name__))
+    return made  # type: ignore[no-any-return]

@@ -23,8 +23,6 @@ class SaturatedActivationRule(FractionRule):
 
 @RULES.register("saturated_activation")
 class SaturatedActivation(BoundsRule[SaturatedActivationRule]):
-    """See `SaturatedActivationRule`: more than 50% of the values (SageMaker Debugger)."""
-
     fields = SaturatedActivationRule
     what = "saturated activation"
     advice = "Use smaller initial weights or a smaller learning rate, or add normalization in front of this layer."

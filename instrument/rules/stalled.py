@@ -21,8 +21,6 @@ class StalledRule(RuleBase):
 
 @RULES.register("stalled")
 class Stalled(CatalogueRule[StalledRule]):
-    """See `StalledRule`: half an hour (SageMaker Debugger). The rule fires when the step ends."""
-
     fields = StalledRule
     what = "stalled step"
     advice = "Check the data loader, the file system and the other processes at this time."

@@ -47,24 +47,14 @@ def location_name(layer: str, path: str, kind: str) -> str:
 
 
 class Location(NamedTuple):
-    """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps.
-
-    Attributes:
-        hook: The hook.
-        layer: The name of the module; empty for the root.
-        module_type: Its class.
-        kind: The kind of the hook.
-        role: The role of the tensor.
-        path: The path of the tensor, or the name of the parameter.
-        phase: The phase.
-    """
+    """Where rows of statistics come from: all rows of a location are values of the same tensor at different steps."""
 
     hook: str
-    layer: str
+    layer: str  # the name of the module; empty for the root
     module_type: str
     kind: str
     role: str
-    path: str
+    path: str  # the path of the tensor, or the name of the parameter
     phase: str
 
     def __str__(self) -> str:
@@ -101,29 +91,18 @@ class RowSite(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows that a rule reads in all steps with the same layout.
+    """The rows that a rule reads in all steps with the same layout."""
 
-    Attributes:
-        rows: The indices of the rows, int64 [chosen rows].
-        slots: The index of the state of each location, int64 [chosen locations].
-        locations: The locations.
-        index: The index in `locations` of each row, int64 [chosen rows]; None if each location has one row.
-    """
-
-    rows: IndexArray
-    slots: IndexArray
+    rows: IndexArray  # the indices of the rows, int64 [chosen rows]
+    slots: IndexArray  # the index of the state of each location, int64 [chosen locations]
     locations: list[Location]
+    # The index in `locations` of each row, int64 [chosen rows]; None if each location has one row.
     index: IndexArray | None
 
     def values(self, column: FloatArray, merge: np.ufunc) -> FloatArray:
-        """Return one value per location. Several rows of a location are merged; NaN, a missing value, is ignored.
+        """Return one value per location, float64 [..., chosen locations]. NaN, a missing value, is ignored in merging.
 
-        Args:
-            column: A statistic of all rows of a step, or of each of several steps: float64 [..., rows].
-            merge: How several rows of a location are merged.
-
-        Returns:
-            float64 [..., chosen locations].
+        `column` is a statistic of all rows of a step, or of each of several steps: float64 [..., rows].
         """
         values = column[..., self.rows]
         if self.index is None:
@@ -138,9 +117,6 @@ class Locations:
 
     A budget samples other rows in every step. What depends on a location only is therefore computed once for each location,
     and not for each layout.
-
-    Attributes:
-        all: The locations by number.
     """
 
     def __init__(self) -> None:
@@ -150,13 +126,7 @@ class Locations:
         self._rows: dict[tuple[str, Hashable], tuple[int, bool]] = {}  # number, and whether it is recomputed
 
     def layout(self, rows: Sequence[Any], phase: str, site_of: Callable[[Any], RowSite]) -> RowLayout:
-        """Return the layout of the rows of a step.
-
-        Args:
-            rows: The identity of each row in any form, in the order in which the rows were recorded.
-            phase: The phase.
-            site_of: Converts an identity to a site.
-        """
+        """Return the layout of the rows of a step."""
         known = self._rows
         for row in rows:
             if (phase, row) not in known:
@@ -179,13 +149,9 @@ class RowLayout:
     """The locations of the rows of a step. Most steps have the layout of an earlier step.
 
     Args:
-        locations: The locations of the run by number.
         numbers: The number of the location of each row, int64 [rows].
         recomputed: Whether a row is of a recomputed forward pass, bool [rows].
         limits: The number of NaN and infinite elements, as a fraction, from which a row is invalid, float64 [rows].
-
-    Attributes:
-        numbers, limits: See above.
     """
 
     def __init__(
@@ -209,9 +175,7 @@ class RowLayout:
     def choose(self, key: Hashable, slots: Callable[[Sequence[Location]], IndexArray]) -> Chosen | None:
         """Return the rows at the locations that a rule reads, without recomputed ones. None if there are none.
 
-        Args:
-            key: The rule; the result is kept for it.
-            slots: Returns the index of the state of each location of the run; -1 for a location that the rule does not read.
+        `slots` returns the index of the state of each location of the run; -1 for a location that the rule does not read.
         """
         if key not in self._chosen:
             self._chosen[key] = self._choose(slots(self._locations))
@@ -232,7 +196,7 @@ class RowLayout:
 class StepRows:
     """The rows of one step and phase.
 
-    Args:
+    Attributes:
         step: The step.
         phase: The phase.
         layout: The locations of the rows of statistics, in the order in which they were recorded.
@@ -241,9 +205,6 @@ class StepRows:
         targets: The targets of samples, float64 [samples]; NaN for no number. Default: none.
         numbers: The first statistics of `ALL` as one matrix, float64 [rows, statistics], if no row has further built-in ones.
             None if there is no such matrix.
-
-    Attributes:
-        step, phase, layout, metrics, targets, numbers: See above.
     """
 
     def __init__(
@@ -257,15 +218,12 @@ class StepRows:
         *,
         numbers: FloatArray | None = None,
     ) -> None:
-        self.step = step
-        self.phase = phase
-        self.layout = layout
-        self.metrics = metrics
+        self.step, self.phase = step, phase
+        self.layout, self.metrics = layout, metrics
         self.targets = _NO_TARGETS if targets is None else targets
         self.numbers = numbers
         self._statistic = statistic
         self._columns: dict[str, FloatArray] = {}
-        self._invalid: BoolArray | None = None  # rows with many non-finite elements; empty if there are none
 
     def __len__(self) -> int:
         return len(self.layout)
@@ -277,7 +235,7 @@ class StepRows:
     def column(self, name: str) -> FloatArray:
         """Return a statistic of all rows, float64 [rows]. Rows with many non-finite elements have no value (NaN)."""
         if name not in self._columns:
-            values, invalid = self._statistic(name), self._find_invalid()
+            values, invalid = self._statistic(name), self._invalid
             self._columns[name] = np.where(invalid, np.nan, values) if len(invalid) else values
         return self._columns[name]
 
@@ -290,14 +248,13 @@ class StepRows:
         """Whether any row counts NaN or infinite elements."""
         return bool((self.counts("nan_count") > 0).any() or (self.counts("inf_count") > 0).any())
 
-    def _find_invalid(self) -> BoolArray:
-        if self._invalid is None:
-            self._invalid = np.empty(0, np.bool_)
-            if self.has_non_finite:
-                counts = self.non_finite()
-                numel = np.nan_to_num(self.counts("numel"))
-                self._invalid = (counts > 0) & (counts >= self.layout.limits * numel)
-        return self._invalid
+    @cached_property
+    def _invalid(self) -> BoolArray:
+        """Which rows have many non-finite elements; empty if no row has."""
+        if not self.has_non_finite:
+            return np.empty(0, np.bool_)
+        counts, numel = self.non_finite(), np.nan_to_num(self.counts("numel"))
+        return (counts > 0) & (counts >= self.layout.limits * numel)
 
     def metric(self, name: str) -> float | None:
         """Return a metric of the step; None if there is no value."""

@@ -30,8 +30,6 @@ class TensorVarianceRule(RangeRule):
 
 @RULES.register("tensor_variance")
 class TensorVariance(BoundsRule[TensorVarianceRule]):
-    """See `TensorVarianceRule`: outside of 1e-9 to 1e6, wider than SageMaker Debugger's 1e-5 to 10."""
-
     fields = TensorVarianceRule
     what = "variance of an output"
     advice = "Check the initialization and the learning rate of this layer, and whether its inputs differ."

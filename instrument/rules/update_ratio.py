@@ -34,8 +34,6 @@ class UpdateRatioRule(RangeRule):
 
 @RULES.register("update_ratio")
 class UpdateRatio(BoundsRule[UpdateRatioRule]):
-    """See `UpdateRatioRule`: outside of 1e-7 (rounding of float32) to 0.1; about 1e-3 is usual (CS231n)."""
-
     fields = UpdateRatioRule
     what = "update ratio"
     advice = "Change the learning rate of this parameter: an update of about 0.1% of the weight is usual."

@@ -32,9 +32,8 @@ class VanishingGradientRule(PersistentRule):
 
 @RULES.register("vanishing_gradient")
 class VanishingGradient(BoundsRule[VanishingGradientRule]):
-    """See `VanishingGradientRule`: rms below 1e-7 (SageMaker Debugger) times the first loss, while the loss has not halved."""
-
     fields = VanishingGradientRule
+    saved = ("counts", "first_loss")
     what = "vanishing gradient"
     advice = "Use another initialization or activation function, or add normalization or skip connections."
     requires = "the gradients of parameters with the statistic rms, such as hooks=gradients"
@@ -65,10 +64,7 @@ class VanishingGradient(BoundsRule[VanishingGradientRule]):
     def bounds(self) -> Bounds | None:
         return None if self._first_loss is None else super().bounds()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "first_loss": self._first_loss}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        if state["first_loss"] is not None:
-            self._set_first_loss(state["first_loss"])
+        if self._first_loss is not None:
+            self._set_first_loss(self._first_loss)

@@ -27,8 +27,6 @@ class ZeroLearningRateRule(PersistentRule):
 
 @RULES.register("zero_learning_rate")
 class ZeroLearningRate(CatalogueRule[ZeroLearningRateRule]):
-    """See `ZeroLearningRateRule`: in 3 steps in succession."""
-
     fields = ZeroLearningRateRule
     saved = ("times",)
     what = "zero learning rate"

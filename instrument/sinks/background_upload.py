@@ -44,8 +44,6 @@ class Upload:
     """Sends completed parts during a run, and all other files at the end.
 
     Args:
-        folder: The folder of the run.
-        remote: The destination.
         rank: The process whose parts are sent. Rank 0 also sends run.json, and all other files at the end.
         keep_local: Whether parts are kept locally after they are sent. Default: True.
     """
@@ -90,11 +88,7 @@ class Upload:
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def end(self) -> TransferResult:
-        """Send the remaining files, and wait while there is progress.
-
-        Returns:
-            What was sent, and what could not be sent.
-        """
+        """Send the remaining files, and wait while there is progress."""
         self._ended.set()
         before, since = self.remote.moved, time.monotonic()
         while self._thread.is_alive() and time.monotonic() - since < STALL_SECONDS:
@@ -112,18 +106,14 @@ class Upload:
         try:
             if self.rank == 0:
                 send_all(self.folder, self.remote, self.sent)
-            else:
-                self._send_own()
+            else:  # rank 0 may already have sent everything else
+                for file in local_parts(self.folder, self.rank):
+                    if self._remote_files is None or file not in self._remote_files:
+                        send_with_retries(self.folder, self.remote, file.relative_to(self.folder).as_posix())
             if not self.keep_local:
                 remove_sent(self.folder, self.remote, self.rank or None)
         except Exception as error:
             self.sent.failed[""] = safe_message(error)
-
-    def _send_own(self) -> None:
-        """Send the last parts of this process. Rank 0 may already have sent everything else."""
-        for file in local_parts(self.folder, self.rank):
-            if self._remote_files is None or file not in self._remote_files:
-                send_with_retries(self.folder, self.remote, file.relative_to(self.folder).as_posix())
 
     def _send_during_run(self) -> None:
         """Send completed parts repeatedly, until the run ends or the remote folder turns out to contain another run."""
@@ -195,8 +185,7 @@ class Upload:
     def _changed_parts(self) -> Iterator[Path]:
         """Yield the parts of tables whose folders changed since the check before the last one.
 
-        Not since the last one: modification times have a limited resolution, so a part that follows a check immediately
-        may not change the time.
+        Modification times have a limited resolution: a part that follows a check immediately may not change the time.
         """
         for table in TABLES:
             table_folder = self.folder / table

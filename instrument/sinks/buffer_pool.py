@@ -17,9 +17,6 @@ class Pool:
     """Byte buffers with a limit on the total size of used and idle ones.
 
     A tensor larger than the limit gets a buffer as soon as no other one is in use.
-
-    Args:
-        limit: The limit in bytes.
     """
 
     def __init__(self, limit: int) -> None:
@@ -32,14 +29,7 @@ class Pool:
     def take(self, size: int, *, pinned: bool, wait: Callable[[], None] | None) -> Tensor | None:
         """Return a buffer of at least `size` bytes, dtype uint8.
 
-        Args:
-            size: The required size in bytes.
-            pinned: Whether a GPU writes to the buffer.
-            wait: Called repeatedly while no buffer is available; it raises an exception if none will become available.
-                None: do not wait.
-
-        Returns:
-            The buffer; None if none is available and `wait` is None.
+        Until one is available, `wait` is called repeatedly, and may raise an exception. Without `wait`, the result is then None.
         """
         size = max(1, -(-size // SIZE_STEP)) * SIZE_STEP
         with self._changed:

@@ -68,12 +68,7 @@ def _checksum_of(file: BinaryIO, start: int, size: int) -> int:
 
 
 def column_ranges(metadata: pq.FileMetaData, names: Collection[str] | None = None) -> list[tuple[int, int]]:
-    """Return the position and the size in bytes of each column of each row group.
-
-    Args:
-        metadata: The content of the footer.
-        names: The names of the columns; None for all.
-    """
+    """Return the position and the size in bytes of each column of each row group."""
     ranges = []
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         for column in map(group.column, range(group.num_columns)):
@@ -87,9 +82,6 @@ class CheckedFile(io.RawIOBase):
     """A Parquet file that verifies what is read.
 
     Each thread has its own position, so that several threads can read.
-
-    Args:
-        file: The file.
 
     Raises:
         DamagedFileError: From the constructor and `read`: the content does not match its checksums.
@@ -145,12 +137,7 @@ class CheckedFile(io.RawIOBase):
         return content
 
     def verify(self, start: int, end: int, content: bytes = b"") -> None:
-        """Verify the columns that overlap a range of bytes.
-
-        Args:
-            start: The position of the first byte.
-            end: The position after the last byte.
-            content: The bytes of the range; others are read.
+        """Verify the columns that overlap a range of bytes, of which `content` is known.
 
         Raises:
             DamagedFileError: The content does not match its checksums.
@@ -172,26 +159,21 @@ class CheckedFile(io.RawIOBase):
             self._verified.add(position)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of this thread."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self.size}[whence]
         self._position.value = base + offset
         return base + offset
 
     def tell(self) -> int:
-        """Return the position of this thread."""
         position: int = getattr(self._position, "value", 0)
         return position
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         super().close()
 
@@ -226,21 +208,17 @@ class _LocalHandler(FSSpecHandler):  # type: ignore[misc]
     """Opens local files as checked files; its other methods are those of Arrow's local file system."""
 
     def get_type_name(self) -> str:
-        """Return the name of the kind of file system."""
         return "checked"
 
     def get_file_info(self, paths: list[str]) -> list[FileInfo]:
-        """Return what Arrow needs to know about files."""
         infos: list[FileInfo] = self.fs.get_file_info(paths)
         return infos
 
     def get_file_info_selector(self, selector: FileSelector) -> list[FileInfo]:
-        """Return what Arrow needs to know about the files in a folder."""
         infos: list[FileInfo] = self.fs.get_file_info(selector)
         return infos
 
     def open_input_file(self, path: str) -> PythonFile:
-        """Open a file for random access."""
         return PythonFile(open_checked(path), mode="r")
 
 

@@ -30,13 +30,7 @@ UNREADABLE = (pa.ArrowException, OSError)
 
 @dataclass
 class CompactionResult:
-    """The result of merging the parts of a run.
-
-    Attributes:
-        before: The number of Parquet files before, by table.
-        after: The number of Parquet files after, by table.
-        problems: Messages about unreadable files, which are kept unchanged.
-    """
+    """The numbers of Parquet files before and after, by table, and messages about unreadable files, which are kept."""
 
     before: Counter[str] = field(default_factory=Counter)
     after: Counter[str] = field(default_factory=Counter)
@@ -50,9 +44,6 @@ def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionR
         folder: The folder of the run. The caller holds its lock.
         ends: By rank and table, the number of a part that must not be merged with the parts before it: a run that
             resumes from a checkpoint removes the parts from this number on.
-
-    Returns:
-        The number of files before and after, and problems.
 
     Raises:
         OSError: A file cannot be written. No row is lost.
@@ -145,7 +136,10 @@ def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
         rows, size = rows + piece.num_rows, size + piece.nbytes
         while rows > max_rows or (size >= ROW_GROUP_BYTES and not table.is_sorted):
             rows_so_far = _concatenated(table, pending)
-            end = _end_of_group(rows_so_far, max_rows) if table.is_sorted else min(rows, max_rows)
+            end = min(rows, max_rows)
+            if table.is_sorted:  # the group ends with a complete step
+                steps = rows_so_far.column("step").to_numpy()
+                end = int(np.searchsorted(steps, steps[max_rows])) or max_rows
             yield rows_so_far.slice(0, end)
             pending = [rows_so_far.slice(end)]
             rows, size = rows - end, 0
@@ -155,9 +149,3 @@ def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 def _concatenated(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
     return in_order(table, pa.concat_tables(pieces).unify_dictionaries().combine_chunks())
-
-
-def _end_of_group(rows: pa.Table, max_rows: int) -> int:
-    """Return the number of rows, sorted by step, that form a row group of complete steps."""
-    steps = rows.column("step").to_numpy()
-    return int(np.searchsorted(steps, steps[max_rows])) or max_rows

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..capture.sink_interface import Row, Sink
@@ -18,13 +18,6 @@ METHODS = ("write", "keep", "end_step", "close")
 
 class CustomSink:
     """Passes everything to a custom sink. After an exception of the sink, only `close` is called.
-
-    Args:
-        sink: The custom sink.
-        where: The config key or the argument that contains it, for messages.
-
-    Attributes:
-        name: The class of the custom sink.
 
     Raises:
         ConfigError: It is a class, or lacks a method of `instrument.Sink`.
@@ -43,30 +36,16 @@ class CustomSink:
         self._has_failed = False
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Pass on rows."""
-        if not self._has_failed:
-            with self._calling("write"):
-                self._sink.write(table, rows)
+        self._call("write", table, rows)
 
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Pass on a tensor."""
-        if self._has_failed:
-            return None
-        with self._calling("keep"):
-            stored = self._sink.keep(key, source_shape, tensor, dtype)
-            if not (stored is None or isinstance(stored, int)):
-                raise TypeError(
-                    f"must return the size in bytes, or None for a dropped tensor, but returned {type(stored).__name__}"
-                )
+        stored: int | None = self._call("keep", key, source_shape, tensor, dtype)
         return stored
 
     def end_step(self) -> None:
-        """End the step."""
-        if not self._has_failed:
-            with self._calling("end_step"):
-                self._sink.end_step()
+        self._call("end_step")
 
     def close(self) -> None:
         """Close the sink, also after an exception."""
@@ -74,14 +53,18 @@ class CustomSink:
             with suppress(Exception):  # its failure is reported already
                 self._sink.close()
         else:
-            with self._calling("close"):
-                self._sink.close()
+            self._call("close")
 
-    @contextmanager
-    def _calling(self, method: str) -> Iterator[None]:
-        """Convert exceptions of the sink to `SinkError`."""
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method, unless the sink has failed. Convert its exceptions to `SinkError`."""
+        if self._has_failed:
+            return None
         try:
-            yield
+            result = getattr(self._sink, method)(*arguments)
+            if method == "keep" and not (result is None or isinstance(result, int)):
+                kind = type(result).__name__
+                raise TypeError(f"must return the size in bytes, or None for a dropped tensor, but returned {kind}")
+            return result
         except Exception as error:
             self._has_failed = True
             location = user_code_location(error)

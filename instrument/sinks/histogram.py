@@ -22,13 +22,7 @@ _CELLS_OF = {
 
 
 class Histogram(NamedTuple):
-    """Counts in equal-width bins.
-
-    Attributes:
-        low: The smallest value.
-        high: The largest value.
-        counts: The count of each bin, ascending. If all values are equal, all are in the first bin.
-    """
+    """Counts in equal-width bins from the smallest to the largest value. If all values are equal, all are in the first bin."""
 
     low: float
     high: float

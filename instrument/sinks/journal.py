@@ -7,7 +7,7 @@ Each message has checksums in the padding between its metadata and its body, whi
 
     FFFFFFFF | size of metadata and checksums | metadata | MAGIC, size and CRC-32 of the body | CRC-32 of all before | body
 
-So a damaged message is an error, and it is not mistaken for an incomplete one. Journals of earlier versions have none.
+So a damaged message is an error, and it is not mistaken for an incomplete one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,9 +30,6 @@ CHECKS = struct.Struct("<8sQI")  # MAGIC, size of the body, CRC-32 of the body; 
 CHECKS_BYTES = CHECKS.size + 4
 PREFIX_BYTES = 8  # STREAM_MAGIC and the size of the metadata
 STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
-# Parts of Arrow's error messages for a stream that ends within a message.
-TRUNCATION_MESSAGES = ("Expected to", " bytes available")
-UNREADABLE = (pa.ArrowException, OSError, EOFError, MemoryError)
 
 
 class Journal:
@@ -41,7 +37,6 @@ class Journal:
 
     Args:
         path: The file. It must not exist.
-        schema: The schema of the batches.
         fsync: Whether rows survive a power failure, in addition to the end of the process.
 
     Raises:
@@ -93,10 +88,10 @@ class Journal:
             OSError: The folder cannot be read.
         """
         try:
-            found = os.stat(self.path)
+            stat = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return os.path.samestat(found, os.fstat(self._file.fileno())) and found.st_size >= self.size
+        return os.path.samestat(stat, os.fstat(self._file.fileno())) and stat.st_size >= self.size
 
     def close(self) -> None:
         """Close the file."""
@@ -109,32 +104,22 @@ def _appending(path: str, flags: int) -> int:
 
 @dataclass
 class JournalReader:
-    """The content of a journal.
-
-    Attributes:
-        path: The file.
-        schema: The schema of the batches; None if it cannot be read.
-        torn: Whether the last message is incomplete: it was being written, or the process ended while writing it.
-        problem: A message about any other damage; None if there is none.
-        rows: The number of rows read so far, including earlier readings.
-        end: The number of bytes up to the end of the last message that was read.
-    """
+    """The content of a journal."""
 
     path: Path
-    schema: pa.Schema | None = None
+    schema: pa.Schema | None = None  # the schema of the batches; None if it cannot be read
+    # Whether the last message is incomplete: it was being written, or the process ended while writing it.
     torn: bool = False
-    problem: str | None = None
-    rows: int = 0
-    end: int = 0
+    problem: str | None = None  # a message about any other damage; None if there is none
+    rows: int = 0  # the number of rows read so far, including earlier readings
+    end: int = 0  # the number of bytes up to the end of the last message that was read
     _source: pa.NativeFile | None = field(default=None, repr=False)
-    _has_checksums: bool = field(default=True, repr=False)
 
     @classmethod
     def of(cls, path: Path, *, exclusive: bool = False, after: JournalReader | None = None) -> JournalReader:
         """Open a journal.
 
         Args:
-            path: The file.
             exclusive: Whether no other process writes to it. It is then memory-mapped instead of read into memory.
             after: An earlier reading of the same file, which has only grown since. Only the new content is read.
 
@@ -145,37 +130,31 @@ class JournalReader:
         if not path.stat().st_size:
             reading.torn = True
             return reading
-        # A buffer or a map: Arrow then checks a damaged length against the size of the content.
-        reading._source = pa.memory_map(str(path)) if exclusive else pa.BufferReader(_content_from(path, reading.end))
+        if exclusive:
+            reading._source = pa.memory_map(str(path))
+        else:
+            with open(path, "rb") as file:
+                file.seek(reading.end)
+                reading._source = pa.BufferReader(file.read())
         if reading.schema is None:
-            reading._read_schema(reading._source)
-        return reading
-
-    def _read_schema(self, source: pa.NativeFile) -> None:
-        start = source.read(PREFIX_BYTES)
-        if not start.startswith(STREAM_MAGIC[: len(start)]):
-            self.problem = f"not an Arrow stream: the file is not read; {REMEDY}"
-            return
-        self._has_checksums = MAGIC in source.read(_size_of_metadata(start))
-        source.seek(0)
-        with self._errors_recorded():
-            message = self._next_message(source)
+            start = reading._source.read(len(STREAM_MAGIC))
+            if not STREAM_MAGIC.startswith(start):
+                reading.problem = f"not an Arrow stream: the file is not read; {REMEDY}"
+                return reading
+            reading._source.seek(0)
+            message = reading._next_message(reading._source)
             if message is not None:
-                self.schema = pa.ipc.read_schema(message)
-                self.end = source.tell()
+                reading.schema, reading.end = pa.ipc.read_schema(message), reading._source.tell()
+        return reading
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
         while self.schema is not None and self._source is not None and self.problem is None:
             began = self._source.tell()
-            batch = None
-            with self._errors_recorded():
-                message = self._next_message(self._source)
-                if message is not None:
-                    batch = pa.ipc.read_record_batch(message, self.schema)
-                    batch.validate(full=True)
-            if batch is None:
+            message = self._next_message(self._source)
+            if message is None:
                 return
+            batch = pa.ipc.read_record_batch(message, self.schema)
             self.end += self._source.tell() - began
             self.rows += batch.num_rows
             yield batch
@@ -183,9 +162,7 @@ class JournalReader:
     def _next_message(self, source: pa.NativeFile) -> pa.ipc.Message | None:
         """Return the next message; None at the end of the file, or if the next message is incomplete or damaged."""
         began = source.tell()
-        if began == source.size():
-            return None
-        if self._has_checksums and not self._is_correct(source):
+        if began == source.size() or not self._is_correct(source):
             return None
         source.seek(began)
         return pa.ipc.read_message(source)
@@ -217,18 +194,6 @@ class JournalReader:
         """Return this reading without the content that was read, as the start of the next one."""
         return replace(self, _source=None)
 
-    @contextmanager
-    def _errors_recorded(self) -> Iterator[None]:
-        """Record an error of Arrow: only journals of earlier versions, which have no checksums, cause one."""
-        try:
-            yield
-        except UNREADABLE as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
-            if any(words in text for words in TRUNCATION_MESSAGES):
-                self.torn = True
-            else:
-                self.problem = f"{text}; the rest is not read; {REMEDY}"
-
 
 def _with_checksums(message: pa.Buffer | bytearray) -> tuple[memoryview, memoryview]:
     """Return the two parts of a message with checksums: everything before the body, and the body."""
@@ -242,10 +207,3 @@ def _with_checksums(message: pa.Buffer | bytearray) -> tuple[memoryview, memoryv
 
 def _size_of_metadata(start: bytes | memoryview) -> int:
     return int.from_bytes(start[len(STREAM_MAGIC) : PREFIX_BYTES], "little")
-
-
-def _content_from(path: Path, start: int) -> bytes:
-    """Return the content of a file from a position on."""
-    with open(path, "rb") as file:
-        file.seek(start)
-        return file.read()

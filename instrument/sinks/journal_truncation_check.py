@@ -26,10 +26,7 @@ CHECKSUM = struct.Struct("<I")
 
 
 class RowCounts:
-    """The row count file of one process.
-
-    Args:
-        path: The file. An existing one is overwritten.
+    """The row count file of one process. An existing one is overwritten.
 
     Raises:
         OSError: From all methods: the file cannot be written.
@@ -40,12 +37,7 @@ class RowCounts:
         self._file: int | None = None
 
     def write(self, counts: Iterable[tuple[int, int]]) -> None:
-        """Write the current counts.
-
-        Args:
-            counts: For each table, in the order of the tables, the number of its next part and the number of rows in
-                its journal.
-        """
+        """Write for each table, in the order of the tables, the number of its next part and the number of rows in its journal."""
         if self._file is None:
             self.path.parent.mkdir(exist_ok=True)
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -75,8 +67,8 @@ def read_counts(path: Path) -> dict[tuple[str, int], int] | None:
         pairs, checksum = content[: -CHECKSUM.size], content[-CHECKSUM.size :]
         if pairs and len(pairs) % PAIR.size == 0 and checksum == CHECKSUM.pack(zlib.crc32(pairs)):
             # An earlier version wrote fewer tables: the first ones.
-            found = ((table, *pair) for table, pair in zip(TABLES, PAIR.iter_unpack(pairs), strict=False))
-            return {(table, part): rows for table, part, rows in found if rows}
+            numbered = ((table, *pair) for table, pair in zip(TABLES, PAIR.iter_unpack(pairs), strict=False))
+            return {(table, part): rows for table, part, rows in numbered if rows}
     return None
 
 

@@ -11,9 +11,7 @@ from filelock import FileLock, Timeout
 from ..errors import InstrumentError
 
 LOCK = ".lock"
-LOCK_TIMEOUT = (
-    1.0  # Seconds to wait for the lock. A reader that checks whether a run is active holds it for an instant.
-)
+LOCK_TIMEOUT = 1.0  # in seconds; a reader that checks whether a run is active holds the lock for an instant
 
 
 def lock_of(folder: Path, rank: int = 0) -> Path:

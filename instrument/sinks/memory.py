@@ -38,7 +38,6 @@ class MemorySink:
         """Append rows to a table.
 
         Args:
-            table: The name of the table.
             rows: Tuples in the order of the columns.
         """
         self.rows[table].extend(rows)
@@ -88,19 +87,11 @@ class MemorySink:
         self.closed = True
 
     def records(self, table: str) -> list[dict[str, Any]]:
-        """Return the rows of a table as dictionaries by column name.
-
-        Args:
-            table: The name of the table.
-        """
+        """Return the rows of a table as dictionaries by column name."""
         return [dict(zip(TABLES[table].names, row, strict=True)) for row in self.rows[table]]
 
     def frame(self, table: str) -> pd.DataFrame:
-        """Return the rows of a table as a DataFrame with all columns. Each custom statistic or metric is a column.
-
-        Args:
-            table: The name of the table.
-        """
+        """Return the rows of a table as a DataFrame with all columns. Each custom statistic or metric is a column."""
         import pandas as pd
 
         frame = pd.DataFrame(self.rows[table], columns=list(TABLES[table].names))

@@ -27,12 +27,7 @@ STATUS = {"done": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 
 
 class Mlflow:
-    """Logs one batch per step and waits for the response.
-
-    Args:
-        run: The run. A resumed run creates a new MLflow run that starts at the first repeated step.
-        folder: Not used.
-    """
+    """Logs one batch per step. A resumed run creates a new MLflow run that starts at the first repeated step."""
 
     shows_images = False
 
@@ -55,14 +50,12 @@ class Mlflow:
             return experiment.experiment_id
 
     def log(self, step: int, summary: StepSummary) -> None:
-        """Send the numbers of a step."""
         now = int(time.time() * 1000)
         metrics = [Metric(tag[-KEY_LENGTH:], value, now, step) for tag, value in summary.scalars.items()]
         for start in range(0, len(metrics), METRICS):
             self.client.log_batch(self.id, metrics=metrics[start : start + METRICS])
 
     def close(self, outcome: Outcome) -> None:
-        """Set the final status of the run."""
         self.client.set_terminated(self.id, STATUS[outcome])
 
 

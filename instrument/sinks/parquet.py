@@ -49,19 +49,12 @@ def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
 
 
 class ParquetSink:
-    """Writes rows and tensors to the folder of a run.
+    """Writes rows and tensors to the folder of a run, which has to exist when the first rows are written.
+
+    The options are those of `instrument.spec.config.SinkConfig`. Dtypes that float32 cannot represent exactly are always
+    stored as bytes.
 
     Args:
-        folder: The folder of the run. It must exist when the first rows are written.
-        tensors: `list` (default) stores values as `list<float>`, which every Parquet reader supports. `bytes` stores
-            raw bytes, which is several times faster. Dtypes that float32 cannot represent exactly are always stored as
-            bytes.
-        when_full: What to do if tensors arrive faster than they are written: `wait` (default) for the disk, or `drop`
-            them. Dropped tensors are counted in `coverage`.
-        durability: What the rows of completed steps survive: the end of the `process` for any reason (default), or a
-            `power` failure, which requires one fsync per step and table.
-        on_error: What to do if a file cannot be written: `stop` (default) with an error, or `continue` without
-            recording.
         report: Called with a message if it continues. Default: issue a warning.
         parts: The number of existing parts of each table. Default: none.
     """
@@ -83,6 +76,7 @@ class ParquetSink:
         self.failure: str | None = None
         # Of the folder. Set with the first rows, since the folder may be created after the sink.
         self._folder_stat: os.stat_result | None = None
+        self._reserve = disk_reserve_file(folder, own_rank())
         self._has_reserve = False
         self._step: int | None = None  # the last step whose rows were written
         self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
@@ -108,10 +102,7 @@ class ParquetSink:
     def keep(
         self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
     ) -> int | None:
-        """Copy a tensor into a buffer that a thread writes during the step.
-
-        Returns:
-            The size of the stored values in bytes; None if the tensor was dropped.
+        """Copy a tensor into a buffer that a thread writes. Return the number of stored bytes; None if the tensor was dropped.
 
         Raises:
             SinkError: Tensors cannot be written.
@@ -124,17 +115,14 @@ class ParquetSink:
             self._fail(error)
             return None
 
-    def end_step(self) -> None:
+    def end_step(self, *, wait: bool = False) -> None:
         """Write the rows and tensors of the step to the operating system.
 
-        Tensors that a GPU is still copying follow at the end of a later step.
+        Tensors that a GPU is still copying follow at the end of a later step, unless `wait` is True.
 
         Raises:
             SinkError: They cannot be written.
         """
-        self._end_step()
-
-    def _end_step(self, *, wait: bool = False) -> None:
         if self.failure is not None:
             return
         try:
@@ -159,10 +147,7 @@ class ParquetSink:
         return self._templates[table].message(len(rows), columns)
 
     def finish_parts(self) -> dict[str, int]:
-        """Convert all journals to parts.
-
-        Returns:
-            The number of parts of each table.
+        """Convert all journals to parts. Return the number of parts of each table.
 
         Raises:
             SinkError: A part cannot be written.
@@ -183,7 +168,7 @@ class ParquetSink:
         Raises:
             SinkError: A part cannot be written. Rows in journals are kept.
         """
-        self._end_step(wait=True)
+        self.end_step(wait=True)
         self._tensors.stop()
         try:
             if self.failure is None:
@@ -203,10 +188,6 @@ class ParquetSink:
     def _count(self) -> None:
         """Write the number of rows in each journal to the row count file."""
         self._counts.write((writer.part.number, writer.rows) for writer in self._writers.values())
-
-    @property
-    def _reserve(self) -> Path:
-        return disk_reserve_file(self.folder, own_rank())
 
     def _reserve_space(self) -> None:
         """Reserve a little disk space, which is released to report a full disk."""

@@ -36,10 +36,8 @@ OTHER_COLUMNS = "the columns differ from those of the table: the file is not rea
 ROW_GROUP_ROWS = 32_768
 TENSOR_ROW_GROUP_ROWS = 8_192  # the number of rows that are read to get one tensor
 LISTING_SIZE = 256  # the number of files that the system lists in one call
-BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = (
-    64,
-    2**20,
-)  # batches, and bytes of the last of them, that are combined into one
+# The number of batches that are combined into one, and the number of bytes of the last one.
+BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20
 ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
 
 _PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
@@ -47,17 +45,11 @@ _JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
 
 
 class Part(NamedTuple):
-    """One part of a table, or several merged ones.
+    """One part of a table, or several merged ones."""
 
-    Attributes:
-        rank: The process that wrote it, from 0.
-        number: The number of the part, or of the first merged one.
-        last: The number of the last merged one; -1 for a single part.
-    """
-
-    rank: int
-    number: int
-    last: int = -1
+    rank: int  # the process that wrote it, from 0
+    number: int  # the number of the part, or of the first merged one
+    last: int = -1  # the number of the last merged one; -1 for a single part
 
     @property
     def end(self) -> int:
@@ -156,17 +148,17 @@ def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]
     counts: dict[tuple[str, Part], int] = {}
     damaged = []
     for path, rank in row_counts_in(folder).items():
-        found = read_counts(path)
-        if found is None:
+        known = read_counts(path)
+        if known is None:
             damaged.append(path)
-        counts |= {(table, Part(rank, number)): rows for (table, number), rows in (found or {}).items()}
+        counts |= {(table, Part(rank, number)): rows for (table, number), rows in (known or {}).items()}
     return counts, damaged
 
 
 def lost_journals(folder: Path, table: str) -> dict[Path, str]:
     """Return the missing journals of a table whose rows are in no part, each with a message."""
 
-    def found() -> dict[Path, str]:
+    def missing() -> dict[Path, str]:
         written, _ = rows_written(folder)
         return {
             part.journal(folder, name): f"the file is missing, with {rows:,} rows"
@@ -176,26 +168,21 @@ def lost_journals(folder: Path, table: str) -> dict[Path, str]:
             and not any(later.covers(part) for later in part_files(folder, name))
         }
 
-    lost = found()
+    lost = missing()
     # Checked twice: a run that resumes removes journals in between.
-    return {path: problem for path, problem in found().items() if path in lost} if lost else {}
+    return {path: problem for path, problem in missing().items() if path in lost} if lost else {}
 
 
 def foreign_files(folder: Path, subfolder: str) -> list[Path]:
-    """Return the files in a folder of a run that no run has written and no reader uses.
-
-    Args:
-        folder: The folder of the run.
-        subfolder: The name of a table's folder, or of the folder of journals.
-    """
+    """Return the files in a folder of a run that no run has written and no reader uses."""
     names = names_in(folder / subfolder)
     if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
         return []  # a shortcut: there may be thousands of runs
     listed = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
     known_files = {*listed.values(), *disk_reserve_files(folder)}
-    found = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
+    present = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
     return sorted(
-        file for file in found if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
+        file for file in present if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
     )
 
 
@@ -213,9 +200,6 @@ def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsy
     """Convert a journal to a part and remove it. A damaged journal is kept under another name.
 
     Args:
-        folder: The folder of the run.
-        table: The table.
-        part: The part.
         written: The minimum number of rows that were written to the journal; 0 if unknown.
         fsync: Whether the part survives a power failure. Default: False.
 
@@ -246,11 +230,6 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
 
     Removed are later parts, journals, and temporary files.
 
-    Args:
-        folder: The folder of the run.
-        rank: The process.
-        counts: The number of parts of each table to keep.
-
     Raises:
         OSError: A file cannot be removed, or a merged part contains rows to keep and rows to remove.
     """
@@ -272,16 +251,11 @@ def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, i
 
 def in_order(table: Table, rows: pa.Table) -> pa.Table:
     """Sort rows as in the files of the table. Rows of one step and layer keep their order."""
-    if not table.is_sorted:
-        return rows
-    return _sorted_by(rows, ORDER)
+    return _sorted_by(rows, ORDER) if table.is_sorted else rows
 
 
 def as_written(rows: pa.Table) -> pa.Table:
-    """Sort the rows of a sorted table in the order in which they were written.
-
-    Rows without a position keep their order.
-    """
+    """Sort the rows of a sorted table in the order in which they were written. Rows without a position keep their order."""
     return _sorted_by(rows, AS_WRITTEN)
 
 
@@ -296,11 +270,8 @@ def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch
     small_batches: list[pa.RecordBatch] = []
     for batch in batches:
         small_batches.append(batch)
-        if (
-            len(small_batches) == BATCHES_TO_COMBINE
-            or batch.num_rows > BATCHES_TO_COMBINE
-            or batch.nbytes > MAX_SMALL_BATCH_BYTES
-        ):
+        is_large = batch.num_rows > BATCHES_TO_COMBINE or batch.nbytes > MAX_SMALL_BATCH_BYTES
+        if is_large or len(small_batches) == BATCHES_TO_COMBINE:
             yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
             small_batches = []
     if small_batches:
@@ -352,8 +323,8 @@ def _sync(path: Path) -> None:
 
 def _options(table: Table) -> dict[str, Any]:
     labels = [column.name for column in table.columns if pa.types.is_dictionary(column.type)]
-    options: dict[str, Any] = {"use_dictionary": labels, "compression": "zstd", "compression_level": 1}
-    options["write_page_checksum"] = True
+    options: dict[str, Any] = {"use_dictionary": labels, "write_page_checksum": True}
+    options |= {"compression": "zstd", "compression_level": 1}
     if table.is_sorted:
         options["sorting_columns"] = [pq.SortingColumn(table.schema.get_field_index(name)) for name in ORDER]
     if table.name == "tensors":

@@ -27,27 +27,16 @@ from .remote_folder import moved_to
 
 @dataclass
 class RecoveryResult:
-    """The result of a recovery.
+    """The result of a recovery."""
 
-    Attributes:
-        rows: The number of rows that became Parquet, by table.
-        torn: Tables whose last step was incomplete when the process ended. Its incomplete message is discarded.
-        problems: Messages about unreadable data.
-    """
-
-    rows: Counter[str] = field(default_factory=Counter)
+    rows: Counter[str] = field(default_factory=Counter)  # the number of rows that became Parquet, by table
+    # Tables whose last step was incomplete when the process ended. Its incomplete message is discarded.
     torn: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # messages about unreadable data
 
 
 def recover(folder: Path) -> RecoveryResult:
     """Convert all journals of a run without a process to parts, and remove its temporary files.
-
-    Args:
-        folder: The folder of the run.
-
-    Returns:
-        What was recovered, and problems.
 
     Raises:
         OSError: A file cannot be written. The files not yet processed are unchanged.

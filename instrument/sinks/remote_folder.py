@@ -13,14 +13,11 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ..errors import ConfigError, InstrumentError, Problem
 from ..pip_extras import pip_command
 from .remote_errors import CREDENTIALS, safe_message, without_secrets
-
-if TYPE_CHECKING:
-    from fsspec.callbacks import Callback
 
 # Object stores replace files atomically. Elsewhere, a file is uploaded under a temporary name and moved.
 OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oci", "oss"})
@@ -69,23 +66,18 @@ def check_address(address: str, where: str) -> None:
     Raises:
         ConfigError: It is invalid. The message does not repeat an address with credentials.
     """
+    from fsspec.registry import available_protocols
+
     check_no_secret(address, where)
     match = _ADDRESS.fullmatch(address)
     if match is None or "::" in address:
-        raise ConfigError(Problem(where, "not the address of a folder", given=address, allowed=ALLOWED))
-    from fsspec.registry import available_protocols
-
+        raise ConfigError(Problem(where, "not the address of a folder", address, ALLOWED))
     if match[1] not in available_protocols():
-        known = sorted(available_protocols())
-        raise ConfigError(Problem(where, "fsspec has no such protocol", given=address, allowed=known))
+        raise ConfigError(Problem(where, "fsspec has no such protocol", address, sorted(available_protocols())))
 
 
 def check_no_secret(text: str, where: str) -> None:
     """Refuse an address that contains credentials, without repeating it.
-
-    Args:
-        text: The address, or a text that contains it.
-        where: The config key or argument, for the message.
 
     Raises:
         ConfigError: There are credentials.
@@ -111,7 +103,9 @@ def filesystem(address: str, where: str) -> tuple[Any, str]:
         logging.getLogger(client).setLevel(logging.WARNING)
     protocol = address.partition("://")[0]
     if EXTRAS.get(protocol) == "gcs":
-        _isolate_random_state()
+        with suppress(ImportError):  # the missing package is reported below
+            # Its delays before retries draw from Python's global random generator, which belongs to the run.
+            cast(Any, importlib.import_module("gcsfs.retry")).random = random.Random()
     try:
         return fsspec.core.url_to_fs(address, **_options(protocol))  # type: ignore[no-any-return]
     except (ImportError, ValueError) as error:
@@ -129,13 +123,6 @@ def check_remote(remote: str | None, where: str = REMOTE_KEY) -> None:
     """
     if remote is not None:
         filesystem(remote, where)
-
-
-def _isolate_random_state() -> None:
-    """Give gcsfs its own random generator for retry delays. Python's global generator belongs to the run."""
-    with suppress(ImportError):  # the missing package is reported where it is used
-        retry: Any = importlib.import_module("gcsfs.retry")
-        retry.random = random.Random()
 
 
 def _options(protocol: str) -> dict[str, Any]:
@@ -183,8 +170,7 @@ def open_folder(path: str | Path) -> Path:
     Of a remote folder, the cached listing is discarded and all files are listed in one call.
 
     Raises:
-        ConfigError: The address is invalid, or a package is missing.
-        InstrumentError: The service does not answer or does not allow reading.
+        InstrumentError: The address is invalid, a package is missing, or the service does not answer or does not allow reading.
     """
     folder = folder_at(path)
     if is_address(folder):
@@ -220,11 +206,7 @@ def remote_address_of(folder: Path, remote: str) -> str:
 
 
 def moved_to(info: Mapping[str, Any]) -> str | None:
-    """Return the address to which the parts of a run were moved; None if they were not moved.
-
-    Args:
-        info: The content of run.json.
-    """
+    """Return the address to which the parts of a run were moved; None if they were not moved."""
     config = info.get("config")
     sink = config.get("sink") if isinstance(config, dict) else None
     return info.get("remote") if isinstance(sink, dict) and sink.get("keep_local") is False else None
@@ -232,10 +214,6 @@ def moved_to(info: Mapping[str, Any]) -> str | None:
 
 class RemoteFolder:
     """A remote folder.
-
-    Args:
-        address: The address, without credentials.
-        where: The config key or argument that contains it, for messages.
 
     Attributes:
         moved: The number of bytes sent, including those of incomplete files.
@@ -257,31 +235,28 @@ class RemoteFolder:
         """Return the sizes of all files in bytes, by path relative to the folder."""
         self._files.invalidate_cache()
         try:
-            found = self._files.find(self._root, detail=True)
+            infos = self._files.find(self._root, detail=True)
         except FileNotFoundError:
             return {}
-        return {name[len(self._root) + 1 :]: info["size"] for name, info in found.items()}
+        return {name[len(self._root) + 1 :]: info["size"] for name, info in infos.items()}
 
     def put(self, file: Path, name: str) -> None:
         """Upload a file. It appears when it is complete, and replaces an existing file of that name."""
-        path, before = f"{self._root}/{name}", self.moved
-        if self._is_atomic:
-            self._files.put_file(str(file), path, callback=self._counting(before))
-        else:
-            above, _, last = path.rpartition("/")
-            temporary = f"{above}/.{last}.tmp"
-            self._files.makedirs(above, exist_ok=True)
-            self._files.put_file(str(file), temporary, callback=self._counting(before))
-            self._files.mv(temporary, path)
-        self.moved = before + file.stat().st_size
-
-    def _counting(self, before: int) -> Callback:
         from fsspec.callbacks import Callback
+
+        path, before = f"{self._root}/{name}", self.moved
 
         def count(_: int | None, value: int) -> None:
             self.moved = before + value
 
-        return Callback(hooks={"moved": count})
+        above, _, last = path.rpartition("/")
+        target = path if self._is_atomic else f"{above}/.{last}.tmp"
+        if not self._is_atomic:
+            self._files.makedirs(above, exist_ok=True)
+        self._files.put_file(str(file), target, callback=Callback(hooks={"moved": count}))
+        if not self._is_atomic:
+            self._files.mv(target, path)
+        self.moved = before + file.stat().st_size
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a file; None if it does not exist."""
@@ -312,12 +287,6 @@ def check_is_local(
     fix: str = f"set {REMOTE_KEY}=protocol://bucket/folder",
 ) -> None:
     """Refuse an address where a local folder is required.
-
-    Args:
-        path: The path or address.
-        where: The config key or argument, for the message.
-        message: Why an address cannot be used.
-        fix: What to use instead.
 
     Raises:
         ConfigError: It is an address.

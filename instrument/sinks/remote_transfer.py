@@ -1,7 +1,7 @@
 """Transfer of a run's files to a remote folder: which files are sent, which exist already, and which are removed.
 
 A part never changes, so an existing one is not sent again. Journals stay local; their rows are sent when they are in a
-part. Files are sent from disk, one by one.
+part. Files are sent from disk, one by one. If the service cannot be reached, clients raise exceptions of many types.
 """
 
 from __future__ import annotations
@@ -28,13 +28,7 @@ CHECKPOINTS = "checkpoints/"  # these files never change, like parts
 
 @dataclass
 class TransferResult:
-    """The result of sending a run's files.
-
-    Attributes:
-        files: The number of files sent.
-        bytes: The number of bytes sent.
-        failed: The files that could not be sent, each with the reason.
-    """
+    """The numbers of files and bytes sent, and the files that could not be sent, each with the reason."""
 
     files: int = 0
     bytes: int = 0
@@ -45,12 +39,8 @@ def files_of(folder: Path) -> Iterator[str]:
     """Yield the files of a run that are sent, run.json last. Journals, locks and temporary files are excluded."""
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        if (
-            file.is_file()
-            and name != RECORD
-            and not name.startswith((LOCK, f"{JOURNALS}/"))
-            and not name.endswith(".tmp")
-        ):
+        is_excluded = name == RECORD or name.startswith((LOCK, f"{JOURNALS}/")) or name.endswith(".tmp")
+        if file.is_file() and not is_excluded:
             yield name
     yield RECORD
 
@@ -83,19 +73,10 @@ def check_same_run(folder: Path, remote: RemoteFolder) -> None:
 
 
 def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = None) -> TransferResult:
-    """Send all files that do not exist in the remote folder.
-
-    Args:
-        folder: The folder of the run.
-        remote: The destination.
-        sent: An earlier result, to which this adds. Default: a new one.
-
-    Returns:
-        What was sent, and what could not be sent.
+    """Send all files that do not exist in the remote folder. Add to an earlier result, if there is one.
 
     Raises:
         UploadError: The remote folder contains another run.
-        Exception: The service cannot be reached; clients raise exceptions of many types.
     """
     sent = TransferResult() if sent is None else sent
     check_same_run(folder, remote)
@@ -122,38 +103,24 @@ def send_all(folder: Path, remote: RemoteFolder, sent: TransferResult | None = N
         else:
             sent.files, sent.bytes = sent.files + 1, sent.bytes + size
     if not sent.failed:
-        remote.sizes()  # refreshes the listing
-        remove_merged(remote)
-        _remove_old_checkpoints(folder, remote)
+        _remove_replaced(folder, remote)
     return sent
 
 
-def _remove_old_checkpoints(folder: Path, remote: RemoteFolder) -> None:
-    """Remove remote checkpoints that were replaced by newer ones."""
-    local = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
-    for name in remote.sizes() if local else ():
-        if name.startswith(CHECKPOINTS) and name not in local:
+def _remove_replaced(folder: Path, remote: RemoteFolder) -> None:
+    """Remove the remote parts whose rows are in a remote merged part, and the checkpoints that newer ones replaced."""
+    names, remote_parts = remote.sizes(), folder_at(remote.address)
+    for table in TABLES:
+        for part in written_parts(remote_parts, table).keys() - part_files(remote_parts, table).keys():
+            remote.remove(f"{table}/{part.file(remote_parts, table).name}")
+    checkpoints = {name for name in files_of(folder) if name.startswith(CHECKPOINTS)}
+    for name in names if checkpoints else ():
+        if name.startswith(CHECKPOINTS) and name not in checkpoints:
             remote.remove(name)
 
 
-def remove_merged(remote: RemoteFolder) -> None:
-    """Remove the remote parts whose rows are in a remote merged part.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
-    folder = folder_at(remote.address)
-    for table in TABLES:
-        for part in written_parts(folder, table).keys() - part_files(folder, table).keys():
-            remote.remove(f"{table}/{part.file(folder, table).name}")
-
-
 def remove_sent(folder: Path, remote: RemoteFolder, rank: int | None = None) -> None:
-    """Remove the local parts that exist completely in the remote folder, of one process or of all.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
+    """Remove the local parts that exist completely in the remote folder, of one process or of all."""
     remote_sizes = remote.sizes()
     for file in local_parts(folder, rank):
         if remote_sizes.get(file.relative_to(folder).as_posix()) == file.stat().st_size:
@@ -168,19 +135,12 @@ def _is_same(file: Path, size: int, remote: RemoteFolder, name: str, remote_size
 
 
 def send_with_retries(folder: Path, remote: RemoteFolder, name: str) -> None:
-    """Send a file, with retries.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
-    for attempt in range(ATTEMPTS):
-        try:
+    """Send a file, with retries."""
+    for failures in range(1, ATTEMPTS):
+        with suppress(Exception):
             return remote.put(folder / name, name)
-        except Exception:
-            if attempt == ATTEMPTS - 1:
-                raise
-            time.sleep(pause_after(attempt + 1))
-    return None
+        time.sleep(pause_after(failures))
+    return remote.put(folder / name, name)
 
 
 def pause_after(failures: int) -> float:
@@ -189,13 +149,7 @@ def pause_after(failures: int) -> float:
 
 
 def remove_parts_after(remote: RemoteFolder, rank: int, counts: Mapping[str, int]) -> None:
-    """Remove the remote parts of one process after a number of parts per table.
-
-    See `instrument.sinks.parts.remove_rows_after_checkpoint` for local parts.
-
-    Raises:
-        Exception: The service cannot be reached; clients raise exceptions of many types.
-    """
+    """Remove the remote parts of one process after a number of parts per table; see `remove_rows_after_checkpoint`."""
     folder = folder_at(remote.address)
     for table, count in counts.items():
         for part, file in written_parts(folder, table).items():

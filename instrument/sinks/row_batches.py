@@ -37,20 +37,12 @@ def with_positions(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:
-    """Convert plain rows to the dtypes of the files, with labels as dictionaries.
-
-    Args:
-        table: The table.
-        plain: Batches of rows, or rows that have their positions if the table requires them.
-    """
+    """Convert plain rows, in batches or with their positions, to the dtypes of the files, with labels as dictionaries."""
     if not isinstance(plain, pa.Table):
-        plain = pa.Table.from_batches([with_positions(table, batch) for batch in [*plain, _empty_batch(table)]])
+        empty = pa.RecordBatch.from_pylist([], table.plain_schema)
+        plain = pa.Table.from_batches([with_positions(table, batch) for batch in [*plain, empty]])
     columns = [
         cells.combine_chunks().dictionary_encode() if pa.types.is_dictionary(column.type) else cells
         for column, cells in zip(table.stored, plain.columns, strict=True)
     ]
     return pa.Table.from_arrays(columns, schema=table.schema)
-
-
-def _empty_batch(table: Table) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pylist([], table.plain_schema)

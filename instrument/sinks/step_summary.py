@@ -24,19 +24,13 @@ _KIND = TABLES["tensors"].names.index("kind")
 
 @dataclass
 class StepSummary:
-    """The summary of one step, by tag.
+    """The summary of one step, by tag."""
 
-    Attributes:
-        scalars: Numbers. Several values of a tag are combined as the statistic defines (`merged`), or by their mean.
-        histograms: Histograms. Several of a tag are added.
-        pictures: The first picture of each tag.
-        texts: Events, one per line.
-    """
-
+    # Numbers. Several values of a tag are combined as the statistic defines (`merged`), or by their mean.
     scalars: dict[str, float] = field(default_factory=dict)
-    histograms: dict[str, Histogram] = field(default_factory=dict)
-    pictures: dict[str, Image] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    histograms: dict[str, Histogram] = field(default_factory=dict)  # several of a tag are added
+    pictures: dict[str, Image] = field(default_factory=dict)  # the first picture of each tag
+    texts: dict[str, str] = field(default_factory=dict)  # events, one per line
 
 
 class SummaryCollector:
@@ -69,9 +63,7 @@ class SummaryCollector:
     def take(self, *, wait: bool = False) -> Iterator[tuple[int, StepSummary]]:
         """Yield the collected summaries in the order of the steps. Steps without content are omitted.
 
-        Args:
-            wait: Whether to wait for pictures that a GPU is still copying, and to include a step of which only pictures
-                are known. Default: these steps and later ones remain.
+        With `wait`, wait for pictures that a GPU is still copying, and include a step of which only pictures are known.
         """
         for step in sorted(self._steps):
             if not wait and not self._steps[step].is_complete:

@@ -20,8 +20,6 @@ class TableWriter:
     """Writes batches of plain rows.
 
     Args:
-        folder: The folder of the run.
-        table: The table.
         journal_bytes: The size at which a journal becomes a part, in bytes.
         first: The number of the first part.
         fsync: Whether rows survive a power failure.
@@ -39,10 +37,7 @@ class TableWriter:
         self.journal: Journal | None = None
 
     def is_intact(self, *, parts: bool) -> bool:
-        """Return whether the written files still exist, according to their names and sizes.
-
-        Args:
-            parts: Whether to check the parts too. False if they are moved elsewhere.
+        """Return whether the journal, and the parts unless they are moved elsewhere, still exist with their sizes.
 
         Raises:
             OSError: The folder cannot be read.

@@ -36,14 +36,7 @@ _KEY = {column.name: index for index, column in enumerate(IDENTITY)}
 
 
 class Scalar(NamedTuple):
-    """One number of a row.
-
-    Attributes:
-        tag: The tag.
-        step: The optimizer step, from 0.
-        value: The number.
-        fold: Combines several values with the same tag and step.
-    """
+    """One number of a row. `fold` combines several values with the same tag and step."""
 
     tag: str
     step: int
@@ -54,7 +47,7 @@ class Scalar(NamedTuple):
 def scalars(table: str, row: Row) -> Iterator[Scalar]:
     """Yield the numbers of a row. Null is omitted; NaN is a number."""
     names = TABLES[table].names
-    tag = metrics_tag(row) if table == "metrics" else tag_prefix(row)
+    tag = f"{row[2]}{_of_rank(row[3])}" if table == "metrics" else tag_prefix(row)
     for index, name, fold in _columns(table):
         value = row[index]
         if value is not None:
@@ -73,12 +66,6 @@ def tag_prefix(row: Row) -> str:
     return _tag_prefix(_tag_columns(row))
 
 
-def metrics_tag(row: Row) -> str:
-    """Return the first segment of the tags of a `metrics` row: its phase."""
-    _, _, phase, rank, *_ = row
-    return f"{phase}{_of_rank(rank)}"
-
-
 _tag_columns = itemgetter(
     *(_KEY[name] for name in ("phase", "rank", "hook", "layer", "kind", "role", "path", "call", "backward"))
 )
@@ -87,16 +74,12 @@ _tag_columns = itemgetter(
 @lru_cache(maxsize=65_536)
 def _tag_prefix(where: tuple[Any, ...]) -> str:
     phase, rank, hook, layer, kind, role, path, call, backward = where
-    parts = [group_of(hook, phase) + _of_rank(rank), segment(layer)]
+    group = hook if phase == "train" else f"{hook}.{phase}"
+    parts = [group + _of_rank(rank), segment(layer)]
     parts += [segment(path)] if path else []
     parts += [segment(role)] if kind not in KINDS or role != KINDS[kind].roles[0] else []
     parts += [f"{name}{number}" for name, number in (("call", call), ("backward", backward)) if number]
     return "/".join(parts)
-
-
-def group_of(hook: str, phase: str) -> str:
-    """Return the first segment of a tag. Values of evaluations have their own."""
-    return hook if phase == "train" else f"{hook}.{phase}"
 
 
 def segment(name: str) -> str:
@@ -111,12 +94,9 @@ def _of_rank(rank: int) -> str:
 @lru_cache
 def _columns(table: str) -> list[tuple[int, str, Fold]]:
     """Return index, name and fold of the columns with numbers."""
-    return [(TABLES[table].names.index(name), name, _fold(name)) for name in TABLES[table].numbers]
-
-
-def _fold(column: str) -> Fold:
     folds: dict[str, Fold] = {"mean": _mean, "min": min, "max": max}
-    return folds[statistic_of(column).merged]
+    names = TABLES[table].names
+    return [(names.index(name), name, folds[statistic_of(name).merged]) for name in TABLES[table].numbers]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -43,7 +43,6 @@ class TeeSink:
         self._step: int | None = None
 
     def write(self, table: str, rows: Sequence[Row]) -> None:
-        """Pass on rows."""
         self.first.write(table, rows)
         if rows and TABLES[table].names[0] == "step":
             self._step = rows[-1][0]
@@ -60,7 +59,6 @@ class TeeSink:
         return stored
 
     def end_step(self) -> None:
-        """End the step in all sinks."""
         self.first.end_step()
         self._each(lambda sink: sink.end_step())
 

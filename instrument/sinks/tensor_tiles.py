@@ -59,11 +59,7 @@ def _cut(tensor: Tensor, *, filters: bool) -> Tensor | None:
 
 
 def draw_tiles(tiles: np.ndarray[Any, Any]) -> Image.Image:
-    """Draw tiles side by side as an image with a palette, which takes a third of the bytes of an RGB image.
-
-    Args:
-        tiles: float32, shape [tiles, height, width].
-    """
+    """Draw tiles, float32 [tiles, height, width], as an image with a palette, which takes a third of the bytes of RGB."""
     finite = np.isfinite(tiles)
     known = np.where(finite, tiles, np.float32(0.0))
     low, high = float(known.min()), float(known.max())

@@ -20,12 +20,7 @@ FLUSH_SECONDS, QUEUE = 5, 100  # what a killed process may lose: seconds, or ste
 
 
 class TensorBoard:
-    """Writes one event per step.
-
-    Args:
-        run: The run. If it is resumed, TensorBoard discards the steps that are repeated.
-        folder: The folder of the event files.
-    """
+    """Writes one event per step. In a resumed run, TensorBoard discards the steps that are repeated."""
 
     shows_images = True
 
@@ -44,7 +39,6 @@ class TensorBoard:
         self.events.add_summary(Summary(value=values), step)
 
     def close(self, outcome: Outcome) -> None:  # noqa: ARG002
-        """Write the remaining events."""
         self.writer.close()
 
 

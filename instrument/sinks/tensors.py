@@ -41,31 +41,17 @@ FITS_FLOAT32 = (
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor that was copied into a buffer of the pool.
+    """A tensor that was copied into a buffer of the pool."""
 
-    Attributes:
-        row: The columns before the values.
-        flat: The elements, on the CPU: float32 for `values`, any dtype for `data`.
-        as_list: Whether it is stored in `values`.
-        buffer: The buffer.
-        copy: The copy into the buffer.
-    """
-
-    row: Row
-    flat: Tensor
-    as_list: bool
+    row: Row  # the columns before the values
+    flat: Tensor  # the elements, on the CPU: float32 for `values`, any dtype for `data`
+    as_list: bool  # whether it is stored in `values`
     buffer: Tensor
     copy: HostCopy
 
 
 class TensorWriter:
-    """Copies tensors and writes them in a thread.
-
-    Args:
-        writer: The writer of the `tensors` table.
-        tensors: `list`: as float32 lists if those are exact. `bytes`: always as bytes.
-        when_full: What a hook does if no buffer is available: `wait` for the thread, or `drop` the tensor.
-    """
+    """Copies tensors and writes them in a thread. The options are those of `instrument.sinks.parquet.ParquetSink`."""
 
     def __init__(
         self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]
@@ -88,10 +74,7 @@ class TensorWriter:
     # ------------------------------------------------------------------------------------------------ the hook's side
 
     def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
-        """Copy a tensor and pass it to the thread.
-
-        Returns:
-            The size of the stored values in bytes; None if the tensor was dropped.
+        """Copy a tensor and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped.
 
         Raises:
             OSError: An earlier tensor could not be written.
@@ -116,9 +99,6 @@ class TensorWriter:
     def _pass_on(self, *, wait: bool = False) -> None:
         """Pass the tensors whose copies are complete to the thread, in order.
 
-        Args:
-            wait: Whether to wait for the other copies.
-
         Raises:
             OSError: A GPU could not copy a tensor.
         """
@@ -131,10 +111,7 @@ class TensorWriter:
                 raise OSError(f"the GPU could not copy a recorded tensor: {error}") from error
 
     def end_step(self, *, wait: bool = False) -> None:
-        """Wait until all tensors are written, except those that a GPU is still copying.
-
-        Args:
-            wait: Whether to wait for the copies as well.
+        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying.
 
         Raises:
             OSError: They could not be written.
@@ -220,9 +197,8 @@ class TensorWriter:
 def rows_of(tensors: Iterable[tuple[Row, Tensor, bool]]) -> pa.Table:
     """Return plain rows of the `tensors` table. Their values share the memory of the tensors.
 
-    Args:
-        tensors: For each tensor the columns before the values, the elements on the CPU (a vector), and whether they are
-            stored in `values`, as float32, or in `data`, as any dtype.
+    Each tensor has the columns before the values, its elements on the CPU (a vector), and whether they are stored in
+    `values`, as float32, or in `data`, as any dtype.
     """
     table = TABLES["tensors"]
     rows, flat, as_list = zip(*tensors, strict=True)

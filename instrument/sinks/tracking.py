@@ -33,21 +33,13 @@ TRACKER_FOLDERS = {"tensorboard": "tensorboard"}  # subfolders of the run's fold
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The description of a run that a tracker receives.
-
-    Attributes:
-        folder: The folder of the run.
-        name: The run's `name`: its project or experiment.
-        title: Distinguishes it from other runs of that name.
-        config: The resolved configuration.
-        resumed_at: The first repeated step of a resumed run; None for a new run.
-    """
+    """The description of a run that a tracker receives."""
 
     folder: Path
-    name: str
-    title: str
+    name: str  # the run's `name`: its project or experiment
+    title: str  # distinguishes it from other runs of that name
     config: Mapping[str, Any]
-    resumed_at: int | None = None
+    resumed_at: int | None = None  # the first repeated step of a resumed run; None for a new run
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], resumed_at: int | None = None) -> TrackedRun:
@@ -75,14 +67,7 @@ class Tracker(Protocol):
 
 
 class TrackingSink:
-    """A sink that passes rows to a tracker and stores none.
-
-    Args:
-        tracker: The tracker.
-        name: Its name in messages.
-
-    Attributes:
-        outcome: How the run ended, according to its events.
+    """A sink that passes rows to a tracker and stores none. `outcome` is how the run ended, according to its events.
 
     Raises:
         SinkError: From `end_step` and `close`: the tracker failed.
@@ -117,11 +102,8 @@ class TrackingSink:
             self._collector.add_tensor(key, tensor, dtype)
         return 0
 
-    def end_step(self) -> None:
-        """Pass the collected summaries to the tracker."""
-        self._log()
-
-    def _log(self, *, wait: bool = False) -> None:
+    def end_step(self, *, wait: bool = False) -> None:
+        """Pass the collected summaries to the tracker. With `wait`, also those whose pictures a GPU is still copying."""
         for step, summary in self._collector.take(wait=wait):
             with _calling(self.name):
                 self.tracker.log(step, summary)
@@ -129,17 +111,14 @@ class TrackingSink:
     def close(self) -> None:
         """Pass on the remaining summaries and end the run."""
         try:
-            self._log(wait=True)
+            self.end_step(wait=True)
         finally:
             with _calling(self.name):
                 self.tracker.close(self.outcome)
 
 
 def require(packages: Mapping[str, str]) -> None:
-    """Check that trackers can be imported.
-
-    Args:
-        packages: By name of the tracker, the config key that requires it.
+    """Check that trackers can be imported. Each is given with the config key that requires it.
 
     Raises:
         ConfigError: A package is missing.
@@ -161,22 +140,16 @@ def open_tracker(name: str, run: TrackedRun, where: str, tracker_folder: Path | 
 
     Args:
         name: One of `instrument.spec.config.TRACKERS`.
-        run: The description of the run.
-        where: The config key that requests it, for messages.
         tracker_folder: The folder for files of the tracker. Default: in the run's folder.
-
-    Returns:
-        A sink that passes rows to the tracker.
 
     Raises:
         ConfigError: The package is missing, or the service is not available.
     """
     require({name: where})
+    tracker_folder = tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")
     try:
         with _same_random_numbers():
-            return TrackingSink(
-                TRACKERS[name](run, tracker_folder or run.folder / TRACKER_FOLDERS.get(name, ".")), name
-            )
+            return TrackingSink(TRACKERS[name](run, tracker_folder), name)
     except Exception as error:
         message = f"{name} cannot be started: {type(error).__name__}: {_brief(error)}"
         raise ConfigError(Problem(where, message, fix="check the environment variables in docs/export.md")) from error

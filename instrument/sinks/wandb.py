@@ -18,11 +18,9 @@ MAX_BINS = 512  # the maximum of a W&B histogram
 
 
 class WeightsAndBiases:
-    """Logs one dictionary per step.
+    """Logs one dictionary per step. Its files are in `folder`, unless `WANDB_DIR` is set.
 
-    Args:
-        run: The run. A resumed run creates a new W&B run that starts at the first repeated step.
-        folder: The folder for W&B's files, unless `WANDB_DIR` is set.
+    A resumed run creates a new W&B run that starts at the first repeated step.
     """
 
     shows_images = True
@@ -47,7 +45,6 @@ class WeightsAndBiases:
         self.run.log(shown, step=step)
 
     def close(self, outcome: Outcome) -> None:
-        """Wait until everything is sent or written."""
         self.run.finish(exit_code=0 if outcome == "done" else 1)
 
 

@@ -93,12 +93,10 @@ class HookBase(Selection):
     Attributes:
         needs_value: Whether the action requires the tensor that a gradient belongs to.
         uses_parameters: Whether a hook on the loss gets the parameters of its layers.
-        is_tried: Whether the function is called once before the run, on copies, to report errors before step 0.
     """
 
     needs_value: ClassVar[bool] = False
     uses_parameters: ClassVar[bool] = False
-    is_tried: ClassVar[bool] = False
     if TYPE_CHECKING:
         action: str
 
@@ -239,11 +237,6 @@ class HookBase(Selection):
                 of another run cannot be found.
         """
         raise NotImplementedError
-
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether the fields may not fit a batch with another number of samples."""
-        return not {"samples", "slice"}.isdisjoint(self.selection)
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
         """Yield the fields that do not fit a tensor.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -59,6 +59,18 @@ class Target(BaseModel):
     def to_config(self) -> dict[str, Any]:
         """Return the mapping that `hydra.utils.instantiate` accepts."""
         return {"_target_": self.target, **(self.model_extra or {})}
+
+
+def nested_values(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the key and the value of everything in a part of a configuration, containers before their entries."""
+    yield where, value
+    entries: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, Mapping):
+        entries = ((f"{where}.{key}", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        entries = ((f"{where}[{i}]", item) for i, item in enumerate(value))
+    for key, item in entries:
+        yield from nested_values(item, key)
 
 
 def describe_callable(function: Any) -> str:

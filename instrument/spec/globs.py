@@ -16,6 +16,8 @@ import re
 from functools import lru_cache
 
 ROOT = "."
+_TOKEN = re.compile(r"\[(?P<negation>!?)(?P<inside>\]?[^\]]*)(?P<end>\]?)|.", re.DOTALL)
+"""A set of characters in brackets, of which the first one may be a bracket, or any other character."""
 
 
 @lru_cache(maxsize=1024)
@@ -65,22 +67,14 @@ def _segment(segment: str, pattern: str) -> str:
 
 
 def _characters(segment: str, pattern: str) -> str:
-    out, i = [], 0
-    while i < len(segment):
-        char = segment[i]
-        if char == "*":
-            out.append("[^.]*")
-        elif char == "?":
-            out.append("[^.]")
-        elif char == "[":
-            end = segment.find("]", i + 2 + segment.startswith("!", i + 1))
-            if end < 0:
-                raise ValueError(f"'[' is not closed in {pattern!r}")
-            negated = segment[i + 1] == "!"
-            inside = segment[i + 1 + negated : end].replace("\\", "\\\\").replace("^", "\\^").replace("[", "\\[")
-            out.append(f"(?!\\.)[{'^' if negated else ''}{inside}]")
-            i = end
-        else:
-            out.append(re.escape(char))
-        i += 1
-    return "".join(out)
+    def translate(token: re.Match[str]) -> str:
+        if token[0] in ("*", "?"):
+            return "[^.]*" if token[0] == "*" else "[^.]"
+        if token[0][0] != "[":
+            return re.escape(token[0])
+        if not token["end"]:
+            raise ValueError(f"'[' is not closed in {pattern!r}")
+        inside = re.sub(r"([\\^\[])", r"\\\1", token["inside"])
+        return f"(?!\\.)[{'^' if token['negation'] else ''}{inside}]"
+
+    return _TOKEN.sub(translate, segment)

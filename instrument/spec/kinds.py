@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from ..registry import Registry
 
@@ -60,117 +60,42 @@ def _covers(known: str, role: str) -> bool:
     return role == known or (known.endswith(".*") and role.startswith(known[:-1]) and len(role) >= len(known))
 
 
-_SAVED = ("entry", "state.*")  # of the module, and of the optimizer
-_ALL = (
-    Kind("forward_pre", "module", "micro_step", ("input",), ("input",), False, "the input"),
-    Kind("forward", "module", "micro_step", ("output", "input"), ("output",), False, "the output"),
-    Kind(
-        "full_backward_pre",
-        "module",
-        "micro_step",
-        ("grad_output",),
-        ("grad_output",),
-        True,
-        "the gradient that enters the module's backward pass; this also changes the gradients of its weights",
-    ),
-    Kind(
-        "full_backward",
-        "module",
-        "micro_step",
-        ("grad_input", "grad_output"),
-        ("grad_input",),
-        True,
-        "the gradient that flows to the previous modules",
-    ),
-    Kind(
-        "tensor",
-        "module",
-        "micro_step",
-        ("output", "input"),
-        ("output", "input"),
-        True,
-        "the gradient of the tensor, summed over all its uses",
-    ),
-    Kind(
-        "function",
-        "module",
-        "micro_step",
-        ("output", "input"),
-        ("output", "input"),
-        False,
-        "the result or the arguments of a torch function that the module calls",
-        of_functions=True,
-    ),
-    Kind(
-        "function_grad",
-        "module",
-        "micro_step",
-        ("grad_output",),
-        ("grad_output",),
-        True,
-        "the gradient of the function's result, summed over all its uses",
-        of_functions=True,
-    ),
-    Kind(
-        "parameter_grad",
-        "parameter",
-        "step",
-        ("param_grad",),
-        ("param_grad",),
-        True,
-        "the gradient before `optimizer.step`, after accumulation and unscaling",
-    ),
-    Kind(
-        "parameter_grad_micro",
-        "parameter",
-        "micro_step",
-        ("param_grad",),
-        ("param_grad",),
-        True,
-        "the gradient of each micro-batch, before accumulation",
-    ),
-    Kind(
-        "post_accumulate_grad",
-        "parameter",
-        "micro_step",
-        ("param_grad",),
-        ("param_grad",),
-        True,
-        "the accumulated gradient after each micro-batch",
-    ),
-    Kind(
-        "step_pre",
-        "optimizer",
-        "step",
-        ("param", "param_grad", "buffer", "state.*"),
-        ("param", "param_grad"),
-        True,
-        "the parameter or its gradient, before `optimizer.step`",
-    ),
-    Kind(
-        "step_post",
-        "optimizer",
-        "step",
-        ("param", "param_grad", "update", "buffer", "state.*"),
-        ("param", "state.*"),
-        True,
-        "the parameter or the optimizer state, after `optimizer.step`",
-    ),
-    Kind(
-        "state_dict_pre",
-        "state_dict",
-        "occasion",
-        _SAVED,
-        (),
-        False,
-        "nothing; it records the values before they are saved",
-    ),
-    Kind("state_dict_post", "state_dict", "occasion", _SAVED, _SAVED, False, "the saved values, not the live weights"),
-    Kind("load_state_dict_pre", "state_dict", "occasion", _SAVED, _SAVED, False, "the loaded values, not the file"),
-    Kind("load_state_dict_post", "state_dict", "occasion", _SAVED, (), False, "nothing; it records the loaded values"),
-    Kind("loss", "loss", "micro_step", ("loss",), ("loss",), False, "the loss, before the backward pass"),
-)
-
+# name | family | frequency | roles | roles that an intervention can change | whether it is a gradient | what it changes
+_TABLE = """
+forward_pre | module | micro_step | input | input | no | the input
+forward | module | micro_step | output, input | output | no | the output
+full_backward_pre | module | micro_step | grad_output | grad_output | yes | the gradient that enters the module's backward pass; \
+this also changes the gradients of its weights
+full_backward | module | micro_step | grad_input, grad_output | grad_input | yes | the gradient that flows to the previous modules
+tensor | module | micro_step | output, input | output, input | yes | the gradient of the tensor, summed over all its uses
+function | module | micro_step | output, input | output, input | no | the result or the arguments of a torch function that the \
+module calls
+function_grad | module | micro_step | grad_output | grad_output | yes | the gradient of the function's result, summed over all its uses
+parameter_grad | parameter | step | param_grad | param_grad | yes | the gradient before `optimizer.step`, after accumulation and unscaling
+parameter_grad_micro | parameter | micro_step | param_grad | param_grad | yes | the gradient of each micro-batch, before accumulation
+post_accumulate_grad | parameter | micro_step | param_grad | param_grad | yes | the accumulated gradient after each micro-batch
+step_pre | optimizer | step | param, param_grad, buffer, state.* | param, param_grad | yes | the parameter or its gradient, before \
+`optimizer.step`
+step_post | optimizer | step | param, param_grad, update, buffer, state.* | param, state.* | yes | the parameter or the optimizer state, \
+after `optimizer.step`
+state_dict_pre | state_dict | occasion | entry, state.* | | no | nothing; it records the values before they are saved
+state_dict_post | state_dict | occasion | entry, state.* | entry, state.* | no | the saved values, not the live weights
+load_state_dict_pre | state_dict | occasion | entry, state.* | entry, state.* | no | the loaded values, not the file
+load_state_dict_post | state_dict | occasion | entry, state.* | | no | nothing; it records the loaded values
+loss | loss | micro_step | loss | loss | no | the loss, before the backward pass
+"""
 KINDS: Registry[Kind] = Registry("kinds", "kind")
-for _kind in _ALL:
-    KINDS.register(_kind.name)(_kind)
+for _line in _TABLE.strip().splitlines():
+    _name, _family, _frequency, _roles, _changes, _gradient, _meaning = (cell.strip() for cell in _line.split("|"))
+    KINDS.register(_name)(
+        Kind(
+            _name,
+            cast("Family", _family),
+            cast("Frequency", _frequency),
+            roles=tuple(_roles.split(", ")),
+            changes=tuple(_changes.split(", ")) if _changes else (),
+            gradient=_gradient == "yes",
+            meaning=_meaning,
+            of_functions=_family == "module" and _name.startswith("function"),
+        )
+    )

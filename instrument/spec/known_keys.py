@@ -27,9 +27,6 @@ def fields_of(model: type[BaseModel]) -> list[str]:
 def fields_below(path: Sequence[str]) -> tuple[str, ...]:
     """Return the fields that are allowed below a key of a run's configuration.
 
-    Args:
-        path: The parts of the key: `("data", "slice")`, `("hooks", NAME)`, or `("hooks", NAME, "heads")`.
-
     Returns:
         The names; for a spec, those of every action. Empty if the key is not a section or allows any argument.
     """

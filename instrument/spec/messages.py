@@ -25,11 +25,7 @@ _MESSAGES = {
 
 
 def message_of(item: Mapping[str, Any]) -> str:
-    """Return what is wrong with a value, to follow its key: `must be an integer`.
-
-    Args:
-        item: An item of `ValidationError.errors()`.
-    """
+    """Return what is wrong with a value, to follow its key: `must be an integer`."""
     text: str = _MESSAGES.get(item["type"], item["msg"])
     return re.sub(r"^(?:Input|String) should ", "must ", text.removeprefix("Value error, "))
 

@@ -11,11 +11,7 @@ from .config import RunConfig
 
 
 def mode_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the hooks and settings that the mode of a run does not support.
-
-    Args:
-        config: A valid configuration.
-    """
+    """Yield the hooks and settings that the mode of a run does not support."""
     yield from _hook_problems(config)
     if config.mode == "train":
         if config.forward.grad:
@@ -51,13 +47,7 @@ def _hook_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 class Obstacle(NamedTuple):
-    """Why a hook cannot be part of a graph of `torch.compile`.
-
-    Attributes:
-        key: The field of the spec.
-        reason: The reason.
-        fix: The alternative.
-    """
+    """Why a hook cannot be part of a graph of `torch.compile`: the field of its spec, the reason, and the alternative."""
 
     key: str
     reason: str
@@ -85,13 +75,7 @@ def graph_obstacle(spec: HookBase) -> Obstacle | None:
 
 
 def graph_problems(name: str, spec: HookBase, fix: str) -> Iterator[Problem]:
-    """Yield the problem of a hook that breaks graphs, where they must not break.
-
-    Args:
-        name: The name of the hook.
-        spec: Its spec.
-        fix: What allows graph breaks. It does not help hooks on functions, which compiled code does not call.
-    """
+    """Yield the problem of a hook that breaks graphs, where they must not break. `fix` allows that; hooks on functions never run there."""
     if (found := graph_obstacle(spec)) is not None:
         given = spec.kind if found.key == "kind" else getattr(spec, found.key)
         fixes = found.fix if spec.definition.of_functions else f"{found.fix}, or {fix}"

@@ -49,7 +49,6 @@ class FunctionSpec(ModifySpec):
     )
 
     needs_value: ClassVar[bool] = True
-    is_tried: ClassVar[bool] = True
 
     def build(self, rows: Any, archive: Any) -> Any:
         """Return the action."""

@@ -16,7 +16,7 @@ from .apply import ApplySpec
 from .base import ACTIONS
 from .budget import BudgetConfig
 from .config import RunConfig
-from .field_types import Target, number_to_text
+from .field_types import Target, nested_values, number_to_text
 from .hooks import HookSpec
 from .known_keys import fields_of, fields_of_specs, model_at
 from .messages import TARGET, UnknownNameError, message_of
@@ -33,49 +33,35 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     """Validate the complete configuration of a run.
 
-    Args:
-        raw: Plain mappings, lists and values, with resolved interpolations.
-
-    Returns:
-        The configuration.
-
     Raises:
         ConfigError: It is invalid. The error contains every problem.
     """
     problems: list[Problem] = []
     parsed = {}
     phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
-    for section, parse in (
-        ("hooks", partial(parse_hooks, phase=phase)),
-        ("apply", parse_apply),
-        ("rules", parse_rules),
-    ):
+    sections: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "hooks": partial(parse_hooks, phase=phase),
+        "apply": parse_apply,
+        "rules": parse_rules,
+    }
+    for section, parse in sections.items():
         try:
             parsed[section] = parse(raw.get(section))
         except ConfigError as error:
             problems += error.problems
     if not raw.get("model"):
-        problems.append(
-            Problem(
-                "model",
-                "no model is configured",
-                fix="set model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}",
-            )
-        )
+        fix = "set model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}"
+        problems.append(Problem("model", "no model is configured", fix=fix))
     if not raw.get("data"):
-        problems.append(
-            Problem(
-                "data",
-                "no dataset is configured",
-                fix="set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}",
-            )
-        )
-    for section in ("optimizer", "scheduler"):
-        problems += _not_finite(raw.get(section), section)
+        fix = "set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}"
+        problems.append(Problem("data", "no dataset is configured", fix=fix))
+    for section in ("optimizer", "scheduler"):  # those of PyTorch accept most invalid numbers
+        for where, value in nested_values(raw.get(section), section):
+            if isinstance(value, float) and not math.isfinite(value):
+                problems.append(Problem(where, "must be finite", given=value, allowed="a finite number"))
     missing = {problem.where for problem in problems}
-    rest = {key: value for key, value in raw.items() if key not in ("hooks", "apply", "rules")}
     try:
-        config = RunConfig.model_validate({**rest, **parsed})
+        config = RunConfig.model_validate({**raw, **{section: {} for section in sections}, **parsed})
     except ValidationError as error:
         problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
     else:
@@ -83,21 +69,6 @@ def parse_config(raw: Mapping[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError(*problems)
     return config
-
-
-def _not_finite(value: Any, where: str) -> Iterable[Problem]:
-    """Yield a problem for every NaN or infinite number in a section.
-
-    PyTorch's optimizers and schedulers accept most of them.
-    """
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _not_finite(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            yield from _not_finite(item, f"{where}[{i}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield Problem(where, "must be finite", given=value, allowed="a finite number")
 
 
 def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
@@ -111,13 +82,6 @@ def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
 
 def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
     """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
-
-    Args:
-        raw: The mapping or list.
-        phase: The phase of specs that set none. Default: `train`.
-
-    Returns:
-        The specs by name.
 
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
@@ -136,19 +100,12 @@ def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
             first, other = known.setdefault(custom.column.lower(), (name, custom))  # SQL ignores case
             definitions = [(each.column, each.to_config(), each.function) for each in (custom, other)]
             if definitions[0] != definitions[1]:
-                yield Problem(
-                    f"hooks.{name}.stats",
-                    f"hook {first!r} has another function with the column {custom.column!r}",
-                    given=custom.target,
-                    fix="set another 'name'",
-                )
+                message = f"hook {first!r} has another function with the column {custom.column!r}"
+                yield Problem(f"hooks.{name}.stats", message, given=custom.target, fix="set another 'name'")
 
 
 def parse_apply(raw: Any) -> dict[str, ApplySpec]:
     """Convert a mapping from names to apply specs, or a list of apply specs. Null entries are ignored.
-
-    Returns:
-        The specs by name.
 
     Raises:
         ConfigError: A spec is invalid. The error contains every problem.
@@ -160,9 +117,6 @@ def parse_rules(raw: Any) -> dict[str, RuleBase]:
     """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
 
     An optional rule of the catalogue, such as a default rule, is left out if another entry has the same rule.
-
-    Returns:
-        The rules by name.
 
     Raises:
         ConfigError: A rule is invalid. The error contains every problem.
@@ -184,35 +138,23 @@ def _parse_section(
 ) -> dict[str, Any]:
     specs: dict[str, Any] = {}
     problems: list[Problem] = []
-    for name, value in _named_specs(section, raw):
+    for name, value in named_specs(section, raw):
         where = f"{section}.{name}"
         try:
             if not isinstance(name, str):
                 raise ConfigError(Problem(section, _not_a_string(name), given=name, fix="put the name in quotes"))
             if not NAME.fullmatch(name):
-                raise ConfigError(
-                    Problem(
-                        section,
-                        "a name must consist of letters, digits and underscores, and must not start with a digit",
-                        given=name,
-                    )
-                )
+                message = "a name must consist of letters, digits and underscores, and must not start with a digit"
+                raise ConfigError(Problem(section, message, given=name))
             if not isinstance(value, Mapping):
                 raise ConfigError(Problem(where, "must be a mapping", given=value))
             if value.get("name") not in (None, "", name):
-                raise ConfigError(
-                    Problem(
-                        f"{where}.name",
-                        "the name differs from the key of the spec",
-                        given=value["name"],
-                        fix="remove 'name'",
-                    )
-                )
+                message = "the name differs from the key of the spec"
+                raise ConfigError(Problem(f"{where}.name", message, given=value["name"], fix="remove 'name'"))
             if name in specs:
                 raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
-            specs[name] = _build(
-                _model_of(section, model_for, value, where), {**defaults, **value, "name": name}, where
-            )
+            model = _model_of(section, model_for, value, where)
+            specs[name] = _build(model, {**defaults, **value, "name": name}, where)
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -243,36 +185,27 @@ def _not_a_string(value: object) -> str:
     return f"YAML reads this as {value!r} ({type(value).__name__}), not as a string"
 
 
-def _named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
-    if raw is None:
-        return []
-    if isinstance(raw, Mapping):
-        items = list(raw.items())
-    elif isinstance(raw, list | tuple):
-        items = [
-            (value.get("name") or f"{section}_{i}" if isinstance(value, Mapping) else f"{section}_{i}", value)
-            for i, value in enumerate(raw)
+def named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
+    """Yield the names and the entries of a section that is a mapping or a list, without those that are null."""
+    if isinstance(raw, list | tuple):
+        names = (value.get("name") if isinstance(value, Mapping) else None for value in raw)
+        items: Iterable[tuple[Any, Any]] = [
+            (name or f"{section}_{i}", value) for i, (name, value) in enumerate(zip(names, raw, strict=True))
         ]
+    elif isinstance(raw, Mapping | None):
+        items = (raw or {}).items()
     else:
         raise ConfigError(Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw))
-    return [
-        (str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value)
-        for name, value in items
-        if value is not None
-    ]
+    for name, value in items:
+        if value is not None:
+            yield str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value
 
 
 def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
     kind = value.get("kind")
     if kind == "backward":
-        raise ConfigError(
-            Problem(
-                where,
-                "kind backward is deprecated in PyTorch: its gradients are wrong for modules with several operations",
-                given="kind: backward",
-                similar=["full_backward"],
-            )
-        )
+        message = "kind backward is deprecated in PyTorch: its gradients are wrong for modules with several operations"
+        raise ConfigError(Problem(where, message, given="kind: backward", similar=["full_backward"]))
     action = _choice(value, "action", ACTIONS, where)
     if action != "modify":
         return ACTIONS[action]
@@ -297,27 +230,15 @@ def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
 
 
 def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where: str, hint: str = "") -> str:
-    if value.get(key) is None:
-        raise ConfigError(
-            Problem(
-                f"{where}.{key}",
-                "is missing",
-                allowed=[*options, hint] if hint else [*options],
-                similar=similar_names(key, [str(name) for name in value if name != key]),
-            )
-        )
-    given = number_to_text(value[key])
+    allowed = [*options, hint] if hint else [*options]
+    given = number_to_text(value.get(key))
+    if given is None:
+        similar = similar_names(key, [str(name) for name in value if name != key])
+        raise ConfigError(Problem(f"{where}.{key}", "is missing", allowed=allowed, similar=similar))
     if not isinstance(given, str) or given not in options:
-        raise ConfigError(
-            Problem(
-                f"{where}.{key}",
-                f"unknown {key}" if isinstance(given, str) else _not_a_string(given),
-                given=given,
-                allowed=[*options, hint] if hint else [*options],
-                similar=similar_names(str(given), options),
-            )
-        )
-    return str(given)
+        message = f"unknown {key}" if isinstance(given, str) else _not_a_string(given)
+        raise ConfigError(Problem(f"{where}.{key}", message, given, allowed, similar_names(str(given), options)))
+    return given
 
 
 def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
@@ -357,25 +278,15 @@ def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Proble
         return Problem(key, message_of(item), allowed="the dotted path of a class or function", similar=similar)
     cause = context.get("error")
     if isinstance(cause, UnknownNameError):
-        return Problem(
-            key,
-            f"unknown {cause.what}",
-            given=cause.name,
-            allowed=cause.allowed,
-            similar=similar_names(cause.name, cause.allowed),
-        )
+        similar = similar_names(cause.name, cause.allowed)
+        return Problem(key, f"unknown {cause.what}", cause.name, cause.allowed, similar)
     given = None if isinstance(item["input"], Mapping) else item["input"]
     if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
         return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
     if kind == "literal_error":
         options = re.findall(r"'([^']+)'", context["expected"])
-        return Problem(
-            key,
-            "not an allowed value" if isinstance(given, str | None) else _not_a_string(given),
-            given=given,
-            allowed=options,
-            similar=similar_names(str(given), options),
-        )
+        message = "not an allowed value" if isinstance(given, str | None) else _not_a_string(given)
+        return Problem(key, message, given, options, similar_names(str(given), options))
     if kind == "model_type":
         is_target = context["class_name"] == Target.__name__
         allowed = TARGET if is_target else ", ".join(fields_of(model_at(model, loc) or model))

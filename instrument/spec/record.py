@@ -46,11 +46,7 @@ class CustomStatistic(Target):
 
 
 def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
-    """Yield the names of the custom and registered statistics that hooks record. Invalid specs are ignored.
-
-    Args:
-        hooks: The section `hooks` of a configuration: a mapping or a list.
-    """
+    """Yield the names of the custom and registered statistics that hooks record. Invalid specs are ignored."""
     specs = hooks.values() if isinstance(hooks, Mapping) else hooks if isinstance(hooks, list) else ()
     for spec in specs:
         stats = spec.get("stats") if isinstance(spec, Mapping) and spec.get("action") == "record" else None

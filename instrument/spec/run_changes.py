@@ -11,7 +11,7 @@ import yaml
 
 from ..errors import ConfigError, Problem, similar_names
 from .hooks import HookSpec
-from .parse import parse_hooks
+from .parse import named_specs, parse_hooks
 from .spec_file import YAML_ERRORS
 
 SCHEDULE_FIELDS = ("every", "start", "stop", "steps")
@@ -30,13 +30,7 @@ NOT_IN_CUSTOM_LOOPS = {
 
 @dataclass(frozen=True)
 class RunChange:
-    """A changed setting.
-
-    Attributes:
-        key: The setting, such as `hooks.tame.norm`.
-        before: Its value before; None if it was not set.
-        after: Its value.
-    """
+    """A changed setting, such as `hooks.tame.norm`, with its values; None if it is not set."""
 
     key: str
     before: Any
@@ -67,10 +61,7 @@ class Settings:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Settings:
         """Return the settings of a run, given the configuration in its run.json."""
-        hooks = config.get("hooks") or {}
-        if not isinstance(hooks, Mapping):
-            hooks = {str(spec.get("name") or f"hooks_{i}"): spec for i, spec in enumerate(hooks) if spec}
-        named = {str(name): spec for name, spec in hooks.items() if spec is not None}
+        named = dict(named_specs("hooks", config.get("hooks")))
         phase = "forward" if config.get("mode") == "forward" else "train"
         return cls(named, phase=phase, has_custom_loop="train" not in config)
 
@@ -118,12 +109,7 @@ class Request:
 
 
 def parse_changes(texts: Sequence[str], settings: Settings) -> Request:
-    """Validate changes. All of them are made together.
-
-    Args:
-        texts: Changes such as `hooks.tame.norm=0.5`, `disable=tame`, `lr_scale=0.1` and `stop`. The values are YAML;
-            `null` unsets a field.
-        settings: The settings before.
+    """Validate changes. All of them are made together. Their values are YAML; `null` unsets a field.
 
     Raises:
         ConfigError: A change is invalid. The error contains every problem.
@@ -233,9 +219,7 @@ def _length(factor: Any) -> int:
 def _known_hook(name: str, where: str, settings: Settings) -> str:
     if name not in settings.hooks:
         similar = similar_names(name, settings.hooks)
-        raise ConfigError(
-            Problem(where, "the run has no such hook", name, allowed=list(settings.hooks), similar=similar)
-        )
+        raise ConfigError(Problem(where, "the run has no such hook", name, list(settings.hooks), similar))
     return name
 
 

@@ -105,11 +105,7 @@ def _dimension(field: str, count: int, unit_dim: int | None) -> int:
 
 
 def _checked(field: str, indices: Sequence[int], size: int, of: str) -> tuple[int, ...]:
-    """Return the indices counted from the start.
-
-    Raises:
-        SelectionError: An index is out of range, or two are the same.
-    """
+    """Return the indices counted from the start."""
     for index in indices:
         if not -size <= index < size:
             raise SelectionError(field, f"{index} is out of range for {of}", f"{-size} to {size - 1}")
@@ -120,16 +116,7 @@ def _checked(field: str, indices: Sequence[int], size: int, of: str) -> tuple[in
 
 
 def _check_heads(heads: Heads, shape: Sequence[int], *, features_last: bool) -> None:
-    """Refuse `heads` if the tensor has a separate dimension of heads, such as in [N, heads, T, D] and [N, T, heads, D].
-
-    Args:
-        heads: The selected heads.
-        shape: The shape of the tensor.
-        features_last: Whether its units are in the last dimension.
-
-    Raises:
-        SelectionError: The last dimension does not contain all heads side by side.
-    """
+    """Refuse `heads` if the tensor has a separate dimension of heads, such as in [N, heads, T, D] and [N, T, heads, D]."""
     dims = [dim for dim in range(1, len(shape) - 1) if shape[dim] == heads.of] if len(shape) >= 4 else []
     if dims:
         names = " or ".join(map(str, dims))

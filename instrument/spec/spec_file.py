@@ -27,9 +27,6 @@ def read_specs(specs: Specs) -> dict[str, HookSpec]:
         specs: The path of a YAML file, a mapping or list with the content of such a file, or spec objects. The specs are at
             the top level or in a `hooks` section.
 
-    Returns:
-        The specs by name.
-
     Raises:
         ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
     """
@@ -51,9 +48,6 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
         rules: Rules by name, which replace those of the file and the default rules with the same name; None for an entry
             removes it. `default`: no further rules. None: no rules at all.
 
-    Returns:
-        The rules by name: those of the catalogue, of the file, and of the argument.
-
     Raises:
         ConfigError: A rule is invalid.
     """
@@ -71,11 +65,7 @@ def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | Non
 
 
 def _read_file(path: Path) -> Any:
-    """Read a YAML file.
-
-    Raises:
-        ConfigError: The file cannot be read or is not YAML.
-    """
+    """Read a YAML file."""
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:

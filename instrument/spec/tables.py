@@ -53,10 +53,7 @@ class Column:
 
 
 def _columns(text: str, before: tuple[Column, ...] = (), *after: Column) -> tuple[Column, ...]:
-    """Return columns, of which lines describe some: name | type | unit | meaning.
-
-    A line with an indentation continues the previous one.
-    """
+    """Return columns, of which lines describe some: name | type | unit | meaning. Further lines of one are indented."""
     lines = re.sub(r"\n +", " ", cleandoc(text)).splitlines()
     return (*before, *(Column(*(cell.strip() for cell in line.split("|", 3))) for line in lines), *after)
 
@@ -223,7 +220,7 @@ def _clash(table: Table) -> str | None:
 TABLES: Registry[Table] = Registry("tables", "table", check=_clash)
 """All tables by name. The order determines the files with row counts: new tables come last."""
 
-TABLES.register("stats")(
+for _table in (
     Table(
         "stats",
         "one tensor at one firing",
@@ -235,9 +232,7 @@ TABLES.register("stats")(
         ),
         is_sorted=True,
         has_numbers=True,
-    )
-)
-TABLES.register("distributions")(
+    ),
     Table(
         "distributions",
         "the quantiles or the histogram of one tensor at one firing",
@@ -257,9 +252,7 @@ TABLES.register("distributions")(
         is_sorted=True,
         fields={"quantiles": Levels, "histogram": Bins},
         measured_by="instrument.stats.table_rows:Distributions",
-    )
-)
-TABLES.register("tensors")(
+    ),
     Table(
         "tensors",
         "one recorded tensor",
@@ -273,9 +266,7 @@ TABLES.register("tensors")(
             """,
             IDENTITY,
         ),
-    )
-)
-TABLES.register("effects")(
+    ),
     Table(
         "effects",
         "one intervention at one firing",
@@ -293,9 +284,7 @@ TABLES.register("effects")(
         ),
         is_sorted=True,
         has_numbers=True,
-    )
-)
-TABLES.register("metrics")(
+    ),
     Table(
         "metrics",
         "one step, or one evaluation",
@@ -316,9 +305,7 @@ TABLES.register("metrics")(
             CUSTOM,
         ),
         has_numbers=True,
-    )
-)
-TABLES.register("coverage")(
+    ),
     Table(
         "coverage",
         "one (spec, layer, parameter)",
@@ -342,9 +329,7 @@ TABLES.register("coverage")(
                 """
             ),
         ),
-    )
-)
-TABLES.register("layers")(
+    ),
     Table(
         "layers",
         "one module",
@@ -360,9 +345,7 @@ TABLES.register("layers")(
             hooks | list<string> | | hooks that match it
             """
         ),
-    )
-)
-TABLES.register("events")(
+    ),
     Table(
         "events",
         "a warning, or an error",
@@ -383,9 +366,7 @@ TABLES.register("events")(
             threshold | double | the rule's own | threshold that it exceeded; null if it has none
             """
         ),
-    )
-)
-TABLES.register("generated")(
+    ),
     Table(
         "generated",
         "the continuation of one prompt by a language model",
@@ -400,9 +381,7 @@ TABLES.register("generated")(
             """,
             MOMENT,
         ),
-    )
-)
-TABLES.register("samples")(
+    ),
     Table(
         "samples",
         "one sample of a batch in which a tensor was recorded; with `data.ids=all`, of any batch",
@@ -418,9 +397,7 @@ TABLES.register("samples")(
             """,
             MOMENT,
         ),
-    )
-)
-TABLES.register("spectra")(
+    ),
     Table(
         "spectra",
         "the singular values of one tensor at one firing, viewed as a matrix of its first dimension and all others",
@@ -445,5 +422,6 @@ TABLES.register("spectra")(
         roles=("param", "param_grad", "update"),
         least_dimensions=2,
         measured_by="instrument.stats.spectrum:Spectrum",
-    )
-)
+    ),
+):
+    TABLES.register(_table.name)(_table)

@@ -5,31 +5,28 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..analysis.config_fields import differing_fields, to_yaml
-from ..configuration.override_loader import parse_overrides
+from ..configuration.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
 from ..configuration.search_path import config_loader
 from ..errors import ConfigError, InstrumentWarning, Problem
 from ..folders.folder_snapshot import REFUSED
 from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
 
 REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 JOB_NUMBER = "${hydra.job.num}"
 DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
 KILLED, INTERRUPTED = "killed", "interrupted"
@@ -54,23 +51,23 @@ class SweepJob:
     error: str | None
 
 
-class Jobs(ABC):
+class Jobs:
     """The jobs in a folder, and the keys in which they differ.
 
     Attributes:
         has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
     """
 
-    has_known_jobs: bool
+    has_known_jobs = False
 
     @property
-    @abstractmethod
     def swept(self) -> Mapping[str, Sequence[Any]]:
         """The keys whose values differ between jobs, each with its values. Values that are calculated are left out."""
+        raise NotImplementedError
 
-    @abstractmethod
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number."""
+        raise NotImplementedError
 
     def label(self, job: SweepJob) -> str:
         """Return the overrides in which a job differs from the others, for example `hooks.tame.norm=0.1 seed=1`."""
@@ -85,7 +82,7 @@ class Jobs(ABC):
             if key not in self.swept:
                 continue
             if value.startswith("{"):
-                (parsed,) = parse_overrides([override])
+                parsed = OverridesParser.create().parse_override(override)
                 fields = differing_fields(key, parsed.value(), self.swept[key])
                 found |= {field: to_yaml(item) for field, item in fields.items()}
             else:
@@ -93,17 +90,19 @@ class Jobs(ABC):
         return found
 
 
-class PlannedJobs(Jobs):
-    """The jobs of a sweep with a record.
+class Sweep(Jobs):
+    """A sweep with a record, read from its folder.
 
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
+    Raises:
+        ConfigError: The folder has no readable sweep record.
     """
 
-    def __init__(self, hydra: DictConfig) -> None:
-        self.hydra = hydra
-        subdir = OmegaConf.to_container(hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
-        self.has_known_jobs = bool(hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.record = read_sweep(folder)
+        self.hydra = self.record.hydra
+        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+        self.has_known_jobs = bool(self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
 
     @cached_property
     def swept(self) -> Mapping[str, Sequence[Any]]:
@@ -114,22 +113,6 @@ class PlannedJobs(Jobs):
     def is_shuffled(self) -> bool:
         """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
         return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
-
-
-class Sweep(PlannedJobs):
-    """A sweep, read from its local folder.
-
-    Args:
-        folder: Folder of the sweep.
-
-    Raises:
-        ConfigError: The folder has no readable sweep record.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.record = read_sweep(folder)
-        super().__init__(self.record.hydra)
 
     @property
     def address(self) -> str | None:
@@ -145,15 +128,30 @@ class Sweep(PlannedJobs):
 
     def jobs(self) -> list[SweepJob]:
         """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
-        recorded = {
-            str(folder.relative_to(self.folder)): recorded_overrides(folder) for folder in _jobs_below(self.folder)
-        }
-        planned = {}
-        if self.has_known_jobs:
-            planned = _planned(expand_sweep(self.hydra), recorded, shuffled=self.is_shuffled)
-        names = sorted({**recorded, **planned}, key=natural_sort_key)
         with suppress_warnings():
-            return [self._job(name, recorded.get(name) or planned.get(name, ())) for name in names]
+            jobs = self._existing()
+        for name, overrides in (self._planned(jobs) if self.has_known_jobs else {}).items():
+            if name not in jobs:
+                jobs[name] = SweepJob(name, self.folder / name, overrides, MISSING, None)
+            elif not jobs[name].overrides:
+                jobs[name] = replace(jobs[name], overrides=overrides)
+        return [jobs[name] for name in sorted(jobs, key=natural_sort_key)]
+
+    def _existing(self) -> dict[str, SweepJob]:
+        """Return the jobs with a folder, by name."""
+        names = [str(folder.relative_to(self.folder)) for folder in _jobs_below(self.folder)]
+        return {name: self._job(name, recorded_overrides(self.folder / name)) for name in names}
+
+    def _planned(self, existing: Mapping[str, SweepJob]) -> dict[str, tuple[str, ...]]:
+        """Return the overrides of the planned jobs by number."""
+        jobs = expand_sweep(self.hydra)
+        if not self.is_shuffled:
+            return {str(number): overrides for number, overrides in enumerate(jobs)}
+        # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
+        recorded = {name: job.overrides for name, job in existing.items() if job.overrides}
+        unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
+        numbers = [str(number) for number in range(len(jobs)) if str(number) not in recorded]
+        return dict(zip(numbers, unrecorded, strict=False))
 
     def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
         from ..analysis.run_files import RunFiles
@@ -177,20 +175,13 @@ def suppress_warnings() -> Iterator[None]:
 
 
 def error_of(info: Mapping[str, Any]) -> str | None:
-    """Return the first line of the error that ended a run; None if no error occurred.
-
-    Args:
-        info: Content of `run.json`.
-    """
+    """Return the first line of the error that ended a run; None if no error occurred."""
     return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
 
 
 @lru_cache(maxsize=1)
 def _parse_record(text: str) -> DictConfig:
-    """Parse the text of a sweep record. Every job reads the record of its sweep, and a process often runs many jobs.
-
-    The result is read-only, because all readers of the same text share it.
-    """
+    """Parse the text of a sweep record, read-only, because all jobs in a process share it."""
     record = OmegaConf.create(text)
     assert isinstance(record, DictConfig), "a record is a mapping"
     OmegaConf.set_readonly(record, True)
@@ -199,9 +190,6 @@ def _parse_record(text: str) -> DictConfig:
 
 def read_sweep(folder: Path) -> DictConfig:
     """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
-
-    Args:
-        folder: Local or remote folder of the sweep.
 
     Raises:
         ConfigError: The record is missing, cannot be read, or was not written by Hydra.
@@ -221,9 +209,6 @@ def read_sweep(folder: Path) -> DictConfig:
 def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
 
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
-
     Returns:
         The overrides of each job, by job number.
 
@@ -232,8 +217,7 @@ def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
     """
     parser = OverridesParser.create(config_loader=config_loader())
     overrides = [_parse_override(parser, written) for written in arguments_of(hydra)]
-    (jobs,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
-    return [tuple(job) for job in jobs]
+    return [tuple(job) for job in split_sweep(overrides)]
 
 
 def _parse_override(parser: OverridesParser, written: str) -> Override:
@@ -265,7 +249,8 @@ def arguments_of(hydra: DictConfig) -> list[str]:
 
 def sweep_overrides(hydra: DictConfig) -> list[Override]:
     """Return the overrides that have several values."""
-    return [override for override in parse_overrides(arguments_of(hydra)) if override.is_sweep_override()]
+    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
+    return [override for override in parsed if override.is_sweep_override()]
 
 
 def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
@@ -274,7 +259,7 @@ def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
     for override in overrides:
         choice = override.value()
         values = choice.list if isinstance(choice, ChoiceSweep) else []
-        found[override.key_or_group] = [Override._convert_value(value) for value in values]
+        found[override.key_or_group] = [plain_value(value) for value in values]
     return found
 
 
@@ -282,10 +267,6 @@ def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]
     """Return the overrides of the command line as written.
 
     They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
-
-    Args:
-        hydra: Section `hydra` of the configuration.
-        part: `task` for overrides of the run, `hydra` for overrides of Hydra.
     """
     written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
     return [str(override) for override in written]
@@ -297,10 +278,7 @@ def natural_sort_key(name: str) -> list[str | int]:
 
 
 def _jobs_below(sweep: Path) -> Iterator[Path]:
-    """Find the folders of jobs: those with a `run.json` or with a `.hydra` folder.
-
-    The search does not enter job folders, or hidden folders such as `.aside`.
-    """
+    """Find the folders of jobs, with a `run.json` or a `.hydra` folder. Jobs and hidden folders are not searched further."""
     for above, folders, files in os.walk(sweep):
         if "run.json" in files or ".hydra" in folders:
             folders.clear()
@@ -315,29 +293,6 @@ def recorded_overrides(folder: Path) -> tuple[str, ...]:
     except (OSError, yaml.YAMLError):
         return ()
     return tuple(str(override) for override in overrides or ())
-
-
-def _planned(
-    jobs: Sequence[tuple[str, ...]], recorded: Mapping[str, tuple[str, ...]], *, shuffled: bool
-) -> dict[str, tuple[str, ...]]:
-    """Assign the planned jobs to job numbers.
-
-    `shuffle(...)` gives a different order each time it is expanded. The jobs without a record are then assigned to the
-    numbers without a record.
-
-    Args:
-        jobs: Overrides of all planned jobs.
-        recorded: Recorded overrides by job number.
-        shuffled: Whether the values of an override are shuffled.
-
-    Returns:
-        Overrides by job number.
-    """
-    if not shuffled:
-        return {str(number): overrides for number, overrides in enumerate(jobs)}
-    unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
-    numbers = [str(number) for number in range(len(jobs)) if not recorded.get(str(number))]
-    return dict(zip(numbers, unrecorded, strict=False))
 
 
 def _first_line_of(file: Path) -> str | None:

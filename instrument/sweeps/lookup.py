@@ -7,26 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from ..analysis.config_comparison import differing_overrides
 from ..analysis.config_fields import to_yaml
 from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
 from ..sinks.remote_folder import SWEEP_RECORD, is_address
-from .jobs import (
-    MISSING,
-    Jobs,
-    PlannedJobs,
-    Sweep,
-    SweepJob,
-    error_of,
-    expand_sweep,
-    natural_sort_key,
-    read_sweep,
-    suppress_warnings,
-)
+from .jobs import Jobs, Sweep, SweepJob, error_of, suppress_warnings
 
 ALLOWED = "the folder of a sweep, or a folder that contains several runs"
 
@@ -35,14 +22,10 @@ class Runs(Jobs):
     """Runs below a folder without a sweep record, such as runs started by a shell loop.
 
     The existing runs are known; missing runs are not.
-
-    Args:
-        run: All runs, loaded together.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.has_known_jobs = False
 
     @cached_property
     def swept(self) -> Mapping[str, Sequence[Any]]:
@@ -65,42 +48,24 @@ class Runs(Jobs):
         ]
 
 
-class RemoteSweep(PlannedJobs):
+class RemoteSweep(Sweep):
     """A sweep in remote storage. Its record defines the planned jobs; the uploaded runs give their status.
 
     Args:
         run: All uploaded runs, loaded together.
-        hydra: Section `hydra` of the configuration of the sweep.
     """
 
-    def __init__(self, run: Run, hydra: DictConfig) -> None:
-        super().__init__(hydra)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run.path)
         self.runs = Runs(run)
+        self.has_known_jobs &= not self.is_shuffled  # the numbers of shuffled jobs are not known here
 
-    def jobs(self) -> list[SweepJob]:
-        """Return all jobs, sorted by number.
-
-        Missing jobs are included only if the number of each planned job is known: not for a sweeper that chooses jobs
-        one by one, and not for shuffled values.
-        """
-        existing = {job.name: job for job in self.runs.jobs()}
-        if not self.has_known_jobs or self.is_shuffled:
-            return list(existing.values())
-        planned = {str(number): overrides for number, overrides in enumerate(expand_sweep(self.hydra))}
-        above = self.runs.run.path
-        missing = [
-            SweepJob(name, above / name, overrides, MISSING, None)
-            for name, overrides in planned.items()
-            if name not in existing
-        ]
-        return sorted([*existing.values(), *missing], key=lambda job: natural_sort_key(job.name))
+    def _existing(self) -> dict[str, SweepJob]:
+        return {job.name: job for job in self.runs.jobs()}
 
 
 def jobs_in(folder: str) -> Jobs:
     """Find the sweep in a folder, or the runs below it.
-
-    Args:
-        folder: Local path or remote address.
 
     Raises:
         ConfigError: The folder contains neither, or it is the folder of a single run.
@@ -117,5 +82,5 @@ def jobs_in(folder: str) -> Jobs:
         message = "this is the folder of a single run, not of a sweep"
         raise ConfigError(Problem("", message, folder, ALLOWED, [str(Path(folder).parent)] if is_job else ()))
     if is_address(folder) and (run.path / SWEEP_RECORD).exists():
-        return RemoteSweep(run, read_sweep(run.path).hydra)
+        return RemoteSweep(run)
     return Runs(run)

@@ -64,10 +64,6 @@ class Objective:
     def value_of(self, folder: Path, metrics: Mapping[str, float | None]) -> tuple[float | None, str]:
         """Compute the objective value of a run.
 
-        Args:
-            folder: Local or remote folder of a finished run.
-            metrics: Metrics of the last evaluation.
-
         Returns:
             The value and the reason why it is missing. The value is None if it is missing or not finite, and a sweeper
             treats the job as failed; otherwise the reason is empty.
@@ -98,10 +94,6 @@ def read_objective(written: str, hooks: Any = None) -> Objective:
     """Parse the value of `objective`, and test its query on an empty table.
 
     The query leaves out rows of a recomputed forward pass (activation checkpointing).
-
-    Args:
-        written: A metric of an evaluation, or `aggregate(table.column where condition)`.
-        hooks: The section `hooks` of the configuration; their custom statistics are columns of `stats`. Default: none.
 
     Raises:
         ConfigError: The metric, aggregate, table or column does not exist, the condition is invalid, or DuckDB is
@@ -191,16 +183,9 @@ def _first_line(error: Exception) -> str:
 def score_job(
     objective: Objective, folder: Path, metrics: Mapping[str, float | None], *, searched: bool = False
 ) -> float | None:
-    """Compute the objective value of a finished job.
+    """Compute the objective value of a finished job. If a search depends on it, a missing value is always reported.
 
     A value computed from a table is printed and saved in `run.json` next to the metrics.
-
-    Args:
-        objective: Objective of the sweep.
-        folder: Folder of the job.
-        metrics: Metrics of the last evaluation.
-        searched: Whether the next job depends on the value. If so, a missing value is always reported; otherwise only
-            for an objective other than the default. Default: False.
 
     Returns:
         The value; None if it is missing or not finite.

@@ -24,11 +24,7 @@ DIRECTIONS = ("minimize", "maximize")
 
 
 def is_search(hydra: DictConfig) -> bool:
-    """Return whether Optuna chooses the jobs of a sweep.
-
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
-    """
+    """Return whether Optuna chooses the jobs of a sweep."""
     return str(hydra.sweeper["_target_"]).rpartition(".")[2] == SWEEPER
 
 
@@ -37,18 +33,12 @@ def worst_score(hydra: DictConfig) -> float:
 
     The sweeper can report a trial as complete or failed only, and a failed trial teaches Optuna nothing. With the worst value,
     the trial is never the best one, and Optuna avoids its settings.
-
-    Args:
-        hydra: Section `hydra` of the configuration of the job.
     """
     return math.inf if _directions(hydra.sweeper.direction) == ["minimize"] else -math.inf
 
 
 def check_search(hydra: DictConfig) -> None:
     """Check that a search can start, and that it can continue an existing study of the same name.
-
-    Args:
-        hydra: Section `hydra` of the configuration of the sweep.
 
     Raises:
         ConfigError: A setting of the Optuna sweeper is invalid, the storage cannot be used, or the existing study has
@@ -67,10 +57,6 @@ def check_search(hydra: DictConfig) -> None:
 
 def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
     """Describe the best trial of a search.
-
-    Args:
-        folder: Folder of the sweep.
-        jobs: All jobs of the sweep.
 
     Returns:
         Text by label: `best` (job folder, parameters and objective value) and `written to` (results file of Optuna).
@@ -122,12 +108,7 @@ def _directions(written: Any) -> list[str]:
 
 
 def _check_storage(sweeper: DictConfig) -> None:
-    """Check the storage of a study.
-
-    Raises:
-        ConfigError: The address contains a password, the database cannot be opened, or the existing study has another
-            direction.
-    """
+    """Check the storage of a study."""
     where = f"{WHERE}.storage"
     plain: Any = OmegaConf.to_container(sweeper, resolve=False)
     if re.search(r"://[^/]*:[^/]*@", plain["storage"]):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..folders.folder_snapshot import SUBMITTED
@@ -13,7 +12,7 @@ from .jobs import DONE, STOPPED, Sweep, SweepJob, count_by_status
 from .optuna_checks import best_trial
 
 MAX_LISTED = 20  # maximum number of jobs listed one by one; more jobs are grouped by status and error
-MAX_RANGES = 8  # maximum number of ranges of job numbers in a line
+MAX_NAMES = 8  # maximum number of names in a line
 
 
 def print_summary(folder: Path) -> None:
@@ -35,12 +34,7 @@ def print_summary(folder: Path) -> None:
 
 
 def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
-    """Return the number of jobs, and one line for each job or group of jobs that is not done.
-
-    Args:
-        sweep: Sweep that is finished.
-        jobs: All jobs of the sweep.
-    """
+    """Return the number of jobs, and one line for each job or group of jobs that is not done."""
     unfinished = [job for job in jobs if job.status != DONE]
     if not unfinished:
         return [f"{len(jobs)} jobs in {sweep.folder}"]
@@ -50,50 +44,22 @@ def job_lines(sweep: Sweep, jobs: Sequence[SweepJob]) -> list[str]:
 
 
 def outcome(sweep: Sweep, jobs: Sequence[SweepJob]) -> dict[str, str]:
-    """Return the result of a sweep as a whole: its best trial and its remote folder.
-
-    Args:
-        sweep: Sweep that is finished or listed.
-        jobs: All jobs of the sweep.
-
-    Returns:
-        Text by label. A label is left out if it does not apply.
-    """
+    """Return the result of a sweep as a whole, by label: its best trial and its remote folder, if it has them."""
     remote = {} if sweep.address is None else {"remote": sweep.address}
     return {**best_trial(sweep.folder, jobs), **remote}
 
 
 def grouped_lines(unfinished: Sequence[SweepJob]) -> list[str]:
-    """Group jobs by status and error, if there are more than `MAX_LISTED`.
-
-    Args:
-        unfinished: Jobs that are not done.
-
-    Returns:
-        One line for each group, the largest group first; empty if the jobs can be listed one by one.
-    """
+    """Return one line for each status and error, the most frequent first; empty for at most `MAX_LISTED` jobs."""
     if len(unfinished) <= MAX_LISTED:
         return []
     jobs_by_cause: dict[tuple[str, str], list[str]] = {}
     for job in unfinished:
         jobs_by_cause.setdefault((job.status, job.error or ""), []).append(job.name)
     groups = sorted(jobs_by_cause.items(), key=lambda group: -len(group[1]))
-    lines = [
-        f"{len(names)} {status}  {_in_ranges(names)}  {error}".rstrip()
-        for (status, error), names in groups[:MAX_LISTED]
-    ]
+    lines = []
+    for (status, error), names in groups[:MAX_LISTED]:
+        listed = ", ".join([*names[:MAX_NAMES], *(["..."] if len(names) > MAX_NAMES else [])])
+        lines.append(f"{len(names)} {status}  {listed}  {error}".rstrip())
     more = sum(len(names) for _, names in groups[MAX_LISTED:])
     return [*lines, f"and {more} more"] if more else lines
-
-
-def _in_ranges(names: Sequence[str]) -> str:
-    """Format job names: consecutive numbers as ranges (`3, 7-12, 40`), other names one by one."""
-    ranges = list(islice(_ranges(names), MAX_RANGES + 1))
-    return ", ".join([*ranges[:MAX_RANGES], "..."] if len(ranges) > MAX_RANGES else ranges)
-
-
-def _ranges(names: Sequence[str]) -> Iterator[str]:
-    numbered = enumerate(names)
-    for _, group in groupby(numbered, key=lambda one: int(one[1]) - one[0] if one[1].isdecimal() else one[1]):
-        first, *others = (name for _, name in group)
-        yield f"{first}-{others[-1]}" if others else first

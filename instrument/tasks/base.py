@@ -100,9 +100,6 @@ class CountsTerms(Protocol):
         """Return the number by which the loss of a batch was divided: its number of terms, or the sum of their weights.
 
         It may be 0. The loss of such a batch has no weight, also if it is NaN, such as a mean of no terms.
-
-        Args:
-            batch: The batch from the data loader.
         """
 
 
@@ -116,9 +113,6 @@ class SelectsTargets(Protocol):
 
     def sample_targets(self, batch: Any) -> Tensor | None:
         """Return the targets of a batch.
-
-        Args:
-            batch: The batch from the data loader.
 
         Returns:
             One number per sample: [samples]. For None or a tensor of another shape, `target` is null.
@@ -134,9 +128,6 @@ def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[obje
     """Run a task on a batch. An error gets a note with the task and the structure of the batch.
 
     Args:
-        task: The task.
-        model: The model.
-        batch: The batch.
         check: Checks the outcome, such as `check_outcome`. Default: None.
     """
     try:
@@ -152,9 +143,6 @@ def call_task(task: Task, model: nn.Module, batch: Any, *, check: Callable[[obje
 
 def inputs_of(batch: Any) -> Tensor:
     """Return the inputs of a batch: the batch itself, or its first element if it is a tuple or list.
-
-    Args:
-        batch: The batch from the data loader.
 
     Raises:
         TypeError: The inputs are not a tensor.
@@ -193,7 +181,6 @@ def check_outcome(outcome: object, *, differentiable: bool = True) -> None:
     """Check the result of a task.
 
     Args:
-        outcome: The result of the task.
         differentiable: Whether gradients of the loss are required. Otherwise, the loss may be missing. Default: True.
 
     Raises:
@@ -223,13 +210,7 @@ def is_sum(task: Task) -> bool:
 
 
 def batch_weight(task: Task, batch: Any, samples: int) -> float:
-    """Return the weight of the loss of a batch: its number of terms or samples, or 1 if losses are added.
-
-    Args:
-        task: The task.
-        batch: The batch.
-        samples: Its number of samples.
-    """
+    """Return the weight of the loss of a batch: its number of terms or samples, or 1 if losses are added."""
     if is_sum(task):
         return 1
     return task.number_of_terms(batch) if isinstance(task, CountsTerms) else samples
@@ -241,8 +222,6 @@ def weighted(loss: Tensor, weight: float, total: float) -> Tensor:
     With the weight 0, it is 0 also for a mean of no terms, which is NaN.
 
     Args:
-        loss: The loss of a batch.
-        weight: Its weight.
         total: The sum of the weights of all batches; 0 if all of them have no terms.
     """
     return loss * (weight / total) if weight else loss.nan_to_num() * 0.0
@@ -256,9 +235,6 @@ def number_classified(outcomes: Sequence[Outcome]) -> Tensor | int:
 @torch.no_grad()
 def accuracy(outcomes: Sequence[Outcome]) -> Tensor | None:
     """Return the fraction of correctly classified targets over several batches.
-
-    Args:
-        outcomes: The outcome of each batch.
 
     Returns:
         A scalar from 0 to 1; None if an outcome has no `correct`.
@@ -279,7 +255,6 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = Non
     """Return the mean loss over several batches.
 
     Args:
-        outcomes: The outcome of each batch.
         weights: The weight of each batch. Default: its number of samples.
 
     Returns:
@@ -294,12 +269,7 @@ def mean_loss(outcomes: Sequence[Outcome], weights: Sequence[float] | None = Non
 
 
 def mean_metrics(outcomes: Sequence[Outcome], weights: Sequence[float]) -> dict[str, WeightedMean]:
-    """Return the mean of each further metric over the batches that have it.
-
-    Args:
-        outcomes: The outcome of each batch.
-        weights: The weight of each batch.
-    """
+    """Return the mean of each further metric over the batches that have it."""
     means = {}
     for name in dict.fromkeys(name for outcome in outcomes for name in outcome.metrics):
         having = [(o, weight) for o, weight in zip(outcomes, weights, strict=True) if o.metrics.get(name) is not None]

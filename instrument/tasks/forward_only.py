@@ -23,10 +23,6 @@ class ForwardOnly:
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Call the model.
 
-        Args:
-            model: The model.
-            batch: The inputs; a tuple or list (inputs, ...); or a mapping of keyword arguments.
-
         Returns:
             An outcome without a loss. The number of samples is the size of dimension 0 of the inputs, or the length of
             a list of inputs.

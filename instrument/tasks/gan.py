@@ -15,6 +15,7 @@ from .base import Outcome, inputs_of
 class WassersteinGAN:
     """The joint loss of a generator and a critic: WGAN-GP (Gulrajani et al. 2017).
 
+    A batch contains real samples [N, ...], or is a tuple or list (samples, ...), whose further elements are ignored.
     The model has a submodule `generator`, which maps noise [N, latent] to samples, and a submodule `critic`, which maps
     samples to scores. The loss of the critic is equation 3 of the paper:
 
@@ -43,13 +44,6 @@ class WassersteinGAN:
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
-
-        Args:
-            model: The model with the submodules `generator` and `critic`.
-            batch: Real samples [N, ...], or a tuple or list (samples, ...). Further elements are ignored.
-
-        Returns:
-            The loss and the number of samples, without `correct`.
 
         Raises:
             TypeError: The samples are not a tensor.

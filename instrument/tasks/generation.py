@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +11,6 @@ from torch import Tensor, nn
 from ..nested import structure
 from .base import Generated, Outcome
 from .model_output import main_output
-
-
-class Tokenizer(Protocol):
-    """Converts text to token ids and back, as the tokenizers of Transformers do."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of a text."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of token ids."""
 
 
 class Generate:
@@ -35,7 +25,8 @@ class Generate:
 
     Args:
         max_new_tokens: The number of new tokens. Models of Transformers stop earlier at their end-of-sequence token.
-        tokenizer: Converts text to tokens and back. Default: None, for prompts that are tokens.
+        tokenizer: Converts text to tokens and back with its methods `encode` and `decode`, as those of Transformers. Default: None, for
+            prompts that are tokens.
         sample: Whether to draw tokens from the distribution of the model, with the global random state, which the seed of
             the run determines. Default: False, the most likely token.
         use_cache: Whether models of Transformers keep keys and values of earlier tokens. Each call after the first one
@@ -49,7 +40,7 @@ class Generate:
     def __init__(
         self,
         max_new_tokens: int = 20,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Any = None,
         sample: bool = False,
         use_cache: bool = True,
         options: Mapping[str, Any] | None = None,
@@ -66,10 +57,6 @@ class Generate:
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Generate tokens after each prompt of a batch.
-
-        Args:
-            model: The model, in eval mode.
-            batch: A list of texts, or of int64 tensors [T].
 
         Returns:
             An outcome without a loss, with the generated tokens of each prompt.
@@ -97,11 +84,7 @@ class Generate:
         return Outcome(None, len(prompts), generated=generated)
 
     def sample_targets(self, batch: Any) -> None:
-        """Return None, because prompts have no targets.
-
-        Args:
-            batch: The batch.
-        """
+        """Return None, because prompts have no targets."""
 
     def _tokens(self, prompt: Any, batch: Any) -> list[int]:
         """Return the token ids of a prompt."""
@@ -157,11 +140,7 @@ class Generate:
 
 
 def _prompts(batch: Any) -> Sequence[Any]:
-    """Return the prompts of a batch.
-
-    Raises:
-        TypeError: The batch is not a list of prompts.
-    """
+    """Return the prompts of a batch."""
     if isinstance(batch, list | tuple) and batch:
         return batch
     raise TypeError(f"the batch must be a list of prompts, but is {structure(batch)}")

@@ -46,10 +46,6 @@ class HuggingFace(HasLoss):
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
 
-        Args:
-            model: The model.
-            batch: A mapping of keyword arguments, such as a `BatchEncoding`.
-
         Returns:
             The loss and the number of samples: the size of dimension 0 of the labels, or else of the first tensor. The
             loss is None in an evaluation without labels and without a loss of the model. `correct` is set if the logits
@@ -114,9 +110,6 @@ class HuggingFace(HasLoss):
         """Return the number of labels that are not ignored, or the sum of their class weights.
 
         Without integer labels, return the number of samples.
-
-        Args:
-            batch: The batch.
         """
         labels = _entries(batch).get(self.labels)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -125,11 +118,7 @@ class HuggingFace(HasLoss):
         return number_of_terms(_DEFAULT_LOSS if self.loss is None else self.loss, labels[labels != IGNORED])
 
     def sample_targets(self, batch: Any) -> Tensor | None:
-        """Return the labels of a batch; None if it has none.
-
-        Args:
-            batch: The batch.
-        """
+        """Return the labels of a batch; None if it has none."""
         return _entries(batch).get(self.labels)
 
 
@@ -148,10 +137,6 @@ class LossDict:
 
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
-
-        Args:
-            model: The model, called as `model(inputs, targets)`, or with the entries of a mapping by keyword.
-            batch: A pair, or a mapping.
 
         Returns:
             The sum of the losses; None in an evaluation in which the model returns no losses. The number of samples is
@@ -183,11 +168,7 @@ class LossDict:
 
 
 def _entries(batch: Any) -> dict[str, Any]:
-    """Return the entries of a batch.
-
-    Raises:
-        TypeError: The batch is not a mapping.
-    """
+    """Return the entries of a batch."""
     if isinstance(batch, Mapping):
         return dict(batch)
     raise TypeError(

@@ -33,10 +33,6 @@ class NextToken:
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the mean loss over all predicted tokens of a batch.
 
-        Args:
-            model: The model.
-            batch: Tokens [N, T], or a pair (tokens, targets).
-
         Returns:
             The loss, the number of sequences, and `correct`: the fraction of correct tokens times the number of
             sequences.
@@ -60,11 +56,7 @@ class NextToken:
         return Outcome(total / count, len(targets), hits.sum() / count * len(targets), classified=counted.sum())
 
     def number_of_terms(self, batch: Any) -> int:
-        """Return the number of targets that are not ignored.
-
-        Args:
-            batch: Tokens [N, T], or a pair (tokens, targets).
-        """
+        """Return the number of targets that are not ignored."""
         tokens, targets = _tokens_and_targets(batch)
         return int(((tokens[:, 1:] if targets is None else targets) != IGNORED).sum())
 
@@ -76,11 +68,7 @@ def _tokens_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _check_shapes(logits: Tensor, targets: Tensor) -> None:
-    """Check that the logits of each position have one target.
-
-    Raises:
-        ValueError: The shapes do not match. The message contains them.
-    """
+    """Check that the logits of each position have one target."""
     if logits.dim() != 3 or targets.shape != logits.shape[:2] or not targets.numel():
         raise ValueError(
             f"targets {list(targets.shape)} do not match logits {list(logits.shape)}; next_token requires tokens [N, T], or pairs of "

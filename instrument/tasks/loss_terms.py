@@ -21,7 +21,6 @@ def loss_option(loss: Loss | None, name: str, default: Any = None) -> Any:
 
     Args:
         loss: A module of PyTorch, any object with attributes of the same names, or a partial function.
-        name: The name of the option.
         default: The value if the loss has no such option. Default: None.
     """
     return loss.keywords.get(name, default) if isinstance(loss, partial) else getattr(loss, name, default)
@@ -49,12 +48,7 @@ def is_pytorch_loss(loss: Loss | None) -> bool:
 
 
 def counted_targets(loss: Loss | None, targets: Any) -> Tensor | None:
-    """Return which integer targets a loss does not ignore; None if it ignores none.
-
-    Args:
-        loss: The loss.
-        targets: The targets.
-    """
+    """Return which integer targets a loss does not ignore; None if it ignores none."""
     function = loss.func if isinstance(loss, partial) else loss
     ignored = loss_option(loss, "ignore_index", IGNORED if function in _CLASS_FUNCTIONS else None)
     if ignored is None or not isinstance(targets, Tensor) or targets.is_floating_point():
@@ -71,8 +65,6 @@ def number_of_terms(loss: Loss | None, targets: Any, *, as_distributions: bool =
     losses of PyTorch divide weighted terms by their number.
 
     Args:
-        loss: The loss.
-        targets: The targets.
         as_distributions: Whether the loss gets classes as distributions. It then ignores none, and uses no class weights
             in the number. Default: False.
     """

@@ -50,7 +50,6 @@ class LossOutput:
 
         Args:
             model: The model. In evaluation mode, it may return only one tensor, such as Inception: then this one.
-            output: Its output.
 
         Raises:
             ConfigError: The output has no tensor at the chosen path.
@@ -64,7 +63,6 @@ class LossOutput:
         """Return a notice about the outputs that the loss does not use.
 
         Args:
-            output: The output of the model.
             loss: The loss, with its graph if it has one.
 
         Returns:
@@ -173,11 +171,7 @@ class OutputUnit:
 
 @contextmanager
 def captured_outputs(model: nn.Module) -> Iterator[list[Any]]:
-    """Capture the output of each call of a model in a `with` block.
-
-    Yields:
-        The outputs in the order of the calls.
-    """
+    """Capture the output of each call of a model in a `with` block."""
     outputs: list[Any] = []
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:

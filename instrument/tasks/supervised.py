@@ -56,10 +56,6 @@ class Supervised(HasLoss):
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
 
-        Args:
-            model: The model.
-            batch: A pair (inputs, targets).
-
         Returns:
             The loss and the number of samples. `correct` is set if the targets are integer classes [N] and the output
             is [N, classes]: the fraction of the correct ones among those that are not ignored, times N.
@@ -85,11 +81,7 @@ class Supervised(HasLoss):
         return Outcome(self.loss(output, expected), len(targets), correct, classified=classified)
 
     def number_of_terms(self, batch: Any) -> float:
-        """Return the number of targets that the loss does not ignore, or the sum of their class weights.
-
-        Args:
-            batch: A pair (inputs, targets).
-        """
+        """Return the number of targets that the loss does not ignore, or the sum of their class weights."""
         _, targets = pair_of(batch)
         return number_of_terms(self.loss, targets, as_distributions=self.targets == "one_hot")
 
@@ -105,9 +97,6 @@ class KLDivergence(nn.Module):
         Args:
             logits: Logits [N, classes].
             targets: Distributions [N, classes].
-
-        Returns:
-            A scalar.
         """
         return F.kl_div(F.log_softmax(logits, dim=-1), targets, reduction=self.reduction)
 
@@ -153,13 +142,6 @@ class Reconstruction(HasLoss):
     def __call__(self, model: nn.Module, batch: Any) -> Outcome:
         """Compute the loss of a batch.
 
-        Args:
-            model: The model. Its output must have the shape of the input.
-            batch: Inputs [N, ...], or a tuple or list (inputs, ...).
-
-        Returns:
-            The loss and the number of samples, without `correct`.
-
         Raises:
             ValueError: The shapes of output and input differ.
             TypeError: The inputs or the output are not a tensor.
@@ -172,9 +154,5 @@ class Reconstruction(HasLoss):
         return Outcome(self.loss(output, inputs), len(inputs))
 
     def number_of_terms(self, batch: Any) -> float:
-        """Return the number of elements of the inputs; with the reduction `batchmean`, the number of samples.
-
-        Args:
-            batch: Inputs [N, ...], or a tuple or list (inputs, ...).
-        """
+        """Return the number of elements of the inputs; with the reduction `batchmean`, the number of samples."""
         return number_of_terms(self.loss, inputs_of(batch))

@@ -36,7 +36,6 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 
     Args:
         specs: The specs of the `apply` section, by name.
-        model: The model to change.
 
     Raises:
         ConfigError: A spec matches no module or no parameter, or its action fails at a module.
@@ -63,11 +62,7 @@ def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:
 
 
 def _in_order(model: nn.Module, chosen: list[Layer]) -> list[Layer]:
-    """Return the selected layers in the order in which `nn.Module.apply` visits them.
-
-    `nn.Module.apply` visits a shared module once for each of its names. The result contains it once, at its first
-    visit.
-    """
+    """Return the selected layers in the order in which `nn.Module.apply` visits them."""
     modules = {id(layer.module): layer for layer in chosen}
     order: dict[int, Layer] = {}
 
@@ -109,11 +104,7 @@ def _assign(spec: ApplySpec, layer: Layer, where: str, fill: Callable[[Tensor], 
 
 
 def _assign_parametrized(layer: Layer, name: str, where: str, fill: Callable[[Tensor], object]) -> None:
-    """Fill a parametrized tensor: PyTorch computes its parameters from its values (`right_inverse`).
-
-    Raises:
-        ConfigError: The older `weight_norm` computes the tensor, and cannot be inverted.
-    """
+    """Fill a parametrized tensor: PyTorch computes its parameters from its values (`right_inverse`)."""
     module = layer.module
     if is_parametrized(module, name):
         with without_side_effects(module):
@@ -159,11 +150,7 @@ def _act(spec: ApplySpec, layer: Layer, layers: Layers, where: str) -> int:
 
 
 def _replace_module(new: nn.Module, layer: Layer, layers: Layers, where: str) -> None:
-    """Replace a module under all of its names.
-
-    Raises:
-        ConfigError: The module is the root module.
-    """
+    """Replace a module under all of its names."""
     if not layer.name:
         raise ConfigError(Problem(where, "the root module cannot be replaced", fix="set 'model' instead"))
     for parent in layers:
@@ -179,11 +166,7 @@ def _labelled(label: str, original_repr: Callable[[], str]) -> str:
 
 
 def _set(spec: SetSpec, layer: Layer, where: str) -> None:
-    """Set an existing attribute of a module.
-
-    Raises:
-        ConfigError: The module has no such attribute.
-    """
+    """Set an existing attribute of a module."""
     if not hasattr(layer.module, spec.attribute):
         close = similar_names(spec.attribute, [name for name in vars(layer.module) if not name.startswith("_")])
         message = f"layer {layer.label!r} ({layer.type}) has no such attribute"
@@ -192,13 +175,7 @@ def _set(spec: SetSpec, layer: Layer, where: str) -> None:
 
 
 def _add_parameter(spec: AddParameterSpec, layer: Layer, where: str) -> None:
-    """Register a new parameter in a module, on the device of its other parameters.
-
-    A parameter that the module registered as None, such as the bias of a layer with `bias=False`, can be added.
-
-    Raises:
-        ConfigError: The module has an attribute of this name.
-    """
+    """Register a new parameter in a module, on the device of its other parameters."""
     if getattr(layer.module, spec.parameter, None) is not None or (
         hasattr(layer.module, spec.parameter) and spec.parameter not in layer.module._parameters
     ):
@@ -215,10 +192,6 @@ def build_module(target: Target, where: str, *positional: Any) -> nn.Module:
     Args:
         target: The target, with its arguments.
         where: The configuration key of the target, for error messages.
-        positional: Positional arguments of the target.
-
-    Returns:
-        The module.
 
     Raises:
         ConfigError: The target does not exist, raises an exception, or does not return a `torch.nn.Module`.

@@ -33,10 +33,6 @@ def batch_weights(experiment: Experiment, micro_batches: StepBatches) -> tuple[l
     """Return the weight of each micro-batch in the loss of a step, and the number by which they are divided.
 
     The number is the sum of the weights over all processes, or 1 if losses are added. It may be 0.
-
-    Args:
-        experiment: The experiment.
-        micro_batches: The micro-batches of the step.
     """
     task = experiment.task
     weights = [batch_weight(task, *each) for each in zip(micro_batches, micro_batches.sizes, strict=True)]
@@ -51,7 +47,6 @@ def means_over_processes(experiment: Experiment, outcomes: Sequence[Outcome], we
     """Return the loss, the accuracy and the custom metrics over the batches of all processes.
 
     Args:
-        experiment: The experiment.
         outcomes: The outcome of each batch of this process. All processes have the same number of batches and the same metrics.
         weights: The weight of each batch, see `batch_weight`.
     """

@@ -48,7 +48,6 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: The folder of the run.
         every: The interval between checkpoints, in steps. A checkpoint is also written after the last step. Default: 0,
             which disables checkpoints.
         processes: The processes that train together; all of them save and load at the same time. Default: None, a
@@ -68,24 +67,13 @@ class Checkpoints:
         return checkpoint_steps(self.folder)
 
     def is_scheduled(self, step: int, steps: int) -> bool:
-        """Return whether a checkpoint is scheduled.
-
-        Args:
-            step: The number of completed steps.
-            steps: The number of steps of the run.
-        """
+        """Return whether a checkpoint is scheduled."""
         return bool(self.every) and (step % self.every == 0 or step == steps)
 
     def save(
         self, experiment: Experiment, probe: Probe, sink: ParquetSink, metrics: Mapping[str, float | None]
     ) -> None:
         """Save the state after a step. With several processes, all of them call this method.
-
-        Args:
-            experiment: The experiment.
-            probe: The attached probe.
-            sink: The sink of the rows.
-            metrics: The metrics of the last evaluation.
 
         Raises:
             InstrumentError: A part of the state cannot be read back, or the file cannot be written.
@@ -156,13 +144,7 @@ class Checkpoints:
         return self.folder / CHECKPOINTS / f"step-{step:08d}{f'-{rank:04d}' if rank else ''}.pt"
 
     def _remove_old(self, step: int) -> None:
-        """Remove the files of all steps except the latest ones that are kept.
-
-        For each step, the file of rank 0 is removed first, because the other files are ignored without it.
-
-        Args:
-            step: The step of the checkpoint that was just saved. It is the latest one.
-        """
+        """Remove the files of all steps except the latest ones that are kept."""
         saved = [earlier for earlier in self.steps if earlier <= step]
         kept = tuple(f"step-{each:08d}" for each in (saved if self.keep is None else saved[-self.keep :]))
         for file in sorted((self.folder / CHECKPOINTS).iterdir(), key=lambda file: (len(file.name), file.name)):
@@ -172,15 +154,7 @@ class Checkpoints:
 
 
 def _write(state: Mapping[str, Any], temporary: Path) -> None:
-    """Write a state to a temporary file next to its final path.
-
-    Args:
-        state: The state.
-        temporary: The path of the temporary file.
-
-    Raises:
-        InstrumentError: The state cannot be written, or cannot be read back.
-    """
+    """Write a state to a temporary file next to its final path."""
     path = temporary.with_suffix(".pt")
     try:
         temporary.parent.mkdir(exist_ok=True)
@@ -211,7 +185,6 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
 
     Args:
         experiment: The experiment. No hook is attached to its model.
-        folder: The folder of the run.
 
     Raises:
         InstrumentError: The file cannot be written.
@@ -234,11 +207,7 @@ def save_weights(experiment: Experiment, folder: Path) -> None:
 
 
 def _load(path: Path) -> Any:
-    """Load a file with all tensors on the CPU.
-
-    Raises:
-        InstrumentError: The file cannot be read with `weights_only=True`.
-    """
+    """Load a file with all tensors on the CPU."""
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as error:  # torch.load raises many types of exceptions for a damaged file
@@ -247,11 +216,7 @@ def _load(path: Path) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint file.
-
-    Raises:
-        InstrumentError: The file cannot be read with `weights_only=True`, or has another version.
-    """
+    """Read a checkpoint file."""
     state = _load(path)
     version = state.get("version") if isinstance(state, dict) else None
     if not isinstance(state, dict) or version != VERSION:

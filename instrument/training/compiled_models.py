@@ -23,10 +23,6 @@ def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:
     Compiled code ignores hooks that were attached after its first call. The compiled code is therefore discarded, and
     the model is compiled again at its next call.
 
-    Args:
-        model: The model.
-        plan: The plan of the hooks.
-
     Returns:
         A message for the user; None if no part of the model is compiled.
 

@@ -20,7 +20,6 @@ class Control:
     """Makes the changes that messages request. With several processes, rank 0 reads them and all follow.
 
     Args:
-        folder: The folder of the run.
         settings: The settings of the run at its start.
         probe: The probe, which is not attached yet.
         lr_scale: The factor of the learning rates; None for the loop of a user, which sets its own.

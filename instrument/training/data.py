@@ -60,9 +60,6 @@ def load_data(config: DataConfig, *, evaluates: bool = True) -> Data:
         config: The `data` section.
         evaluates: Whether the run has evaluations, and requires the evaluation slice. Default: True.
 
-    Returns:
-        The slices and their origin.
-
     Raises:
         ConfigError: The dataset is missing and no fallback is configured; its target does not exist or raises an
             exception; a slice is empty; the probe batch is larger than the evaluation slice; or an iterable dataset is
@@ -127,11 +124,7 @@ def _overlap(target: Target, chosen: Slice | Stream, test: Slice | Stream | None
 
 
 def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Stream:
-    """Return a slice of a dataset.
-
-    Raises:
-        ConfigError: The slice is empty, or requires a length that an iterable dataset does not have.
-    """
+    """Return a slice of a dataset."""
     if not is_iterable(dataset):
         return Slice(dataset, slice_indices(dataset, which, where))
     if fields := which.model_dump(exclude_defaults=True).keys() - {"split", "start", "stop"}:
@@ -141,11 +134,7 @@ def _slice(dataset: Dataset[Any], which: SliceSpec, where: str) -> Slice | Strea
 
 
 def _check_stream_options(config: DataConfig, *, trains_on_stream: bool) -> None:
-    """Check the loader options for an iterable dataset.
-
-    Raises:
-        ConfigError: An option requires a dataset with a length.
-    """
+    """Check the loader options for an iterable dataset."""
     if config.num_workers > 1:
         message = "the order of an iterable dataset defines its batches, so one worker at most reads it"
         raise ConfigError(Problem("data.num_workers", message, given=config.num_workers, allowed="0, 1"))
@@ -159,7 +148,6 @@ def loader_options(config: DataConfig, seed: int, *, pins_memory: bool) -> Loade
 
     Args:
         config: The `data` section.
-        seed: The seed of the run.
         pins_memory: Whether the device reads pinned memory.
 
     Raises:
@@ -212,9 +200,7 @@ class Batches:
     Args:
         dataset: The slice `data.slice`.
         config: The `train` section: batch size, micro-batches per step, and the number of steps or epochs.
-        seed: The seed of the shuffle.
         shard: The part of each batch that this process gets. Default: the full batch.
-        options: How batches are loaded.
         sampler: Gives the indices of the samples in each epoch, over all processes. Its random numbers depend only on
             the seed and the epoch. Default: None, all samples in random order.
         passes: The number of passes over the samples in order, instead of steps or epochs over shuffled samples. Default:
@@ -292,11 +278,7 @@ class Batches:
             self._epoch, self._taken = self._epoch + 1, 0
 
     def _order_of_epoch(self) -> list[int] | None:
-        """Return the indices of the samples in this epoch; None for a stream.
-
-        Raises:
-            ConfigError: The sampler gives invalid indices.
-        """
+        """Return the indices of the samples in this epoch; None for a stream."""
         if isinstance(self.dataset, Stream):
             return None
         size = len(self.dataset)  # type: ignore[arg-type]
@@ -335,11 +317,7 @@ class Batches:
         return batch_sizes(self.length, self.batch_size, first, first + self.accumulate)
 
     def samples_at(self, steps: Collection[int]) -> set[int] | None:
-        """Return the dataset indices of the samples of some steps, over all processes; None for a stream.
-
-        Args:
-            steps: Steps from the start of the run.
-        """
+        """Return the dataset indices of the samples of some steps, over all processes; None for a stream."""
         dataset = self.dataset
         if not isinstance(dataset, Slice):
             return None
@@ -371,7 +349,6 @@ def batch_sizes(length: int, batch_size: int, first: int = 0, stop: int | None =
     """Return the number of samples in each batch of a dataset, summed over all processes.
 
     Args:
-        length: The number of samples in the dataset.
         batch_size: The number of samples per batch. The last batch may be smaller.
         first: The index of the first batch in the result. Default: 0.
         stop: The index after the last batch in the result. Default: None, all remaining batches.
@@ -389,10 +366,8 @@ def first_batch(
     """Load a batch of the first samples of the dataset, for shape inference. No worker process is started.
 
     Args:
-        dataset: The dataset.
         batch_size: The number of samples per batch, over all processes.
         shard: The part of the batch that this process gets. Default: the full batch.
-        options: How batches are loaded.
         where: The configuration key of the slice, for error messages. Default: `data.slice`.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
     does not set it. In a dataset with both parameters, such as EMNIST, `split` is not a part of the samples, but another dataset.
 
     Args:
-        target: The target of the dataset.
         split: The split of the slice; None if the configuration names none.
         where: The key of the slice: `data.slice` or `data.eval_slice`.
 
@@ -60,11 +59,7 @@ def load_split(target: Target, split: str | None, where: str) -> tuple[Dataset[A
 
 
 def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[Dataset[Any], str]:
-    """Build the dataset with the first split that it accepts.
-
-    Raises:
-        ConfigError: It accepts none of them, or fails for another reason.
-    """
+    """Build the dataset with the first split that it accepts."""
     refusals: list[ConfigError] = []
     for name in names:
         try:
@@ -82,9 +77,7 @@ def _first_accepted(target: Target, names: Sequence[str], where: str) -> tuple[D
 
 def _refuses_split(error: ConfigError, name: str) -> bool:
     """Return whether the target failed because it has no split of this name."""
-    failure: BaseException | None = error.__cause__
-    while failure is not None and not isinstance(failure, ValueError | KeyError):
-        failure = failure.__cause__
+    failure = next((cause for cause in _causes(error.__cause__) if isinstance(cause, ValueError | KeyError)), None)
     return failure is not None and ("split" in str(failure).lower() or name in str(failure))
 
 
@@ -93,8 +86,9 @@ def _build(target: Target, **split: Any) -> Dataset[Any]:
     try:
         dataset = build(target, "data.dataset", **split)
     except ConfigError as error:
-        if (missing := _missing(error)) is not None:
-            raise missing from None
+        for cause in _causes(error):
+            if isinstance(cause, DatasetMissingError):
+                raise cause from None
         raise
     if is_iterable(dataset) and not hasattr(dataset, "__iter__"):
         message = f"must be a dataset, but {target.target} returned {type(dataset).__name__}"
@@ -113,13 +107,11 @@ def is_iterable(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not has_items
 
 
-def _missing(error: BaseException | None) -> DatasetMissingError | None:
-    """Return the `DatasetMissingError` in the chain of causes of an error; None if it contains none."""
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the chain of its causes."""
     while error is not None:
-        if isinstance(error, DatasetMissingError):
-            return error
+        yield error
         error = error.__cause__
-    return None
 
 
 def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[int]:
@@ -130,7 +122,6 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
 
     Args:
         dataset: The dataset, with a length.
-        which: The slice.
         where: The configuration key of the slice, for error messages.
 
     Returns:
@@ -170,13 +161,7 @@ def slice_indices(dataset: Dataset[Any], which: SliceSpec, where: str) -> list[i
 
 
 def _targets(dataset: Dataset[Any], where: str) -> list[int]:
-    """Return the class of each sample.
-
-    The classes are the attribute `targets` of torchvision datasets, or else the second element of each sample.
-
-    Raises:
-        ConfigError: The targets cannot be converted to integers.
-    """
+    """Return the class of each sample."""
     targets = getattr(dataset, "targets", None)
     try:
         if targets is None:

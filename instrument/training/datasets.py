@@ -326,13 +326,7 @@ def _digits_table() -> Tensor:
 
 
 def _scikit_learn(name: str) -> Path:
-    """Return the path of a file in `sklearn.datasets`.
-
-    scikit-learn is not imported, because its import takes half as long as the import of torch.
-
-    Raises:
-        DatasetMissingError: scikit-learn is not installed, or has no such file.
-    """
+    """Return the path of a file in `sklearn.datasets`."""
     spec = find_spec("sklearn")
     if spec is None or spec.origin is None:
         raise DatasetMissingError("scikit-learn is not installed")
@@ -343,22 +337,14 @@ def _scikit_learn(name: str) -> Path:
 
 
 def _is_train(split: str) -> bool:
-    """Return whether a split is the training split.
-
-    Raises:
-        ValueError: It is neither `train` nor `test`.
-    """
+    """Return whether a split is the training split."""
     if split not in ("train", "test"):
         raise ValueError(f"there is no split {split!r}; the splits are train and test")
     return split == "train"
 
 
 def _torchvision(name: str, split: str, root: str, download: bool) -> Any:
-    """Load a dataset of torchvision from disk, or download it.
-
-    Raises:
-        DatasetMissingError: The dataset is not in `root` and is not downloaded.
-    """
+    """Load a dataset of torchvision from disk, or download it."""
     import torchvision
 
     dataset = getattr(torchvision.datasets, name)

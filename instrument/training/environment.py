@@ -25,11 +25,7 @@ SAMPLES = 16  # in the hash of a slice, evenly spaced from the first to the last
 
 
 def hardware(device: torch.device) -> dict[str, str | int | None]:
-    """Return the hardware, libraries and settings of this process that affect the bits of a result.
-
-    Args:
-        device: The device of the run.
-    """
+    """Return the hardware, libraries and settings of this process that affect the bits of a result."""
     is_cuda = device.type == "cuda"
     return {
         "machine": platform.machine(),
@@ -90,9 +86,6 @@ def _targets(value: Any) -> Iterator[str]:
 def dataset_hashes(data: Data) -> dict[str, str | None]:
     """Return the hash of each slice of a run: `train` and `eval`.
 
-    Args:
-        data: The slices.
-
     Returns:
         The hashes; None for a slice that is iterable or missing, or whose samples cannot be hashed.
     """
@@ -103,9 +96,6 @@ def content_hash(dataset: Dataset[Any] | None) -> str | None:
     """Return the first 16 hexadecimal digits of the SHA-256 of some samples of a slice.
 
     Random numbers of a transform are the same in each call, and the random states are restored.
-
-    Args:
-        dataset: The slice.
     """
     if not isinstance(dataset, Slice):
         return None
@@ -122,11 +112,7 @@ def content_hash(dataset: Dataset[Any] | None) -> str | None:
 
 
 def _add(digest: hashlib._Hash, value: Any) -> None:
-    """Add a value of a sample, and its type, to a hash.
-
-    Raises:
-        TypeError: The bytes of the value are unknown.
-    """
+    """Add a value of a sample, and its type, to a hash."""
     digest.update(f"{type(value).__qualname__}(".encode())
     if isinstance(value, Tensor):
         plain = value.detach().cpu().contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ..distributed.strategies import Strategy, has_unused_parameters
 from ..errors import ConfigError, Problem, user_code_location
 from ..nested import structure, to_device
 from ..plan.cost import Length, firings_of
-from ..plan.dimension_checks import check_shapes
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
@@ -40,14 +39,14 @@ from .apply import apply_specs, build_module
 from .compiled_models import compile_model
 from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
 from .device_and_seed import choose_device
-from .function_trials import FunctionCheck
-from .hook_batch_checks import PhaseBatches, check_batch_shapes
-from .initial_weights import InitialWeights, LoadedWeights
+from .hook_trials import HookTrials, Sizes
+from .initial_weights import InitialWeights
 from .input_gradients import with_input_gradients
 from .loader import LoadedBatch, Loader, LoaderOptions
 from .loss_checks import check_loss_of_parts
 from .optimizer_fast_import import bypass_compiler_in_methods, bypass_compiler_in_step
 from .per_module_optimizers import requires_closure
+from .recorded_tensor_checks import PhaseBatches, recording_problems
 from .schedulers import LearningRateScale
 
 _TRIED_STEPS = 1000  # of a scheduler, before the run
@@ -80,7 +79,6 @@ class Experiment:
         inferred_by_phase: The result of shape inference for each phase of the run.
         archive: Reads the recorded tensors of other runs.
         weights: The weights that were loaded; None if the model has its initial weights.
-        generating_phases: The phases without gradients in which the task generates tokens.
         output_notice: Which of several outputs of the model the loss uses; None if this is clear.
         lr_scale: The factor of the learning rates, which can change during the training.
     """
@@ -104,8 +102,7 @@ class Experiment:
     plan: HookPlan
     inferred_by_phase: dict[str, InferredCalls]
     archive: RunArchive
-    weights: LoadedWeights | None
-    generating_phases: frozenset[str]
+    weights: InitialWeights | None
     output_notice: OutputNotice | None
     lr_scale: LearningRateScale = field(default_factory=LearningRateScale)
 
@@ -134,12 +131,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     Shape inference runs one forward pass per phase. It restores the state of the model and the random states.
 
     Args:
-        config: The configuration.
         strategy: How several processes train the model; all of them call this function. Default: None, a single
             process.
-
-    Returns:
-        The experiment, ready to run.
 
     Raises:
         ConfigError: An object that the configuration names does not exist or cannot be built; a spec matches no module,
@@ -147,7 +140,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
             trainable parameter, except in `mode: forward`.
     """
     strategy = strategy or Strategy()
-    strategy.check_config(config)
+    if problems := strategy.config_problems(config):
+        raise ConfigError(*problems)
     device = choose_device(config.device)
     task: Task = build(config.task, "task")
     _check_loss(config, task)
@@ -159,8 +153,8 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     length = loaders.length
 
     model.to(device)
-    trials = {phase: to_device(loaded.batch, device) for phase, loaded in loaders.first_batches.items()}
-    materialize(model, partial(_forward, task, model, trials[config.mode], differentiable=trains))
+    first = to_device(loaders.first_batches[config.mode].batch, device)
+    materialize(model, partial(_forward, task, model, first, differentiable=trains))
     weights = _load_and_apply(config, model)
     if trains:
         _check_trainable(config, model)
@@ -169,20 +163,22 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
     check_not_frozen(plan)
     find_unused = config.train.find_unused_parameters
     archive = RunArchive(shard.size, shard.indices_of)
-    functions = FunctionCheck(plan, config.seed, archive)
-    inferred_by_phase, has_unused, generating_phases, output_notice = _infer_shapes(
+    trials = HookTrials(plan, config.seed, archive, length, loaders.sizes())
+    inferred_by_phase, has_unused, output_notice = _infer_shapes(
         config,
         task,
         model,
         plan,
-        trials,
-        functions,
+        loaders,
+        device,
+        trials=trials,
         find_unused=trains and strategy.needs_all_gradients and find_unused is None,
     )
     check_functions(plan, inferred_by_phase)
     check_paths(plan, inferred_by_phase)
-    check_shapes(plan, inferred_by_phase)
-    check_batch_shapes(plan, archive, loaders.by_phase(inferred_by_phase), length)
+    recordings = recording_problems(plan, archive, loaders.by_phase(inferred_by_phase), length)
+    if of_hooks := {**trials.failures, **recordings, **trials.misfits}:
+        raise ConfigError(*(of_hooks[name] for name in plan.specs if name in of_hooks))
     _check_conditions(plan, length)
     _check_rules(config, plan, length)
     if trains or (config.forward.grad and config.forward.of is None):
@@ -224,7 +220,6 @@ def prepare(config: RunConfig, strategy: Strategy | None = None) -> Experiment:
         inferred_by_phase=inferred_by_phase,
         archive=archive,
         weights=weights,
-        generating_phases=generating_phases,
         output_notice=output_notice,
     )
 
@@ -259,11 +254,7 @@ def _check_rules(config: RunConfig, plan: HookPlan, length: Length) -> None:
 
 
 def _check_loss(config: RunConfig, task: Task) -> None:
-    """Check that a task without a loss is not used for a training or for gradients of a loss.
-
-    Raises:
-        ConfigError: The mode requires a loss.
-    """
+    """Check that a task without a loss is not used for a training or for gradients of a loss."""
     if not isinstance(task, ForwardOnly | Generate):
         return
     if config.mode == "train":
@@ -282,6 +273,7 @@ class _Loaders:
     Attributes:
         first_batches: The batch for shape inference in each phase. The phase of steps is the first one.
         options: How batches are loaded.
+        shard: The part of each batch that this process gets.
     """
 
     data: Data
@@ -291,6 +283,7 @@ class _Loaders:
     length: Length
     first_batches: dict[str, LoadedBatch]
     options: LoaderOptions
+    shard: BatchShard
 
     @classmethod
     def of(cls, config: RunConfig, data: Data, shard: BatchShard, *, pins_memory: bool) -> _Loaders:
@@ -316,24 +309,34 @@ class _Loaders:
         eval_batches = 0 if eval_loader is None else len(eval_loader)
         of_epoch = batches.micro_batches_per_epoch
         length = Length(batches.steps, config.train.accumulate, of_epoch, evaluations, eval_batches)
-        return cls(data, batches, eval_loader, probe_batch, length, first, options)
+        return cls(data, batches, eval_loader, probe_batch, length, first, options, shard)
 
-    def by_phase(self, inferred_by_phase: Mapping[str, InferredCalls]) -> dict[str, PhaseBatches]:
-        """Return the batches of each phase, given the results of shape inference."""
+    def first_batch(self, phase: str, size: int) -> LoadedBatch:
+        """Load a batch with the first samples of a phase."""
+        dataset = {"eval": self.data.test, "probe": self.data.probe}.get(phase) or self.data.train
+        return first_batch(dataset, size, self.shard, self.options)
+
+    def sizes(self) -> dict[str, Sizes]:
+        """Return the sizes of the batches of each phase."""
         mode, *_ = self.first_batches
-        sizes: dict[str, Callable[[int], Sequence[int]]] = {mode: self.batches.sizes}
-        ids: dict[str, Callable[[Collection[int]], set[int] | None]] = {
-            mode: self.batches.samples_at,
-            "eval": lambda _: samples_of(self.data.test),
-            "probe": lambda _: samples_of(self.data.probe),
-        }
+        sizes: dict[str, Sizes] = {mode: self.batches.sizes}
         if self.eval_loader is not None:
             eval_sizes = batch_sizes(self.eval_loader.length, self.eval_loader.batch_size)
             sizes["eval"] = lambda _: eval_sizes
         if self.data.probe is not None:
             probe_sizes = [len(self.data.probe)]  # type: ignore[arg-type]
             sizes["probe"] = lambda _: probe_sizes
-        found = {}
+        return sizes
+
+    def by_phase(self, inferred_by_phase: Mapping[str, InferredCalls]) -> dict[str, PhaseBatches]:
+        """Return the batches of each phase, given the results of shape inference."""
+        mode, *_ = self.first_batches
+        ids: dict[str, Callable[[Collection[int]], set[int] | None]] = {
+            mode: self.batches.samples_at,
+            "eval": lambda _: samples_of(self.data.test),
+            "probe": lambda _: samples_of(self.data.probe),
+        }
+        sizes, found = self.sizes(), {}
         for phase, inferred in inferred_by_phase.items():
             split = self.data.source["train_split" if phase == mode else "eval_split"]
             samples = self.first_batches[phase].samples
@@ -341,12 +344,8 @@ class _Loaders:
         return found
 
 
-def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None:
-    """Load the initial weights, and apply the changes of the `apply` section.
-
-    Returns:
-        The origin of the weights; None without `init_from`.
-    """
+def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | None:
+    """Load the initial weights, and apply the changes of the `apply` section."""
     # The checkpoint of a resumed training contains the weights.
     path = config.init_from.path if config.mode == "forward" or config.resume is None else None
     if path is None:
@@ -358,7 +357,8 @@ def _load_and_apply(config: RunConfig, model: nn.Module) -> LoadedWeights | None
     apply_specs(config.apply, model)
     if weights.is_of_run:
         weights.load(model)
-    return weights.compared_with(model)
+    weights.compare(model)
+    return weights
 
 
 def _output_unit(config: RunConfig) -> OutputUnit | None:
@@ -372,63 +372,52 @@ def _infer_shapes(
     task: Task,
     model: nn.Module,
     plan: HookPlan,
-    trials: Mapping[str, Any],
-    functions: FunctionCheck,
+    loaders: _Loaders,
+    device: torch.device,
     *,
+    trials: HookTrials,
     find_unused: bool,
-) -> tuple[dict[str, InferredCalls], bool, frozenset[str], OutputNotice | None]:
-    """Run shape inference for each phase.
-
-    Args:
-        config: The configuration.
-        task: The task.
-        model: The model.
-        plan: The plan.
-        trials: The first batch of each phase. The phase of steps is the first one.
-        functions: Calls the custom hook functions.
-        find_unused: Whether to search for parameters without a gradient.
-
-    Returns:
-        The result of shape inference for each phase, whether a parameter gets no gradient (False without a search), the
-        phases in which the task generates tokens, and which of several outputs the loss uses.
-    """
+) -> tuple[dict[str, InferredCalls], bool, OutputNotice | None]:
+    """Run shape inference for each phase: on its first batch, and on the smallest batch that hooks see, if that is smaller."""
     has_unused = False
     notice: OutputNotice | None = None
-    generating: set[str] = set()
 
-    def forward_and_check(phase: str) -> None:
+    def forward(phase: str, batch: Any, *, is_first: bool) -> None:
         nonlocal has_unused, notice
-        batch = trials[phase]
         needs_gradients = phase != "forward" or config.forward.grad
         if phase in ("forward", "probe") and needs_gradients:
             batch = with_input_gradients(batch)
         unit = _output_unit(config)
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss, generates, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
-        functions.check_outputs()
+            loss, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+        if loss is not None:
+            trials.on_loss(loss)
+        if not is_first:
+            return
         _check_target_selection(task, batch)
-        if generates and phase in ("forward", "eval"):
-            generating.add(phase)
         if phase == config.mode:
             notice = found
-            if loss is not None:
-                has_unused = find_unused and has_unused_parameters(model, loss)
-                functions.check_loss(loss)
-            functions.check_parameters()
+            has_unused = loss is not None and find_unused and has_unused_parameters(model, loss)
+        trials.on_parameters()
 
-    inferred = {
-        phase: infer_shapes(
-            model,
-            partial(forward_and_check, phase),
-            training=phase == "train",
-            observe=partial(functions.check_tensors, phase=phase),
-            function_sites=[site for site in plan.sites if site.spec.definition.of_functions],
-            observe_function=partial(functions.check_function, phase=phase),
-        )
-        for phase in trials
-    }
-    return inferred, has_unused, frozenset(generating), notice
+    def infer(phase: str, loaded: LoadedBatch, *, is_first: bool = True) -> InferredCalls:
+        with trials.on_batch(phase, loaded.total, loaded.indices, is_first=is_first):
+            return infer_shapes(
+                model,
+                partial(forward, phase, to_device(loaded.batch, device), is_first=is_first),
+                training=phase == "train",
+                observe=trials.on_tensors,
+                function_sites=[site for site in plan.sites if site.spec.definition.of_functions],
+                observe_function=trials.on_function,
+            )
+
+    inferred = {phase: infer(phase, loaded) for phase, loaded in loaders.first_batches.items()}
+    for phase, loaded in loaders.first_batches.items():
+        smallest = trials.smallest_batch(phase)
+        if smallest is not None and smallest < loaded.total:
+            infer(phase, loaders.first_batch(phase, smallest), is_first=False)
+    return inferred, has_unused, notice
 
 
 def _autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -439,28 +428,16 @@ def _autocast(precision: str, device: torch.device) -> torch.autocast:
 
 def _forward(
     task: Task, model: nn.Module, batch: Any, *, differentiable: bool = True, unit: OutputUnit | None = None
-) -> tuple[Tensor | None, bool, OutputNotice | None]:
-    """Return the loss of a batch, or the sum of an output unit; whether the task generates tokens; and a notice.
-
-    The notice states which of several outputs the loss uses. It is None with an output unit, and if this is clear. The
-    outcome of the task is checked.
-
-    Args:
-        task: The task.
-        model: The model.
-        batch: The batch.
-        differentiable: Whether gradients of the loss are required. Otherwise, it may be None. Default: True.
-        unit: The output unit. Default: None, the loss.
-    """
+) -> tuple[Tensor | None, OutputNotice | None]:
+    """Return the loss of a batch, or the sum of an output unit; and which of several outputs the loss uses, if that is not clear."""
     with captured_outputs(model) as outputs:
         outcome = call_task(task, model, batch, check=partial(check_outcome, differentiable=differentiable))
-    generates = bool(outcome.generated)
     if unit is not None:
-        return unit.sum_in(last_output(outputs)), generates, None
+        return unit.sum_in(last_output(outputs)), None
     choice = getattr(task, "output", None)
     if not isinstance(choice, LossOutput) or not outputs or outcome.loss is None:
-        return outcome.loss, generates, None
-    return outcome.loss, generates, choice.notice(outputs[-1], outcome.loss)
+        return outcome.loss, None
+    return outcome.loss, choice.notice(outputs[-1], outcome.loss)
 
 
 def _check_target_selection(task: Task, batch: Any) -> None:
@@ -482,14 +459,7 @@ def _check_trainable(config: RunConfig, model: nn.Module) -> None:
 
 
 def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
-    """Build the optimizer from its target.
-
-    The target is called with the trainable parameters. If it has a parameter `model` and no parameter `params`, it is
-    called with the model.
-
-    Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return an optimizer.
-    """
+    """Build the optimizer from its target."""
     bypass_compiler_in_methods()
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     names = argument_names(target.target, "optimizer")
@@ -503,11 +473,7 @@ def _build_optimizer(target: Target, model: nn.Module) -> Optimizer:
 
 
 def _check_closure(config: RunConfig, optimizer: Optimizer | None, strategy: Strategy) -> None:
-    """Check that the training supports an optimizer whose step requires a closure.
-
-    Raises:
-        ConfigError: It uses a gradient scaler, or several processes.
-    """
+    """Check that the training supports an optimizer whose step requires a closure."""
     what = f"the step of {type(optimizer).__name__} requires a closure"
     if config.train.precision == "fp16":
         message = f"{what}, which the gradient scaler of PyTorch does not support"
@@ -518,14 +484,7 @@ def _check_closure(config: RunConfig, optimizer: Optimizer | None, strategy: Str
 
 
 def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """Build the scheduler from its target.
-
-    The target is called with the optimizer. If it has a parameter `steps`, it also gets the number of steps of the run.
-
-    Raises:
-        ConfigError: The target does not exist, raises an exception, or does not return a scheduler that works without a
-            metric; or a learning rate is invalid.
-    """
+    """Build the scheduler from its target."""
     arguments = {"steps": steps} if "steps" in argument_names(target.target, "scheduler") else {}
     scheduler = build(target, "scheduler", optimizer, **arguments)
     if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
@@ -536,11 +495,7 @@ def _build_scheduler(target: Target, optimizer: Optimizer, steps: int) -> LRSche
 
 
 def _check_learning_rates(scheduler: LRScheduler, name: str, steps: int) -> None:
-    """Make the first steps of a copy of a scheduler, which has its own learning rates.
-
-    Raises:
-        ConfigError: A step raises an exception, or sets a learning rate that is negative or not finite.
-    """
+    """Make the first steps of a copy of a scheduler, which has its own learning rates."""
     parameters = (parameter for group in scheduler.optimizer.param_groups for parameter in group["params"])
     try:
         copied = copy.deepcopy(scheduler, {id(parameter): parameter for parameter in parameters})

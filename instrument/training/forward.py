@@ -32,8 +32,6 @@ def run_forward(
     """Run the model over all batches in eval mode. Each batch is a step. Afterwards, all buffers are those from before.
 
     Args:
-        experiment: The experiment.
-        probe: The attached probe.
         on_progress: Called after each batch.
         on_step_end: Called at the end of each batch, with the sums over the batches so far. Checkpoints are saved here.
             Default: None.
@@ -72,7 +70,6 @@ def forward_step(
     Args:
         experiment: The experiment. Its model is in eval mode.
         observer: The probe, or `NoHooks`.
-        batches: The only batch of the step.
 
     Returns:
         The metrics of the step, as the observer returned them; the weight of its loss: the number of samples or terms,
@@ -102,10 +99,6 @@ class _Sums(Mapping[str, "float | None"]):
     """The weighted sums of the metrics of all batches so far, and of their weights. The row of a batch is read at the next batch.
 
     A row on a GPU is complete by then, so that the host does not wait for the device.
-
-    Args:
-        sums: The sums to continue from; empty for none.
-        adds_losses: Whether the loss of the run is the sum of the losses, not their mean.
     """
 
     def __init__(self, sums: Mapping[str, float | None], *, adds_losses: bool) -> None:
@@ -114,14 +107,7 @@ class _Sums(Mapping[str, "float | None"]):
         self._pending: tuple[Mapping[str, float | None], float, Tensor | float, int] | None = None
 
     def add(self, row: Mapping[str, float | None], weight: float, classified: Tensor | float, samples: int) -> None:
-        """Add a batch.
-
-        Args:
-            row: Its row of the `metrics` table.
-            weight: The weight of its loss.
-            classified: The number of targets in its accuracy.
-            samples: Its number of samples.
-        """
+        """Add a batch."""
         self._read_pending()
         self._pending = (row, weight, classified, samples)
 

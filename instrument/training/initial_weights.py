@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +25,6 @@ CONTAINERS = ("state_dict", "model_state_dict", "model")  # keys under which tra
 MAX_NAMES = 8  # maximum number of names in a message
 
 
-@dataclass(frozen=True)
-class LoadedWeights:
-    """The origin of the weights in a model.
-
-    Attributes:
-        path: The file, or the folder of the run.
-        sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
-        tensors: The number of loaded tensors.
-        changed: The names of the loaded tensors that `apply` changed or removed.
-        missing: The names in the model without a value, with `strict: false`.
-        unexpected: The names in the file that the model lacks, with `strict: false`.
-    """
-
-    path: str
-    sha256: str
-    tensors: int
-    changed: tuple[str, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-
-    @property
-    def changes(self) -> str | None:
-        """A message about the tensors that `apply` changed, and the names that were ignored; None without any."""
-        texts = []
-        if self.changed:
-            count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
-            texts.append(f"apply changed {count}: {shorten(self.changed, MAX_NAMES)}")
-        if self.missing:
-            texts.append(
-                f"init_from has no values for {shorten(self.missing, MAX_NAMES)}; they keep their initial values"
-            )
-        if self.unexpected:
-            texts.append(f"init_from ignored names that the model lacks: {shorten(self.unexpected, MAX_NAMES)}")
-        return "; ".join(texts) or None
-
-
 class InitialWeights:
     """The weights in a file, or in the folder of a run.
 
@@ -71,6 +34,11 @@ class InitialWeights:
 
     Attributes:
         is_of_run: Whether the path is the folder of a run.
+        sha256: The SHA-256 of the file, hexadecimal; of all files in order if a checkpoint has several.
+        tensors: The number of loaded tensors.
+        changed: The names of the loaded tensors that `apply` changed or removed. Set by `compare`.
+        missing: The names in the model without a value, with `strict: false`.
+        unexpected: The names in the file that the model lacks, with `strict: false`.
 
     Raises:
         ConfigError: The file does not exist or contains no state dict, or the run has no weights.
@@ -86,12 +54,16 @@ class InitialWeights:
             message = "the checkpoint contains no weights, since the run had mode: forward"
             raise ConfigError(Problem(WHERE, message, given=path))
         self._state: Mapping[str, Any] = states[0] if len(files) == 1 else join_shards(states)
-        self._ignored: tuple[list[str], list[str]] = [], []  # names that are missing and unexpected, if not strict
-        self._digest = hashlib.sha256()
+        self.tensors = 0
+        self.changed: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        digest = hashlib.sha256()
         for file in files:
             with open(file, "rb") as opened:
                 while block := opened.read(1 << 20):
-                    self._digest.update(block)
+                    digest.update(block)
+        self.sha256 = digest.hexdigest()
 
     def load(self, model: nn.Module) -> None:
         """Load the weights into a model.
@@ -111,40 +83,57 @@ class InitialWeights:
             message = "no name in the state dict is a name in the model"
             names = shorten([*self._state], MAX_NAMES)
             raise ConfigError(Problem(WHERE, message, given=names, allowed=shorten([*own], MAX_NAMES)))
+        problems: list[Problem] = []
         try:
             missing, unexpected = model.load_state_dict(self._state, strict=False)
         except RuntimeError as error:
             problems = [*_shape_problems(self._state, own)] or [Problem(WHERE, str(error).strip(), given=self.path)]
             missing, unexpected = [*own.keys() - self._state.keys()], [*self._state.keys() - own.keys()]
-        else:
-            problems = []
-        self._ignored = sorted(missing), sorted(unexpected)
         if self.strict:
-            self._ignored = [], []
             loaded = {_address(own[name]) for name in own.keys() & self._state.keys()}
             missing = [name for name in missing if name not in own or _address(own[name]) not in loaded]  # tied
             problems += _name_problems("the state dict lacks names of the model", sorted(missing), unexpected)
             problems += _name_problems("the state dict has names that the model lacks", sorted(unexpected), missing)
+        else:
+            self.missing, self.unexpected = sorted(missing), sorted(unexpected)
         if problems:
             raise ConfigError(*problems)
 
-    def compared_with(self, model: nn.Module) -> LoadedWeights:
-        """Return the origin of the weights, and the names of those that are not in a model any more."""
+    def compare(self, model: nn.Module) -> None:
+        """Find the loaded tensors that are not in a model any more, and release them."""
         own = model.state_dict()
-        missing, unexpected = self._ignored
-        loaded = self._state.keys() - set(unexpected)
-        tensors = {name: value for name, value in self._state.items() if name in loaded and isinstance(value, Tensor)}
-        changed = tuple(name for name, value in tensors.items() if not _is_in(own.get(name), value))
-        digest = self._digest.hexdigest()
-        return LoadedWeights(self.path, digest, len(tensors), changed, tuple(missing), tuple(unexpected))
+        ignored = {*self.unexpected}
+        tensors = {
+            name: value for name, value in self._state.items() if name not in ignored and isinstance(value, Tensor)
+        }
+        self.tensors = len(tensors)
+        self.changed = [name for name, value in tensors.items() if not _is_in(own.get(name), value)]
+        self._state = {}
+
+    @property
+    def changes(self) -> str | None:
+        """A message about the tensors that `apply` changed, and the names that were ignored; None without any."""
+        changed, missing, unexpected = (
+            shorten(names, MAX_NAMES) for names in (self.changed, self.missing, self.unexpected)
+        )
+        texts = []
+        if changed:
+            count = f"{len(self.changed)} of the {self.tensors} tensors that init_from loaded"
+            texts.append(f"apply changed {count}: {changed}")
+        if missing:
+            texts.append(f"init_from has no values for {missing}; they keep their initial values")
+        if unexpected:
+            texts.append(f"init_from ignored names that the model lacks: {unexpected}")
+        return "; ".join(texts) or None
+
+    def entry(self) -> dict[str, Any]:
+        """Return the entry `init_from` of run.json."""
+        names = ("path", "sha256", "tensors", "changed", "missing", "unexpected")
+        return {name: getattr(self, name) for name in names}
 
 
 def _files_of_run(folder: Path) -> list[Path]:
-    """Return the file of the final weights of a run, or else the files of its latest checkpoint.
-
-    Raises:
-        ConfigError: The folder contains no run, or the run has neither.
-    """
+    """Return the file of the final weights of a run, or else the files of its latest checkpoint."""
     read_record(folder, WHERE)
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
@@ -159,11 +148,7 @@ def _files_of_run(folder: Path) -> list[Path]:
 
 
 def _state_dict(file: Path) -> Mapping[str, Any] | None:
-    """Return the state dict in a file; None for a checkpoint without weights.
-
-    Raises:
-        ConfigError: The file cannot be read, or contains no state dict.
-    """
+    """Return the state dict in a file; None for a checkpoint without weights."""
     content = _content(file)
     if isinstance(content, Mapping):
         if "version" in content and "batches" in content and "model" not in content:

@@ -58,7 +58,6 @@ class Stream(IterableDataset[Any]):
 
     Args:
         dataset: The dataset. Each `iter(dataset)` starts from the beginning.
-        start: The number of samples to skip.
         stop: The index after the last sample; None for all samples.
     """
 
@@ -121,7 +120,6 @@ class Loader:
         batch_size: The number of samples per batch, over all processes. The last batch may be smaller. An incomplete
             batch of a stream is left out if it has fewer samples than there are processes.
         shard: The part of each batch that this process gets. Default: the full batch.
-        options: How batches are loaded.
     """
 
     def __init__(
@@ -247,11 +245,7 @@ class _StreamBatches(IterableDataset[LoadedBatch]):
 
 
 def seed_random_states(seed: int) -> None:
-    """Seed Python, NumPy and the CPU generator of PyTorch.
-
-    Args:
-        seed: From 0 to 2^32 - 1.
-    """
+    """Seed Python, NumPy and the CPU generator of PyTorch with a number from 0 to 2^32 - 1."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds all devices.

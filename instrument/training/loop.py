@@ -57,15 +57,10 @@ def train(
     """Train to the last step, with scheduled evaluations and passes of the probe batch.
 
     Args:
-        experiment: The experiment.
-        probe: The attached probe.
         on_progress: Called after each step and each evaluation.
         on_step_end: Called at the end of each step, after an evaluation, with the metrics of the last evaluation.
             Checkpoints are saved here. Default: None.
         last: The metrics of the last evaluation before a resume. Default: None.
-
-    Returns:
-        The metrics of the last evaluation.
     """
     evaluations = Evaluations(experiment.steps, experiment.config.train.eval_every)
     last = last or {}
@@ -129,12 +124,7 @@ def train_step(
     norm of the step are those of the first time, before the parameters change.
 
     Args:
-        experiment: The experiment.
         observer: The probe, or `NoHooks`.
-        micro_batches: The micro-batches of the step.
-
-    Returns:
-        The metrics of the step, as the observer returned them.
     """
     optimizer, scheduler, scaler = experiment.optimizer, experiment.scheduler, experiment.scaler
     assert optimizer is not None, "mode: forward has no optimizer"
@@ -173,18 +163,7 @@ def _compute_gradients(
     weights: Sequence[float],
     total: float,
 ) -> tuple[list[Outcome], list[Tensor]]:
-    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum.
-
-    Args:
-        experiment: The experiment.
-        observer: The observer.
-        micro_batches: The micro-batches of the step.
-        weights: The weight of each micro-batch.
-        total: The number by which the weighted sum is divided.
-
-    Returns:
-        The outcome of each micro-batch, and its part of the loss: a scalar without a graph.
-    """
+    """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum."""
     strategy, train_module = experiment.strategy, experiment.train_module
     outcomes: list[Outcome] = []
     losses: list[Tensor] = []
@@ -210,10 +189,6 @@ def _compute_gradients(
 @torch.no_grad()
 def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]:
     """Evaluate the model in eval mode, without gradients. The mode of the model is restored.
-
-    Args:
-        experiment: The experiment.
-        probe: The attached probe.
 
     Returns:
         The metrics, such as `loss`, `accuracy`, `seconds` (the duration) and `samples`.
@@ -251,9 +226,6 @@ def evaluate(experiment: Experiment, probe: Probe) -> Mapping[str, float | None]
 
 def gradient_norm(model: torch.nn.Module) -> Tensor | None:
     """Return the L2 norm of all gradients of a model as one vector.
-
-    Args:
-        model: The model.
 
     Returns:
         A scalar; None if no parameter has a gradient.

@@ -52,12 +52,8 @@ def check_loss_of_parts(
     in eval mode, and for custom code that fails for a part of a batch.
 
     Args:
-        config: The configuration.
-        task: The task.
         model: The model, on its device.
-        dataset: The samples of the run.
         shard: The part of a batch that this process gets.
-        options: How batches are loaded.
 
     Raises:
         ConfigError: The gradient would differ from that of one batch.
@@ -117,10 +113,7 @@ def _batch_and_parts(dataset: Dataset[Any], size: int, shard: BatchShard, option
 
 
 def _loss_and_gradient(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the loss of a batch, and its gradient with respect to the last parameter that it depends on; None without a loss.
-
-    The gradient differs also where all samples have the same loss, as with initial weights of zero.
-    """
+    """Return the loss of a batch, and its gradient with respect to the last parameter that it depends on; None without a loss."""
     loss = task(model, batch).loss
     if loss is None:
         return None
@@ -132,10 +125,7 @@ def _loss_and_gradient(task: Task, model: nn.Module, batch: Any) -> tuple[Tensor
 
 
 def _are_close(ones: Sequence[Any], others: Sequence[Any], results: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether loss and gradient are equal, within the rounding of their largest values in any result.
-
-    Values that are not finite are not compared.
-    """
+    """Return whether loss and gradient are equal, within the rounding of their largest values in any result."""
     for index, (one, other) in enumerate(zip(ones, others, strict=True)):
         largest = max(float(result[index].nan_to_num().float().norm()) for result in results)
         tolerance = max(_TOLERANCE, 8 * torch.finfo(one.dtype).eps)

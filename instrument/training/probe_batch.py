@@ -22,12 +22,7 @@ from .input_gradients import with_input_gradients
 
 
 def has_probe_pass(experiment: Experiment, step: int) -> bool:
-    """Return whether a hook of phase `probe` is scheduled after this number of steps.
-
-    Args:
-        experiment: The experiment.
-        step: The number of completed steps.
-    """
+    """Return whether a hook of phase `probe` is scheduled after this number of steps."""
     return any(spec.schedule.includes(step, "probe") for spec in experiment.plan.specs.values())
 
 
@@ -36,13 +31,6 @@ def run_probe_batch(experiment: Experiment, probe: Probe) -> Mapping[str, float 
 
     The model is in eval mode. Afterwards, the training flags, buffers, gradients, random states and the state of the
     task are those from before. Random numbers that the model draws with PyTorch are the same in each pass.
-
-    Args:
-        experiment: The experiment.
-        probe: The attached probe, between two steps.
-
-    Returns:
-        The row of the `metrics` table.
     """
     batches = experiment.probe_batch
     assert batches is not None, "hooks of phase probe require a probe batch"

@@ -20,7 +20,7 @@ from .loop import Progress
 
 PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
 REFRESH_SECONDS = 0.1
-SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
+SIZE_SECONDS = 1.0  # Interval between reads of the folder.
 SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
 BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
@@ -59,45 +59,16 @@ class Speed:
     def left(self, steps: int) -> float | None:
         """Estimate the remaining time, including evaluations at their present frequency.
 
-        Args:
-            steps: The number of remaining steps.
-
         Returns:
             Seconds; None before the end of the second step, because the first step is slower than the others.
         """
         return steps * (self.seconds + self._paused / self._done) if self._done > 1 else None
 
 
-class Size:
-    """The size of the tables of a run on disk. The folder is read at most once per second.
-
-    Args:
-        folder: The folder of the run.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._bytes = 0
-        self._again = 0.0
-
-    @property
-    def bytes(self) -> int:
-        """The size in bytes. It may be about a second old."""
-        started_at = time.perf_counter()
-        if started_at >= self._again:
-            self._bytes = size_on_disk(self.folder)
-            now = time.perf_counter()
-            self._again = now + max(SIZE_SECONDS, 100 * (now - started_at))
-        return self._bytes
-
-
 def progress_texts(progress: Progress, speed: Speed, size: int) -> dict[str, str]:
     """Return the texts to display after a training step by name, the most important first. Unknown values are omitted.
 
-    Args:
-        progress: The progress after the step.
-        speed: The speed of training.
-        size: The size of the tables, in bytes.
+    `size` is the size of the tables, in bytes.
     """
     metrics = progress.metrics
     texts = {
@@ -145,14 +116,7 @@ def _clock(seconds: float) -> str:
 
 
 def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableType:
-    """Return a line with a progress bar and texts, and a line with the last warning.
-
-    In a narrow terminal, the last texts are cut off.
-
-    Args:
-        progress: The progress after the step.
-        texts: The texts by name, from `progress_texts`.
-    """
+    """Return a line with a progress bar and texts, and a line with the last warning. In a narrow terminal, the last texts are cut off."""
     line = Table.grid(padding=(0, 2))
     line.add_column(width=BAR_WIDTH)
     shown = (Text(text, "bold red" if text in NON_FINITE_TEXTS else "") for text in texts.values())
@@ -167,50 +131,39 @@ def bar_with_texts(progress: Progress, texts: Mapping[str, str]) -> RenderableTy
 
 @contextmanager
 def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
-    """Show a progress bar at the bottom of the terminal. Evaluations are printed above it.
-
-    The bar is updated at most ten times per second.
-
-    Args:
-        console: The console.
-        steps: The number of steps of the run.
-        folder: The folder of the run.
+    """Show a progress bar at the bottom of the terminal, updated at most ten times per second. Evaluations are printed above it.
 
     Yields:
         The function to call after each step and each evaluation.
     """
-    speed, size = Speed(), Size(folder)
-    drawn = 0.0
+    speed, size = Speed(), 0
+    drawn = sized = -math.inf
     first = Progress(0, steps, {}, 0, "train")
     bar = bar_with_texts(first, {"step": step_text(first)})
     with Live(bar, console=console, transient=True, auto_refresh=False) as live:
 
         def show(progress: Progress) -> None:
-            nonlocal drawn
+            nonlocal drawn, sized, size
             if progress.phase == "eval":
                 speed.pause()
                 console.print(evaluation_text(progress), soft_wrap=True)
                 return
             speed.step()
             now = time.perf_counter()
-            if now - drawn >= REFRESH_SECONDS or progress.step == progress.steps:
-                drawn = now
-                live.update(bar_with_texts(progress, progress_texts(progress, speed, size.bytes)), refresh=True)
+            if now - drawn < REFRESH_SECONDS and progress.step < progress.steps:
+                return
+            if now - sized >= SIZE_SECONDS:
+                size, sized = size_on_disk(folder), now
+            drawn = now
+            live.update(bar_with_texts(progress, progress_texts(progress, speed, size)), refresh=True)
 
         yield show
 
 
 def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[str], None]) -> Show:
-    """Print about ten progress lines during a run, and each warning when it occurs.
+    """Return a function that prints about ten progress lines during a run, evaluations, and each warning when it occurs.
 
-    Args:
-        console: The console.
-        steps: The number of steps of the run.
-        folder: The folder of the run.
-        warn: Called with the text of each warning.
-
-    Returns:
-        The function to call after each step and each evaluation.
+    It is called after each step and each evaluation.
     """
     every = max(1, steps // PLAIN_LINES)
     speed = Speed()
@@ -230,14 +183,7 @@ def progress_lines(console: Console, steps: int, folder: Path, warn: Callable[[s
 
 
 def warnings_only(warn: Callable[[str], None]) -> Show:
-    """Show each warning when it occurs, and no progress.
-
-    Args:
-        warn: Called with the text of each warning.
-
-    Returns:
-        The function to call after each step and each evaluation.
-    """
+    """Return a function that shows each warning when it occurs, and no progress."""
     count = 0
 
     def show(progress: Progress) -> None:

@@ -73,9 +73,6 @@ class ReplaySource:
     def check(self, present: Mapping[str, Any]) -> None:
         """Check that the replay can be exact in this environment.
 
-        Args:
-            present: The content of run.json of the replay.
-
         Raises:
             ConfigError: The environment differs, and `force` is not set.
         """

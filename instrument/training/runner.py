@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,15 +73,10 @@ def run(
     """Run an experiment, resume a stopped run if `config.resume` is set, or replay a run.
 
     Args:
-        config: The validated configuration.
         folder: The folder of the run. It may exist, but must not contain a run other than the one to resume.
-        terminal: The output for progress and results.
         raw: The composed configuration, for run.json.
         overrides: The overrides by key, for run.json.
         source: The run to replay, with the configuration of the replay in `config`. Default: None, no replay.
-
-    Returns:
-        The folder and the metrics of the last evaluation.
 
     Raises:
         ConfigError: An object that the configuration names does not exist, does not fit, or matches nothing.
@@ -192,7 +187,7 @@ def _record_environment(
         remote=remote,
     )
     if experiment.weights is not None:
-        run_folder.update(init_from=asdict(experiment.weights))
+        run_folder.update(init_from=experiment.weights.entry())
 
 
 def _check_report_packages() -> None:
@@ -211,18 +206,7 @@ def _check_same_weights(experiment: Experiment, run_folder: RunFolder | WorkerRu
 
 
 class _Training:
-    """One run with its hooks, rows and checkpoints.
-
-    A resumed run starts at its last checkpoint, and a replay at a checkpoint of its source.
-
-    Args:
-        experiment: The experiment.
-        folder: The folder of the run.
-        terminal: The output for progress.
-        raw: The composed configuration, for the trackers.
-        copy: The remote copy of the run.
-        source: The run to replay; None without one.
-    """
+    """One run with its hooks, rows and checkpoints."""
 
     def __init__(
         self,
@@ -284,12 +268,7 @@ class _Training:
         )
 
     def run(self) -> tuple[Mapping[str, float | None], str | None]:
-        """Run to the last step.
-
-        Returns:
-            The metrics of the last evaluation, or the means over all batches in `mode: forward`; and the reason if
-            recording stopped (None otherwise).
-        """
+        """Run to the last step."""
         experiment, probe = self.experiment, self.probe
         with probe, self.terminal.progress(experiment.steps) as show, reported_graph_breaks(probe):
             last = None
@@ -321,11 +300,7 @@ class _Training:
         return metrics, self.sink.failure
 
     def begin(self) -> None:
-        """Open the trackers and the custom sink, and start the upload.
-
-        If the run is resumed, first remove the rows of the steps that are repeated. Then send the remaining rows of the
-        first repeated step to the trackers. They are rows of the evaluation before this step.
-        """
+        """Open the trackers and the custom sink, and start the upload."""
         since = None if self.state is None or self.parts is None else self.state["step"]
         with ExitStack() as opened:
             trackers = {}

@@ -75,12 +75,7 @@ class Terminal:
         self.quiet = self.console.quiet = True
 
     def begin(self, experiment: Experiment, folder: Path) -> None:
-        """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes.
-
-        Args:
-            experiment: The experiment.
-            folder: The folder of the run.
-        """
+        """Show the model, the data and the hooks of a run. A fallback dataset is shown in all modes."""
         self.folder = folder
         self._show_fallback(experiment.data.source["fallback"])
         for _, message in experiment.plan.layers.hidden_messages():
@@ -139,8 +134,6 @@ class Terminal:
         """Show the plan and the estimated cost of a run, its fallback dataset, and evaluation samples that it trains on.
 
         Args:
-            experiment: The experiment.
-            forecast: The estimated cost.
             folder: The folder that the run would use; None if it is unknown.
         """
         self._show_fallback(experiment.data.source["fallback"])
@@ -155,9 +148,6 @@ class Terminal:
     @contextmanager
     def progress(self, steps: int) -> Iterator[Show]:
         """Show the progress of a run: a progress bar on a terminal, a few plain lines in a pipe or in CI.
-
-        Args:
-            steps: The number of steps of the run.
 
         Yields:
             The function to call after each step and each evaluation.
@@ -202,8 +192,6 @@ class Terminal:
         """Show the summary: recorded data, findings, warnings, files and next commands.
 
         Args:
-            experiment: The experiment.
-            folder: The folder of the run.
             metrics: The metrics of the last evaluation, or the means over all batches in `mode: forward`.
             report: The file of the report. Default: None; the command that creates it is shown instead.
             stop_reason: Why the run was stopped. Default: None, the run is complete.
@@ -263,19 +251,13 @@ class Terminal:
         """Show the address of the remote copy.
 
         Args:
-            address: The address of the remote folder.
             size: The number of uploaded bytes.
         """
         if not (self.quiet or self.brief):
             self.console.print(f"remote      {address}  ({human_bytes(size)} uploaded)", soft_wrap=True, markup=False)
 
     def end_unrecorded(self, failure: str, metrics: Mapping[str, float | None]) -> None:
-        """Show the summary of a training that continued after recording stopped.
-
-        Args:
-            failure: The reason.
-            metrics: The metrics of the last evaluation.
-        """
+        """Show the summary of a training that continued after recording stopped."""
         self.show_recording_stopped(failure)
         self.console.print("  ".join(["evaluation", *metric_texts(metrics).values()]))
 

@@ -43,13 +43,8 @@ class Certificate:
     """The result of a verification.
 
     Attributes:
-        steps: The number of training steps.
-        evaluations: The number of evaluations.
-        hooks: The names of the record hooks.
         left_out: The names of the hooks that change values. They were not attached.
         tensors: The number of gradients, parameters, buffers and optimizer tensors compared after the last step.
-        sites: The number of sites of the record hooks.
-        rows: The number of recorded rows.
         difference: The first difference between the trainings with and without hooks. None if they are bit-identical,
             or if the training without hooks is not reproducible.
         largest: The largest absolute difference of a parameter at the end, and the parameter; None if nothing differs.
@@ -82,12 +77,6 @@ def verify(config: RunConfig) -> Certificate:
 
     Args:
         config: The experiment. `train.steps` is the number of compared steps.
-
-    Returns:
-        The result of the comparison.
-
-    Raises:
-        ConfigError: The experiment cannot be built.
     """
     recording = {name: spec for name, spec in config.hooks.items() if isinstance(spec, ObservationSpec)}
     left_out = tuple(name for name in config.hooks if name not in recording)
@@ -115,8 +104,6 @@ def first_difference(first: list[Fingerprint], second: list[Fingerprint], hook: 
     """Return the first difference between two trainings; None if they are equal.
 
     Args:
-        first: The fingerprints of one training.
-        second: The fingerprints of the other training.
         hook: The name of the hook to report as the cause. Default: empty.
     """
     for left, right in zip_longest(first, second):

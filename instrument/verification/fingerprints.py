@@ -37,7 +37,6 @@ class Fingerprint:
 
     Attributes:
         step: The index of the training step, from 0. For an evaluation, the number of completed steps.
-        phase: `train` or `eval`.
         digests: The digests of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
             states. This is the order in which a difference spreads.
     """
@@ -51,9 +50,6 @@ class Trace(NamedTuple):
     """What a training gave.
 
     Attributes:
-        fingerprints: The fingerprint after each step and each evaluation.
-        sites: The number of sites.
-        rows: The number of recorded rows.
         parameters: The parameters at the end, by name, on the CPU.
     """
 
@@ -71,9 +67,7 @@ def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: in
     """Train an experiment and compute a fingerprint after each step and each evaluation.
 
     Args:
-        config: The experiment.
         hooks: The hooks to attach instead of those in the configuration.
-        max_fingerprints: The number of fingerprints after which the training stops. Default: None, no limit.
     """
     fingerprints: list[Fingerprint] = []
     with process_state(seed=config.seed, deterministic=config.deterministic):
@@ -148,12 +142,7 @@ class _RecordsOutputs:
 
 @contextmanager
 def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
-    """Compute digests of the model outputs inside the block.
-
-    Args:
-        model: The model. Its class is replaced inside the block.
-        outputs: The list to which the digests of each call are appended.
-    """
+    """Compute digests of the model outputs inside the block."""
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
     watched = new_class(own.__name__, (_RecordsOutputs, own), exec_body=lambda body: body.update(names))
@@ -165,13 +154,7 @@ def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator
 
 
 def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
-    """Compute the fingerprint of the present state.
-
-    Args:
-        experiment: The experiment.
-        progress: The progress after the step or evaluation.
-        calls: For each call of the model in the evaluation, the digests of its output tensors.
-    """
+    """Compute the fingerprint of the present state."""
     compared = progress.metrics.keys() - set(IGNORED_METRICS)
     metrics = {(f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name in compared}
     outputs = {
@@ -210,9 +193,6 @@ def digest(tensor: Tensor) -> str:
     """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal; of a sparse tensor, 32 bytes.
 
     Equal bytes give equal digests. Different bytes give different digests, except with negligible probability.
-
-    Args:
-        tensor: A tensor of any dtype, layout and device.
     """
     plain = tensor.detach()
     if is_sparse(plain):

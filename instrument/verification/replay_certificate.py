@@ -54,10 +54,8 @@ class ReplayCertificate:
     """The result of a replay.
 
     Attributes:
-        source: The folder of the run.
         begin: The number of completed steps at which the replay began.
         stop: The step after the last one of the window.
-        steps: The number of compared steps.
         evaluations: The number of compared evaluations and passes of the probe batch.
         difference: The first difference; None if all values are bit-identical. In a counterfactual, only values before
             `first_step` count.
@@ -97,12 +95,8 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
     """Compare the metrics of a replay with the recorded ones.
 
     Args:
-        source: The folder of the run.
         replay: The folder of the replay. It has ended.
         changes_evaluation: Whether a counterfactual changes the evaluation before its first step. Default: False.
-
-    Returns:
-        The certificate.
     """
     info = RunFiles(replay).info()
     recorded, replayed = _metrics(source), _metrics(replay)

@@ -15,9 +15,8 @@ import instrument
 from instrument import HookError
 from instrument.actions.builtin.elements import QUANTIZED_MAX
 from instrument.actions.clip import clip_quantile, clip_ratio
-from instrument.actions.recorded_values import patch
 from instrument.actions.scale import scheduled
-from instrument.actions.tensor_selection import TensorSelection
+from instrument.actions.tensor_selection import TensorSelection, patch
 
 
 def generator() -> torch.Generator:

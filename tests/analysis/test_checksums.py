@@ -173,19 +173,6 @@ def test_files_without_checksums_stay_readable(tmp_path: Path) -> None:
         assert read(folder) == (MEANS, VALUES.tolist(), [])
 
 
-def test_journal_without_checksums_stays_readable(tmp_path: Path) -> None:
-    batch = pa.record_batch({"step": pa.array([1, 2])})
-    with pa.OSFile(str(tmp_path / "j.arrows"), "wb") as file, pa.ipc.new_stream(file, batch.schema) as stream:
-        stream.write_batch(batch)
-        stream.write_batch(batch)
-        size = file.tell()
-    content = (tmp_path / "j.arrows").read_bytes()[:size]  # without the end mark, which journals do not have
-    (tmp_path / "j.arrows").write_bytes(content)
-    reading = JournalReader.of(tmp_path / "j.arrows")
-    assert list(reading.batches()) == [batch, batch]
-    assert (reading.torn, reading.problem) == (False, None)
-
-
 def test_every_flipped_bit_of_a_journal_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "j.arrows"
     batch = pa.record_batch({"step": pa.array([1, 2])})

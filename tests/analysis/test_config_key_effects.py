@@ -21,7 +21,6 @@ from run_folders import CLIP, write_run
 from tiers import tiered
 
 import instrument
-from instrument.analysis.confidence_interval import bootstrapped
 
 NUMBER = st.floats(-1e6, 1e6)
 
@@ -88,27 +87,6 @@ def test_p_values_are_adjusted_for_the_number_of_intervals(tmp_path: Path) -> No
     assert frame.attrs["intervals"] == 2
     assert frame["p_value"]["loss"] < 0.05 < frame["p_adjusted"]["loss"]
     assert frame["survives"].tolist() == [False, False]
-    resampled = run.effects_of("hooks.tame.norm", interval="bootstrap").set_index("statistic")
-    low, high, p = bootstrapped(np.array([loss, accuracy]).T)
-    assert resampled.loc[["loss", "accuracy"], ["ci_low", "ci_high", "p_value"]].to_numpy() == pytest.approx(
-        np.stack([low, high, p], 1)
-    )
-
-
-def test_bootstrap_of_few_seeds_has_no_interval(tmp_path: Path) -> None:
-    run = losses(tmp_path, {0.1: [1.0, 2.0, 3.0], 1.0: [2.0, 2.5, 4.0]})
-    frame = run.effects_of("hooks.tame.norm", interval="bootstrap")
-    found = only(frame)
-    assert math.isnan(found["ci_low"])
-    assert math.isnan(found["p_adjusted"])
-    assert not found["survives"]
-    assert frame.attrs["intervals"] == 0
-
-
-def test_unknown_interval_is_refused(tmp_path: Path) -> None:
-    run = losses(tmp_path, {0.1: [1.0], 1.0: [2.0]})
-    with pytest.raises(instrument.InstrumentError, match="interval: is unknown"):
-        run.effects_of("hooks.tame.norm", interval="percentile")  # type: ignore[arg-type]
 
 
 def test_interval_is_accurate_far_from_zero(tmp_path: Path) -> None:

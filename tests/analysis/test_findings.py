@@ -12,7 +12,7 @@ import pytest
 
 import instrument
 from instrument.analysis.findings import Finding, findings
-from instrument.findings import main
+from instrument.commands.findings import main
 from instrument.kinds.reasons import NEVER_DUE, NO_INPUT_GRAPH
 from instrument.sinks.parquet import ParquetSink
 from instrument.spec.tables import TABLES

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import polars as pl
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from buckets import connected
 from test_sql import damage_inside, make_run, part
@@ -19,7 +17,7 @@ from tiers import tiered
 import instrument
 from instrument import InstrumentError, InstrumentWarning
 from instrument.analysis import polars_frames
-from instrument.analysis.query_sources import RunsToQuery, TableFiles
+from instrument.analysis.query_sources import TableFiles
 from instrument.analysis.run_files import RunFiles
 from instrument.sinks.parts import Part
 from instrument.sinks.recovery import recover
@@ -172,14 +170,6 @@ def test_invalid_condition_is_reported_without_reading(folder: Path, monkeypatch
         rows.filter(pl.col("nope") == 1).collect()
 
 
-def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
-    run = instrument.load(make_run(tmp_path / "run"))
-    damage_inside(part(tmp_path / "run", 1))
-    with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
-        assert run.lazy("stats").collect().height == 8
-    assert run.lazy("stats").collect().height == 8
-
-
 def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     original = polars_frames._Collection._local_frames
@@ -197,26 +187,6 @@ def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkey
         ):
             run.lazy("stats").collect()
     assert run.lazy("stats").collect().height == 8
-
-
-def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = make_run(tmp_path / "run")
-    run = instrument.load(folder)
-    original = RunsToQuery.table_files
-
-    def merged(queried: RunsToQuery, table: str, runs: Iterable[int] | None = None) -> TableFiles:
-        found = original(queried, table, runs)
-        if part(folder, 1).exists():
-            pq.write_table(
-                pa.concat_tables(pq.read_table(part(folder, n)) for n in (0, 1)), Part(0, 0, 1).file(folder, "stats")
-            )
-            part(folder, 0).unlink()
-            part(folder, 1).unlink()
-        return found
-
-    monkeypatch.setattr(RunsToQuery, "table_files", merged)
-    assert run.lazy("stats").select(pl.len(), STEP.max()).collect().rows() == [(12, 5)]
-    assert run.problems == []
 
 
 @pytest.fixture(scope="module")

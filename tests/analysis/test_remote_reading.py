@@ -23,8 +23,8 @@ import instrument
 from instrument import ConfigError, InstrumentError
 from instrument.analysis.folders import NoRunError
 from instrument.analysis.run_files import RunFiles
-from instrument.export import main as export
-from instrument.report.__main__ import main as report
+from instrument.commands.export import main as export
+from instrument.commands.report import main as report
 from instrument.sinks.parts import Part, new_part
 from instrument.sinks.remote_folder import RemoteFolder, folder_at
 from instrument.sinks.remote_transfer import send_all

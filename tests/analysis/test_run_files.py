@@ -20,8 +20,9 @@ from run_folders import stats_row
 from tiers import tiered
 
 import instrument
-from instrument import InstrumentError, InstrumentWarning, recover
+from instrument import InstrumentError, InstrumentWarning
 from instrument.analysis.run_files import RunFiles, size_on_disk
+from instrument.commands import recover
 from instrument.sinks.journal import Journal, JournalReader
 from instrument.sinks.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
 from instrument.sinks.lock import FolderLock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,13 +253,13 @@ def test_conditions_on_run_columns_equal_those_on_rows(
 def test_tables_not_in_the_query_are_not_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     table_files: list[str] = []
-    original = query_sources.RunsToQuery.table_files
+    original = query_sources.table_files
 
-    def noted(queried: query_sources.RunsToQuery, table: str) -> query_sources.TableFiles:
+    def noted(queried: instrument.Run, table: str) -> query_sources.TableFiles:
         table_files.append(table)
         return original(queried, table)
 
-    monkeypatch.setattr(query_sources.RunsToQuery, "table_files", noted)
+    monkeypatch.setattr(query_sources, "table_files", noted)
     run.sql("with effects as (select 1) select count(*) from STATS s, effects")
     assert table_files == ["stats"]
     run.sql(
@@ -285,13 +285,18 @@ def test_damaged_files_are_reported_and_the_rest_is_read(
     assert len(run.problems) == 1
 
 
-def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reader", ["sql", "lazy"])
+def test_file_damaged_inside_is_reported_and_the_rest_is_read(tmp_path: Path, reader: str) -> None:
     run = instrument.load(make_run(tmp_path / "run"))
     damage_inside(part(tmp_path / "run", 1))
     with pytest.warns(InstrumentWarning, match=r"part-0000-000001\.parquet: cannot be read"):
-        assert tuples(run.sql("select count(*), max(rank), min(layer), max(phase) from stats")) == [
-            (8, 0, "a", "train")
-        ]
+        if reader == "sql":
+            assert tuples(run.sql("select count(*), max(rank), min(layer), max(phase) from stats")) == [
+                (8, 0, "a", "train")
+            ]
+        else:
+            assert run.lazy("stats").collect().height == 8
+    assert run.lazy("stats").collect().height == 8
 
 
 def test_files_with_other_columns_are_reported(tmp_path: Path) -> None:
@@ -318,13 +323,16 @@ def test_columns_missing_in_earlier_versions_are_null(tmp_path: Path, old: list[
     assert sweep.problems == []
 
 
-def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reader", ["sql", "lazy"])
+def test_files_merged_while_listing_are_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
     folder = make_run(tmp_path / "run")
     run = instrument.load(folder)
-    original = query_sources.RunsToQuery.table_files
+    original = query_sources.table_files
 
-    def merged(queried: query_sources.RunsToQuery, table: str) -> query_sources.TableFiles:
-        found = original(queried, table)
+    def merged(queried: instrument.Run, table: str, runs: Iterable[int] | None = None) -> query_sources.TableFiles:
+        found = original(queried, table, runs)
         if part(folder, 1).exists():
             pq.write_table(
                 pa.concat_tables(pq.read_table(part(folder, n)) for n in (0, 1)), Part(0, 0, 1).file(folder, "stats")
@@ -333,8 +341,11 @@ def test_files_merged_while_listing_are_listed_again(tmp_path: Path, monkeypatch
             part(folder, 1).unlink()
         return found
 
-    monkeypatch.setattr(query_sources.RunsToQuery, "table_files", merged)
-    assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
+    monkeypatch.setattr(query_sources, "table_files", merged)
+    if reader == "sql":
+        assert tuples(run.sql("select count(*), max(step) from stats")) == [(12, 5)]
+    else:
+        assert run.lazy("stats").select(pl.len(), pl.col("step").max()).collect().rows() == [(12, 5)]
     assert run.problems == []
 
 

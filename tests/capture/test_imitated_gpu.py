@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import instrument
 from instrument import nested
 from instrument.actions.base import Context
-from instrument.actions.recorded_values import patch
-from instrument.actions.tensor_selection import TensorSelection
+from instrument.actions.tensor_selection import TensorSelection, patch
 from instrument.capture import device_copy, recorder
 from instrument.spec.modify import FUNCTIONS
 from instrument.stats import distribution

@@ -14,7 +14,7 @@ import yaml
 from torch import nn
 
 import instrument
-from instrument.convert import main
+from instrument.commands.convert import main
 from instrument.integrations.attached_probe import AttachedProbe
 
 

@@ -100,26 +100,7 @@ def test_overflow_check_counts_non_finite_values(convert: Converter) -> None:
     assert result.has_note("overflow_check.overflow_nums")
 
 
-def test_gradient_probe_selects_parameters(convert: Converter) -> None:
-    options = {
-        "grad_level": "L2",
-        "param_list": ["head.weight", "layers.0.mlp.fc1.weight", "head.bias"],
-        "bounds": [-1, 0, 1],
-    }
-    result = convert({"task": "grad_probe", "dump_path": "./d", "rank": [], "step": [1], "grad_probe": options})
-    fired = record(result.file)
-    assert fired == {
-        "gradients_weight": ("layers.0.mlp.fc1.weight", "head.weight"),
-        "gradients_bias": ("head.bias",),
-    }
-    assert result.hooks["gradients_bias"]["histogram"] is True
-    assert result.has_note("grad_probe.bounds")
-    result = convert({"task": "grad_probe", "grad_probe": {"grad_level": "L0", "param_list": []}})
-    assert len(record(result.file, steps=1)["gradients"]) == PARAMETERS
-    assert result.has_note("grad_probe.grad_level", "checksums")
-
-
-@pytest.mark.parametrize("task", ["run_ut", "free_benchmark", "structure", "acc_check"])
+@pytest.mark.parametrize("task", ["grad_probe", "run_ut", "free_benchmark", "structure", "acc_check"])
 def test_other_tasks_are_named(convert: Converter, task: str) -> None:
     result = convert(config(task, "L1", {"white_list": ["conv2d"]}, tensor={"list": []}))
     assert result.hooks == {}
@@ -138,53 +119,3 @@ def test_settings_of_the_run_are_kept(convert: Converter) -> None:
     assert result.has_note("level", "'L2'")
     assert result.has_note("acl_config", "no counterpart")
     assert result.has_note("enable_dataloader", "train.steps")
-
-
-def test_monitor_of_modules_and_parameters(convert: Converter) -> None:
-    source = {
-        "targets": {"module.layers.0.mlp.fc1": {"input": "tuple[1]:0", "output": "tensor"}, "head.weight": {}},
-        "xy_distribution": True,
-        "forward_only": True,
-        "wg_distribution": True,
-        "mv_distribution": True,
-        "ur_distribution": True,
-        "format": "csv",
-        "ops": ["norm", "min", "max", "nans", "zeros", "id"],
-        "eps": 1e-8,
-        "module_ranks": [0, 1],
-        "cc_distribution": {"enable": True, "cc_codeline": []},
-        "alert": {"rules": [{"rule_name": "AnomalyTurbulence", "args": {"threshold": 0.5}}], "dump": True},
-        "step_interval": 2,
-    }
-    result = convert(source)
-    fired = record(result.file)
-    layer, head = ("layers.0.mlp.fc1",), ("head.weight",)
-    parameters = ("layers.0.mlp.fc1.weight", "layers.0.mlp.fc1.bias")
-    both = {
-        hook: places
-        for name in ("gradients", "first_moments", "second_moments", "updates")
-        for hook, places in ((name, parameters), (f"head_weight_{name}", head))
-    }
-    assert fired == {"layers_0_mlp_fc1_inputs": layer, "layers_0_mlp_fc1_outputs": layer, **both}
-    assert result.hooks["gradients"]["stats"] == ["l2", "min", "max", "nan_count", "zero_fraction"]
-    assert result.hooks["updates"]["stats"][-1] == "update_ratio"
-    assert {spec["every"] for spec in result.hooks.values()} == {2}
-    for name in ("module_ranks", "cc_distribution", "alert", "eps", "format", "ops"):
-        assert result.has_note(name)
-
-
-def test_monitor_of_everything(convert: Converter) -> None:
-    source = {
-        "targets": {},
-        "all_xy": True,
-        "xy_distribution": True,
-        "backward_only": True,
-        "format": "tensorboard",
-        "ops": ["mean"],
-    }
-    result = convert(source)
-    assert result.content["sink"] == {"tensorboard": True}
-    assert [*record(result.file, steps=1)] == ["output_gradients", "input_gradients"]
-    result = convert({"targets": {"": {}}, "wg_distribution": True, "ops": ["norm"]})
-    assert len(record(result.file, steps=1)["gradients"]) == PARAMETERS
-    assert convert({"targets": {}, "print_struct": True}).has_note("print_struct", "plan=true")

@@ -14,7 +14,7 @@ from distributed_runs import run_processes, start, train
 from state_comparison import identical
 
 import instrument
-from instrument import compact
+from instrument.commands import compact
 from instrument.training.checkpoint import Checkpoints
 
 CLOCK = ["seconds", "samples_per_second"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from collections.abc import Callable
 from itertools import chain
@@ -479,8 +480,8 @@ def test_strategy_must_match_the_number_of_processes() -> None:
     ],
 )
 def test_unsupported_options_of_distributed_runs_are_refused(changes: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        DataParallel.check_config(object.__new__(DataParallel), config(**changes))
+    (problem,) = DataParallel.config_problems(object.__new__(DataParallel), config(**changes))
+    assert re.search(expected, str(problem))
 
 
 def hook(**fields: Any) -> dict[str, Any]:
@@ -502,8 +503,8 @@ def hook(**fields: Any) -> dict[str, Any]:
     ],
 )
 def test_unsupported_options_of_sharding_are_refused(changes: dict[str, Any], expected: str) -> None:
-    with pytest.raises(ConfigError, match=expected):
-        FullySharded.check_config(object.__new__(FullySharded), config(**changes))
+    (problem,) = FullySharded.config_problems(object.__new__(FullySharded), config(**changes))
+    assert re.search(expected, str(problem))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -22,6 +22,7 @@ from waiting import TIMEOUT
 
 import instrument
 from instrument import ConfigError, InstrumentWarning
+from instrument.commands.upload import main
 from instrument.folders import run_upload
 from instrument.folders.run_upload import RemoteCopy
 from instrument.report import command_for
@@ -33,7 +34,6 @@ from instrument.spec.config import SinkConfig
 from instrument.spec.tables import TABLES
 from instrument.sweeps.lookup import jobs_in
 from instrument.training.checkpoint import Checkpoints
-from instrument.upload import main
 
 Cli = Callable[..., Any]
 TINY = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "train.steps=6"]

@@ -17,7 +17,7 @@ from torch import nn
 
 import instrument
 from instrument.analysis.new_rows import NewRows, RowsRemovedError, evenly_covering
-from instrument.compact import main as compact
+from instrument.commands.compact import main as compact
 from instrument.live.live_run import LiveRun
 from instrument.report.run_history import MAX_EVENTS
 from instrument.sinks import parquet

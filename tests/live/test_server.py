@@ -21,7 +21,7 @@ from torch import nn
 from waiting import TIMEOUT, wait_until
 
 import instrument
-from instrument import watch
+from instrument.commands import watch
 from instrument.live.live_run import LiveRun
 from instrument.live.pages import LivePage
 from instrument.live.server import LiveServer
@@ -345,6 +345,7 @@ def test_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "instrument.live.server")
     write_run(tmp_path / "run")
     assert watch.main([str(tmp_path / "run"), "--web"]) == 1
     assert "--web requires Starlette and Uvicorn" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from run_folders import write_run
 from torch import nn
 
 import instrument
-from instrument import watch
+from instrument.commands import watch
 from instrument.live.live_run import LiveRun
 from instrument.live.pages import LivePage
 from instrument.live.sweep import LiveSweep

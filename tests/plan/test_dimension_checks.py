@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import instrument
 from instrument import ConfigError
 from instrument.errors import Problem
-from instrument.plan.dimension_checks import check_shapes
+from instrument.nested import iter_tensors
+from instrument.plan.dimension_checks import check_parameters, misfit
 from instrument.plan.hook_plan import make_plan
-from instrument.plan.shape_inference import infer_shapes
 from instrument.spec.parse import parse_hooks
 
 
@@ -53,16 +53,29 @@ WEIGHT = {"kind": "parameter_grad", "params": "weight"}
 
 
 def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
-    """Return the problem of a spec, checked against a dry run of the network."""
+    """Return the problem of a spec at the tensors of the network."""
     model = Net()
     plan = make_plan(parse_hooks({"h": {"layers": layers, "kind": "forward", **fields}}), model)
-    inferred = infer_shapes(model, lambda: model(BATCH), training=True)
     try:
-        check_shapes(plan, {"train": inferred})
+        check_parameters(plan)
     except ConfigError as error:
         (found,) = error.problems
         return found
-    return None
+    if plan.specs["h"].kind == "loss":
+        return misfit(plan.sites[0], "", torch.zeros(()))
+    problems = []
+    for site in plan.sites:
+        is_input = "input" in site.spec.tensor_role
+
+        def seen(_: nn.Module, inputs: Any, output: Any, site: Any = site, is_input: bool = is_input) -> None:
+            for path, tensor in iter_tensors(inputs[0] if is_input else output):
+                if site.spec.path in (None, path):
+                    problems.append(misfit(site, path, tensor))
+
+        if site.spec.definition.family == "module":
+            site.layer.module.register_forward_hook(seen)
+    model(BATCH)
+    return next(filter(None, problems), None)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +171,7 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
     specs = {name: {"layers": "0", "kind": "parameter_grad", **MEAN, "dim": 7} for name in ("a", "b")}
     with pytest.raises(ConfigError) as caught:
-        check_shapes(make_plan(parse_hooks(specs), model), {})
+        check_parameters(make_plan(parse_hooks(specs), model))
     assert [found.where for found in caught.value.problems] == ["hooks.a.dim", "hooks.b.dim"]
 
 
@@ -199,7 +212,7 @@ def test_attach_refuses_a_parameter_misfit_before_any_call() -> None:
 
 def test_attach_defers_the_check_of_lazy_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(5))
-    check_shapes(make_plan(parse_hooks({"h": {"layers": "0", **WEIGHT, **SCALE, "factor": [1]}}), model), {})
+    check_parameters(make_plan(parse_hooks({"h": {"layers": "0", **WEIGHT, **SCALE, "factor": [1]}}), model))
 
 
 def test_slice_of_a_smaller_later_tensor_is_clamped() -> None:
@@ -210,15 +223,3 @@ def test_slice_of_a_smaller_later_tensor_is_clamped() -> None:
             model(torch.ones(samples, 3))
             probe.end_step()
     assert [row["shape"] for row in probe.sink.records("tensors")] == [[4, 3], [2, 3]]
-
-
-def test_selection_of_an_intervention_ignores_integers() -> None:
-    class Classes(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return x * 2, x.argmax(1)
-
-    model = Classes()
-    for fields in ({"kind": "forward"}, {"kind": "function", "functions": ["mul", "argmax"]}):
-        plan = make_plan(parse_hooks({"h": {"layers": ".", **fields, **ZERO, "units": [4]}}), model)
-        inferred = infer_shapes(model, lambda: model(torch.zeros(2, 5)), training=True, function_sites=plan.sites)
-        check_shapes(plan, {"train": inferred})

@@ -46,7 +46,7 @@ def shown(steps: int = 20, width: int = 160, **hooks: dict[str, Any]) -> list[st
     length = Length(steps, 1, steps, Evaluations(steps, 0), 1)
     due = {name: firings_of(spec, length) for name, spec in plan.specs.items()}
     cost = {name: Cost(len(d.steps), 2 * d.times, 4200 * d.times, 0.001) for name, d in due.items()}
-    forecast = Forecast(cost, 0.02, 0.021, {"samples": 1280, "generated": 0})
+    forecast = Forecast(cost, 0.02, 0.021)
     console = Console(file=io.StringIO(), width=width)
     console.print(plan_view(plan, inferred_by_phase, forecast, steps, Path("runs/mine/now")))
     assert isinstance(console.file, io.StringIO)
@@ -148,14 +148,13 @@ def test_plan_without_hooks_shows_only_modules() -> None:
 def test_plan_lists_output_tables_with_their_hooks() -> None:
     lines = [line.strip() for line in shown(more={**LOOK, "layers": "head", "stats": "none", "histogram": 4}, **SPECS)]
     start = lines.index("Output tables in a folder such as runs/mine/now")
-    assert [line.split() for line in lines[start + 1 : start + 6]] == [
+    assert [line.split() for line in lines[start + 1 : start + 5]] == [
         ["stats/", "all,", "maps"],
         ["distributions/", "more"],
         ["tensors/", "maps"],
         ["effects/", "tame"],
-        ["samples/", "1,280", "rows"],
     ]
-    assert lines[start + 6] == "metrics/, coverage/, layers/, events/ and run.json are always written"
+    assert lines[start + 5] == "metrics/, coverage/, layers/, events/ and run.json are always written"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
@@ -259,18 +258,3 @@ def test_notes_follow_the_plan() -> None:
 def test_action_is_described_briefly(spec: dict[str, Any], words: str) -> None:
     (parsed,) = parse_hooks([{"layers": "**", "kind": "forward", **spec}]).values()
     assert describe_action(parsed) == words
-
-
-def test_functions_that_are_written_in_python_are_named() -> None:
-    model = nn.MultiheadAttention(4, 2, batch_first=True)
-    functions = {"layers": ".", "kind": "function", "functions": "multi*", "action": "record"}
-    plan = make_plan(parse_hooks({"mine": functions, "too": {**functions, "functions": "transpose"}}), model)
-    x = torch.zeros(2, 3, 4)
-    inferred = infer_shapes(model, lambda: model(x, x, x), training=True, function_sites=plan.sites)
-    notes = [
-        note for note in plan_notes(plan, {"train": inferred}) if note.startswith(("mine: written", "too: written"))
-    ]
-    assert notes == [
-        f"{name}: written in Python and seen as one call, without the functions inside: multi_head_attention_forward"
-        for name in ("mine", "too")
-    ]

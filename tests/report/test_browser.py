@@ -352,7 +352,8 @@ def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
     hidden = small_report.page.evaluate(
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
     )
-    assert hidden == ["attention", "maps", "interventions"]
+    assert hidden == ["maps", "interventions"]
+    assert small_report.page.locator("#panel-attention").count() == 0
     links = small_report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
     assert links == ["#findings", "#training", "#layers", "#flow", "#units", "#coverage", "#events", "#model"]
     assert "Set histogram: true" in small_report.page.inner_text("#layer-histogram-note")

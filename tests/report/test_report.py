@@ -26,9 +26,9 @@ import instrument
 from instrument import InstrumentError
 from instrument.analysis.folders import NoRunError
 from instrument.analysis.tensor_images import maps_in
+from instrument.commands.report import main
 from instrument.pip_extras import pip_command
 from instrument.report import Report, make
-from instrument.report.__main__ import main
 from instrument.report.charts import charts
 from instrument.report.numbers import rounded
 from instrument.report.run_history import history_of

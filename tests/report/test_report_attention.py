@@ -13,7 +13,8 @@ from torch import nn
 
 import instrument
 from instrument.report import make
-from instrument.report.attention_pictures import PIXELS
+from instrument.report.attention_panel import PIXELS
+from instrument.report.panels import RUN_PANELS, SWEEP_PANELS, Panel
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -80,7 +81,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
 
 def test_page_of_a_run_has_the_attention_of_the_last_step(run: instrument.Run) -> None:
     data = data_of(make(run).html)
-    (layer,) = data["attention"]
+    (layer,) = data["panels"]["attention"]
     expected = run.tensors(layer="probabilities", step=1)["values"].iloc[0][0]
     np.testing.assert_allclose(layer["z"], expected, rtol=1e-5)
     assert (layer["location"], layer["step"], layer["sample"], layer["heads"]) == ("probabilities", 1, "9", [0, 1, 2])
@@ -89,15 +90,37 @@ def test_page_of_a_run_has_the_attention_of_the_last_step(run: instrument.Run) -
 
 
 def test_long_sequences_are_averaged(tmp_path: Path) -> None:
-    (layer,) = data_of(make(run_of(tmp_path / "run", 2 * PIXELS)).html)["attention"]
+    (layer,) = data_of(make(run_of(tmp_path / "run", 2 * PIXELS)).html)["panels"]["attention"]
     assert np.shape(layer["z"]) == (3, PIXELS, PIXELS)
 
 
 def test_page_of_a_sweep_has_the_effect_by_location(sweep: instrument.Run) -> None:
     page = make(sweep).html
-    assert '<a href="#patching">' in page
-    section = page[page.index('<section id="patching">') : page.index('<section id="training">')]
+    assert '<a href="#panel-by_location">' in page
+    section = page[page.index('<section id="panel-by_location">') : page.index('<section id="training">')]
     assert section.count("</svg>") == 1  # no accuracy was recorded
+
+
+def test_panels_of_other_code_are_shown(
+    run: instrument.Run, sweep: instrument.Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run: instrument.Run) -> None:
+        raise ValueError(f"<{run.path.name}>")
+
+    of_run = {
+        "curve_of_mine": lambda run: Panel("<b>mine</b>", script="RUN.push(mine)", data=[1]),
+        "none": lambda run: None,
+    }
+    monkeypatch.setattr(RUN_PANELS, "_entries", {**of_run, "attention": RUN_PANELS["attention"], "broken": broken})
+    monkeypatch.setattr(RUN_PANELS, "places", {**RUN_PANELS.places, "broken": "here"})
+    page = make(run).html
+    assert '<a href="#panel-curve_of_mine">Curve of mine</a>' in page
+    assert '<section id="panel-curve_of_mine"><h2>Curve of mine</h2>\n  <b>mine</b>' in page
+    assert "RUN.push(mine)" in page
+    assert "here failed: ValueError: &lt;run&gt;" in page
+    assert [*data_of(page)["panels"]] == ["attention", "curve_of_mine", "broken"]
+    monkeypatch.setattr(SWEEP_PANELS, "_entries", {"runs": lambda run: f"{len(run.folders)} runs"})
+    assert f"<h2>Runs</h2>\n  {len(sweep.folders)} runs" in make(sweep).html
 
 
 @pytest.mark.slow
@@ -108,11 +131,11 @@ def test_charts_are_drawn(browser: Browser, run: instrument.Run, sweep: instrume
     page.on("console", lambda message: errors.append(message.text))
     page.goto(make(run).save(tmp_path / "run.html").as_uri())
     page.wait_for_selector("html[data-drawn=yes]")
-    assert page.locator("#attention .chart").count() == 3
-    assert page.locator("#attention h3").all_text_contents() == ["Head 0", "Head 1", "Head 2"]
+    assert page.locator("#panel-attention .chart").count() == 3
+    assert page.locator("#panel-attention h3").all_text_contents() == ["Head 0", "Head 1", "Head 2"]
     assert "sample 9" in page.locator("#attention-note").inner_text()
     page.goto(make(sweep).save(tmp_path / "sweep.html").as_uri())
     page.wait_for_selector("html[data-drawn=yes]")
-    assert page.locator("#patching svg").is_visible()
+    assert page.locator("#panel-by_location svg").is_visible()
     page.close()
     assert errors == []

@@ -18,8 +18,8 @@ import torch
 from tiers import tiered
 
 import instrument
-from instrument import compact as command
 from instrument.analysis.run_files import RunFiles
+from instrument.commands import compact as command
 from instrument.sinks import compaction, parts
 from instrument.sinks.compaction import compact
 from instrument.sinks.lock import FolderLock

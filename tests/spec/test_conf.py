@@ -16,7 +16,7 @@ from tiers import tiered
 from torch import nn
 
 from instrument import ConfigError
-from instrument.cli.validated_config import read_config
+from instrument.commands.validated_config import read_config
 from instrument.configuration.search_path import config_loader
 from instrument.plan.hook_plan import make_plan
 from instrument.spec.config import RunConfig

@@ -229,7 +229,7 @@ USE = """
 import contextlib, io, sys
 import instrument
 from instrument.__main__ import main
-from instrument.export import main as export
+from instrument.commands.export import main as export
 from instrument.live.live_run import LiveRun
 from instrument.report.charts import charts
 from instrument.report.run_history import history_of

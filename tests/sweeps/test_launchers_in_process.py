@@ -18,7 +18,7 @@ from run_folders import write_run
 from tiers import tiered
 
 import instrument
-from instrument.cli.sweep_checks import prepare_launcher
+from instrument.commands.sweep_checks import prepare_launcher
 from instrument.configuration.search_path import config_loader
 from instrument.pip_extras import pip_command
 from instrument.sweeps.jobs import Sweep

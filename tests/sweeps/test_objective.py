@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from run_folders import write_run
 
 import instrument
-from instrument.cli.sweep_checks import check_objective
+from instrument.commands.sweep_checks import check_objective
 from instrument.configuration.search_path import config_loader
 from instrument.errors import ConfigError
 from instrument.sweeps.objective import read_objective, score_job

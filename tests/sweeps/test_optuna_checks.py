@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from run_folders import write_run
 
 import instrument
+from instrument.commands.sweep import main
 from instrument.configuration.search_path import conf_folder
 from instrument.errors import ConfigError
-from instrument.sweep import main
 from instrument.sweeps.jobs import SweepJob
 from instrument.sweeps.optuna_checks import RESULTS, best_trial, check_search
 

@@ -20,8 +20,9 @@ from training_runs import resume_here, train_here
 from waiting import wait_until
 
 import instrument
-from instrument import ConfigError, HookError, control
+from instrument import ConfigError, HookError
 from instrument.actions.base import Context
+from instrument.commands import control
 from instrument.folders import control_folder
 from instrument.folders.control_folder import ControlFolder, MessageError, send
 from instrument.sinks.lock import FolderLock

@@ -501,7 +501,7 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
 def test_verify_refuses_forward(
     workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from instrument.verify import main
+    from instrument.commands.verify import main
 
     monkeypatch.setattr("sys.argv", ["verify", *COMMAND])
     with pytest.raises(SystemExit) as stop:

@@ -58,7 +58,7 @@ def test_ignored_names_are_reported(tmp_path: Path, weights: dict[str, torch.Ten
     torch.save(weights, tmp_path / "weights.pt")
     loaded = prepare_mlp(tmp_path / "weights.pt", strict=False).weights
     assert loaded is not None
-    assert (loaded.missing, loaded.unexpected, loaded.changed) == ((name,), ("extra",), ())
+    assert (loaded.missing, loaded.unexpected, loaded.changed) == ([name], ["extra"], [])
     assert loaded.tensors == len(weights) - 1
     assert loaded.changes is not None
     assert name in loaded.changes

@@ -12,7 +12,7 @@ from fork_server import Command
 from tiers import portions
 
 import instrument
-from instrument import recover
+from instrument.commands import recover
 from instrument.sinks.parts import journals_of
 from instrument.spec.tables import TABLES
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -142,3 +144,13 @@ def test_custom_steps_are_not_replaced(compiler: CompilerImport) -> None:
     patched.step = own = lambda: None  # type: ignore[assignment, method-assign]
     bypass_compiler_in_step(patched)
     assert patched.step is own
+
+
+STEP = "import sys, torch; weight = torch.nn.Parameter(torch.ones(1)); torch.optim.SGD([weight], lr=0.1).step()"
+
+
+@pytest.mark.slow
+def test_pytorch_still_imports_the_compiler_in_a_step() -> None:
+    """If this fails, `instrument.training.optimizer_fast_import` is not needed any more."""
+    check = f"{STEP}; sys.exit('torch._dynamo' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check], timeout=120, check=False).returncode == 0

@@ -18,7 +18,6 @@ import instrument
 from instrument.training import progress
 from instrument.training.loop import Progress
 from instrument.training.progress import (
-    Size,
     Speed,
     bar_with_texts,
     metric_texts,
@@ -130,21 +129,14 @@ def test_pace_is_a_moving_average_without_evaluations(clock: Clock) -> None:
     assert speed.left(602) == pytest.approx(60.2 + 60.0, rel=1e-2), "the remaining time should include evaluations"
 
 
-def test_folder_size_is_checked_at_intervals(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks: list[Path] = []
-
-    def check_size(folder: Path) -> int:
-        checks.append(folder)
-        clock.now += 0.05
-        return 100 * len(checks)
-
-    monkeypatch.setattr(progress, "size_on_disk", check_size)
-    size = Size(Path("here"))
-    assert [size.bytes for _ in range(5)] == [100] * 5
-    clock.now += 4.0
-    assert size.bytes == 100, "slow size checks should be less frequent"
-    clock.now += 1.5
-    assert size.bytes == 200
+def test_folder_size_is_read_once_per_second(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr(progress, "size_on_disk", lambda folder: read.append(folder) or 100)
+    with progress_bar(console_of(200), 100, Path("here")) as show:
+        for step in range(1, 31):
+            clock.now += 0.11
+            show(progress_at(step))
+    assert read == [Path("here")] * 3
 
 
 # ------------------------------------------------------------------------------------------------ on a screen

@@ -309,9 +309,9 @@ def decay(optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_schedu
 
 
 def verify_command(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Answer:
-    from instrument import verify as command
+    from instrument.commands import verify as command
 
-    monkeypatch.setattr("instrument.cli.command.command", lambda job: command.main())
+    monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: command.main())
     return cli(*overrides, "hydra.run.dir=out")
 
 

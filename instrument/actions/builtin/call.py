@@ -21,5 +21,4 @@ class CallSpec(ObservationSpec):
     needs_value: ClassVar[bool] = True
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("call:CallFunction")(self)

@@ -66,5 +66,4 @@ class ClipSpec(InterventionSpec):
         return self.scope or ("all" if self.kind == "parameter_grad" and self.condition is None else "tensor")
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("intervention:Intervention")(implementation("clip:Clip")(self), rows)

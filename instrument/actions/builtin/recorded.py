@@ -47,15 +47,11 @@ class RecordedSpec(ModifySpec):
     )
 
     @model_validator(mode="after")
-    def _validate_match(self) -> RecordedSpec:
+    def _validate_source(self) -> RecordedSpec:
         if self.match == "id" and self.run is None:
             raise ValueError("'match' requires 'run'")
         if self.match == "id" and self.definition.family != "module":
             raise ValueError(f"'match: id' requires a batch, which the tensors of kind {self.kind} do not have")
-        return self
-
-    @model_validator(mode="after")
-    def _validate_patch(self) -> RecordedSpec:
         if self.fn == "patch" and not self.selection:
             raise ValueError(f"patch requires the elements to replace: one of {', '.join(SELECTION)}")
         if self.fn == "replace" and self.selection:
@@ -63,29 +59,22 @@ class RecordedSpec(ModifySpec):
         if self.fn == "replace" and self.from_sample is not None:
             raise ValueError("'from_sample' requires fn patch")
         if (self.run is None) == (self.from_sample is None):
-            raise ValueError(
-                f"{self.fn} requires 'run'" + (" or 'from_sample', and not both" if self.fn == "patch" else "")
-            )
+            alternative = " or 'from_sample', and not both" if self.fn == "patch" else ""
+            raise ValueError(f"{self.fn} requires 'run'{alternative}")
         if self.run is None and not self.model_fields_set.isdisjoint({"hook", "step"}):
             raise ValueError("'hook' and 'step' require 'run'")
         if self.from_sample is not None and self.definition.family != "module":
             raise ValueError(f"'from_sample' requires a batch, which the tensors of kind {self.kind} do not have")
         return self
 
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether another number of samples may not fit. Tensors of a run are compared with the recorded batches."""
-        return self.run is None or self.match == "id"
-
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Check the index of the sample."""
         size = complete[0] if complete else 0
         if self.from_sample is not None and not -size <= self.from_sample < size:
             yield "from_sample", f"{self.from_sample} is out of range for dimension 0 of", f"{-size} to {size - 1}"
 
     def function(self, archive: Archive) -> Callable[[Tensor, Context], Tensor]:
         """Return the function that inserts the values of the run or of the sample."""
-        from ..recorded_values import patch, with_shape
+        from ..tensor_selection import patch
 
         if self.run is None:
             return self._from_sample
@@ -95,10 +84,10 @@ class RecordedSpec(ModifySpec):
         def replace(tensor: Tensor, context: Context) -> Tensor:
             if self.match == "id":
                 complete = tensor.shape if context.selection is None else context.selection.shape
-                found = with_shape(archive.of_samples(run, self.hook, self.step, context), complete, tensor.shape)
+                values = _with_shape(archive.of_samples(run, self.hook, self.step, context), complete, tensor.shape)
             else:
-                found = archive.find(run, self.hook, self.step, context, pinned=tensor.is_cuda)
-            return patch(tensor, found, context.selection)
+                values = archive.find(run, self.hook, self.step, context, pinned=tensor.is_cuda)
+            return patch(tensor, values, context.selection)
 
         return replace
 
@@ -110,3 +99,12 @@ class RecordedSpec(ModifySpec):
         complete = context.complete
         sample = complete[range(len(complete))[self.from_sample]]
         return context.selection.of(sample.expand_as(complete)).clone()
+
+
+def _with_shape(values: Tensor, *shapes: Sequence[int]) -> Tensor:
+    """Return values of samples with the first shape from which they differ only by dimensions of size 1 at the end."""
+    count = values.dim()
+    for shape in shapes:
+        if tuple(shape[1:count]) == values.shape[1:] and all(size == 1 for size in shape[count:]):
+            return values.reshape(len(values), *shape[1:])
+    return values

@@ -34,11 +34,6 @@ class SwapSpec(ModifySpec):
             raise ValueError("swap cannot be combined with 'slice'; use 'samples', 'positions', 'units' or 'heads'")
         return self
 
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether another number of samples may not fit: always."""
-        return True
-
     def change(self, tensor: Tensor, context: Context) -> Tensor:  # noqa: ARG002
         """Exchange the halves. Gradients follow their values.
 
@@ -50,7 +45,6 @@ class SwapSpec(ModifySpec):
         return tensor.roll(len(tensor) // 2, 0)
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Check that the number of samples is even."""
         if not shape or shape[0] % 2:
             yield "fn", "swap requires an even number of samples in", "two or more samples in 'samples'"
 
@@ -72,7 +66,6 @@ class MeanSpec(ModifySpec):
         return tensor.mean(dims, keepdim=True).expand_as(tensor).clone()
 
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Check the dimensions."""
         if self.dim is not None:
             dims = [self.dim] if isinstance(self.dim, int) else self.dim
             yield from dimension_misfits("dim", dims, max(1, len(shape)))  # the mean of a scalar is the scalar

@@ -73,16 +73,9 @@ class ScaleSpec(InterventionSpec):
         return self
 
     def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
-        """Return the action."""
         return implementation("intervention:Intervention")(implementation("scale:Scale")(self), rows)
 
-    @property
-    def depends_on_batch_size(self) -> bool:
-        """Whether another number of samples may not fit: for a list of factors, or a selection of samples."""
-        return isinstance(self.factor, tuple) or super().depends_on_batch_size
-
     def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
-        """Check the dimension and the number of factors."""
         if not isinstance(self.factor, tuple):
             return
         dims, given = len(shape), len(self.factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,11 +26,15 @@ _HOOK = "The record hook of the run. Required if several hooks recorded the tens
 class _VectorSpec(ModifySpec):
     """A function with vectors along the units."""
 
-    is_tried: ClassVar[bool] = True
-
     @property
     def _uses_units(self) -> bool:
         return True
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The folders of runs, by field."""
+        folders = {field: getattr(self, field, None) for field in ("run", "plus", "minus")}
+        return {field: folder for field, folder in folders.items() if folder is not None}
 
     def function(self, archive: Archive) -> Callable[[Tensor, Context], Tensor]:
         """Return the function, which finds the vectors of each tensor."""
@@ -86,11 +90,6 @@ class AddSpec(_VectorSpec):
         _check_source(self, "plus")
         return self
 
-    @property
-    def sources(self) -> dict[str, str]:
-        """The folders of runs, by field."""
-        return {} if self.plus is None or self.minus is None else {"plus": self.plus, "minus": self.minus}
-
     def function(self, archive: Archive) -> Callable[[Tensor, Context], Tensor]:
         """Return the function that adds the number or the vector. The gradient passes through."""
         if self.value is None:
@@ -99,7 +98,6 @@ class AddSpec(_VectorSpec):
         return lambda tensor, _: tensor + number
 
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
-        """Add the vector."""
         return tensor + (_along(tensor, vectors, dim) * self.scale).to(tensor.dtype)
 
 
@@ -128,11 +126,6 @@ class ProjectSpec(_VectorSpec):
         _check_source(self, "run")
         return self
 
-    @property
-    def sources(self) -> dict[str, str]:
-        """The folder of the run, by field."""
-        return {} if self.run is None else {"run": self.run}
-
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
         """Project onto the subspace of the directions, or remove that part."""
         import torch
@@ -153,14 +146,8 @@ class MeanAblateSpec(_VectorSpec):
     layer: str | None = Field(None, description=_LAYER)
     hook: str | None = Field(None, description=_HOOK)
 
-    @property
-    def sources(self) -> dict[str, str]:
-        """The folder of the run, by field."""
-        return {"run": self.run}
-
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
-        """Replace the values of each unit."""
-        from ..recorded_values import patch
+        from ..tensor_selection import patch
 
         return patch(tensor, _along(tensor, vectors, dim).expand(tensor.shape))
 

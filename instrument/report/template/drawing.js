@@ -58,6 +58,11 @@ function plot(id, traces, more) {
   return Plotly.react(element, traces, layout(more), CONFIG);
 }
 
+/** A line over steps. */
+function stepLine(x, y, name, more = {}) {
+  return { x, y, name, mode: "lines", hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`, ...more };
+}
+
 /** Labels of groups of steps: `5`, or `0–9` if a group has several steps. */
 function stepLabels(axis) {
   return axis.first.map((first, i) => (first === axis.last[i] ? `${first}` : `${first}–${axis.last[i]}`));

@@ -11,7 +11,7 @@ function drawEffects(report) {
   const row = one.locations.indexOf(fillSelect("effects-location", one.locations));
   const { norm_before: before = [], norm_after: after = [], changed_fraction: changed = [] } = rowOf(one, row);
   const type = axisType([...before, ...after]);
-  const line = (y, name, more) => ({ x: one.first, y, name, mode: "lines+markers", marker: { size: 5 }, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>`, ...more });
+  const line = (y, name, more) => stepLine(one.first, y, name, { mode: "lines+markers", marker: { size: 5 }, ...more });
   plot("effects-chart", [
     line(before, "norm before", { line: { color: report.colours[1], dash: "dot" } }),
     line(after, "norm after", { line: { color: report.colours[0] } }),

@@ -32,10 +32,11 @@ function drawCurves(report, series, row) {
 }
 
 function drawRange(report, series, row, found) {
-  const traces = found?.quantiles.some(Boolean) ? quantileBands(found, report) : momentBands(series, row, report);
-  setText("layer-range-title", found?.quantiles.some(Boolean) ? "Quantiles" : "Range of values");
+  const hasQuantiles = found?.quantiles.some(Boolean);
+  const traces = hasQuantiles ? quantileBands(found, report) : momentBands(series, row, report);
+  setText("layer-range-title", hasQuantiles ? "Quantiles" : "Range of values");
   setText("layer-range-note", !traces.length ? "Not recorded. Record the statistics mean, std, min and max, or set quantiles: true in the hook." :
-    found?.quantiles.some(Boolean) ? "" : "Set quantiles: true in the hook to show bands of quantiles.");
+    hasQuantiles ? "" : "Set quantiles: true in the hook to show bands of quantiles.");
   document.getElementById("layer-range").hidden = !traces.length;
   if (traces.length) plot("layer-range", traces, { height: 320, xaxis: { title: { text: "step" } }, yaxis: { title: { text: "value" }, exponentformat: "e" } });
 }
@@ -51,7 +52,7 @@ function quantileBands(found, report) {
   if (levels.length % 2) {
     const middle = (levels.length - 1) / 2;
     const name = levels[middle] === 0.5 ? "median" : `${100 * levels[middle]}%`;
-    traces.push({ x: found.steps, y: at(middle), name, mode: "lines", line: { color: report.colours[0], width: 2 }, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` });
+    traces.push(stepLine(found.steps, at(middle), name, { line: { color: report.colours[0], width: 2 } }));
   }
   return traces;
 }
@@ -65,7 +66,7 @@ function momentBands(series, row, report) {
     const high = mean.map((value, i) => (value === null ? null : value + std[i]));
     traces.push(...band(series.first, low, high, "mean ± std", report.colours[0], 0.3));
   }
-  if (mean) traces.push({ x: series.first, y: mean, name: "mean", mode: "lines", line: { color: report.colours[0], width: 2 }, hovertemplate: "step %{x}<br>mean %{y:.5g}<extra></extra>" });
+  if (mean) traces.push(stepLine(series.first, mean, "mean", { line: { color: report.colours[0], width: 2 } }));
   return traces;
 }
 

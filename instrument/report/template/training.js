@@ -18,10 +18,10 @@ function drawTraining(report) {
   const metric = document.getElementById("training-metric").value;
   const { train, eval: evaluation } = report.metrics;
   const traces = [];
-  if (train?.statistics[metric]) traces.push({ ...curve(train, metric, "training"), mode: "lines", line: { color: report.colours[0], width: 1.8 } });
+  if (train?.statistics[metric]) traces.push(stepLine(train.first, train.statistics[metric][0], "training", { line: { color: report.colours[0], width: 1.8 } }));
   if (evaluation?.statistics[metric]) {
     const marker = { color: report.colours[1], size: 8, symbol: "diamond" };
-    traces.push({ ...curve(evaluation, metric, "evaluation"), mode: "lines+markers", marker, line: { dash: "dot" } });
+    traces.push(stepLine(evaluation.first, evaluation.statistics[metric][0], "evaluation", { mode: "lines+markers", marker, line: { dash: "dot" } }));
   }
   if (train?.bad[metric]) traces.push(crosses(train.bad[metric], `${metric} not finite`, 1));
   if (evaluation?.bad[metric]) traces.push(crosses(evaluation.bad[metric], `${metric} of an evaluation not finite`, 0.95));
@@ -42,10 +42,6 @@ function drawTraining(report) {
       range: [-0.6, lanes.length - 0.4], fixedrange: true, automargin: true, gridcolor: colour("line"), tickfont: { size: 11 },
     },
   });
-}
-
-function curve(axis, metric, name) {
-  return { x: axis.first, y: axis.statistics[metric][0], name, hovertemplate: `step %{x}<br>${name} %{y:.5g}<extra></extra>` };
 }
 
 /** Steps at which a metric is not a finite number, along the upper edge. */

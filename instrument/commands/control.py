@@ -1,0 +1,47 @@
+"""`python -m instrument.control RUN CHANGE ...`: change a run in progress at its next step.
+
+Exit codes: 0, the changes were made; 1, the run is not in progress, or refused them; 2, a change is invalid, or there is no run;
+130, interrupted by Ctrl-C while waiting. The message is then withdrawn if the run has not read it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.folders.control_folder import request_changes
+from instrument.spec.run_changes import ALLOWED
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("control")
+    parser.add_argument("run", metavar="RUN", help="the folder of the run")
+    parser.add_argument("changes", metavar="CHANGE", nargs="+", help=ALLOWED)
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    try:
+        answer = request_changes(args.run, args.changes, _show_wait)
+    except KeyboardInterrupt:
+        return 130
+    if answer.problem is not None:
+        print(answer.problem, file=sys.stderr)
+        return 1
+    for made in answer.changes:
+        print(f"after {answer.step} steps  {made}")
+    return 0
+
+
+def _show_wait() -> None:
+    print("The run makes the changes when its current step ends. Ctrl-C withdraws them.", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""`instrument.diff(a, b)` and `python -m instrument.diff A B`: compare what two runs recorded, layer by layer.
+
+The command prints a summary and a table of the layers. `--html FILE` writes them to a page with a chart.
+
+Exit codes: 0, no difference exceeds the tolerance; 1, the runs differ; 2, the arguments are invalid, or the runs have
+nothing in common.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from rich.table import Table
+
+from instrument.commands.verbs import parser_of, wide_console
+from instrument.comparison.compare import diff
+from instrument.comparison.result import Diff, number_text, place_cells, records, ulp_text
+from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
+
+MAX_LISTED = 40  # rows of a table
+NUMBERS = ("difference", "at step", "differs from step")
+STATISTICS = ("mean", "std", "rms", "min", "max")  # columns of the table, as many as fit
+STATISTIC_WIDTH = 8  # characters of a column, such as 0.00063, with the space after it
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("diff")
+    parser.add_argument("a", metavar="A", help="the folder or the remote address of a run")
+    parser.add_argument("b", metavar="B", help="the folder or the remote address of another run")
+    parser.add_argument(
+        "--rename",
+        metavar="OLD=NEW",
+        nargs="+",
+        default=[],
+        help="layers of A with another name in B, such as encoder=backbone",
+    )
+    parser.add_argument(
+        "--tolerance", metavar="X", type=float, help="the relative difference above which tensors differ"
+    )
+    parser.add_argument(
+        "--steps", metavar="FIRST:END", default=":", help="compare only these steps, such as 0:100 for steps 0 to 99"
+    )
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with the tables and a chart")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InstrumentWarning)
+            found = diff(
+                args.a, args.b, rename=_renamed(args.rename), tolerance=args.tolerance, steps=_steps(args.steps)
+            )
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found)
+    if not found.is_identical:
+        _print_tables(found)
+    if args.html is not None and not _write(found, args.html):
+        return 2
+    return 0 if found.is_within_tolerance else 1
+
+
+def _write(found: Diff, file: Path) -> bool:
+    """Write the page. If it cannot be written, print the reason and return false."""
+    from instrument.report import make
+
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        path = make(found).save(file)
+    except InstrumentError as error:
+        print(error, file=sys.stderr)
+        return False
+    except OSError as error:
+        print(f"{error.filename or file}: {error.strerror}", file=sys.stderr)
+        return False
+    print(f"\n{path}  ({path.stat().st_size / 1e6:.1f} MB)")
+    return True
+
+
+def _renamed(entries: Sequence[str]) -> dict[str, str]:
+    """Return the mapping of the names of layers."""
+    for entry in entries:
+        if not all(entry.partition("=")):
+            raise ConfigError(Problem("--rename", "must be OLD=NEW", entry))
+    return {old: new for old, _, new in (entry.partition("=") for entry in entries)}
+
+
+def _steps(text: str) -> tuple[int | None, int | None]:
+    """Return a range of steps."""
+    first, colon, end = text.partition(":")
+    if not colon or not all(part.isdigit() for part in (first, end) if part):
+        raise ConfigError(Problem("--steps", "must be a range such as 0:100", text))
+    return int(first) if first else None, int(end) if end else None
+
+
+def _print_tables(found: Diff) -> None:
+    """Print the layers and the recorded tensors. Of more than `MAX_LISTED`, print the most important ones; see `_listed`."""
+    console = wide_console()
+    rows = records(_listed(found))
+    cells = [place_cells(row) for row in rows]
+    used = sum(max(map(len, column)) + 1 for column in zip(*cells, strict=True)) + len("  ".join(NUMBERS))
+    room = max(0, (console.width - used) // STATISTIC_WIDTH)
+    statistics = [name for name in STATISTICS if name in found.statistics][:room]
+    table = _table("layer", "tensor", *NUMBERS, *statistics)
+    for row, texts in zip(rows, cells, strict=True):
+        is_above = row["difference"] > found.tolerance and not found.cause
+        numbers = [number_text(row[name]) for name in ("difference", "step", "first_step", *statistics)]
+        table.add_row(*texts, *numbers, style="bold" if is_above else "")
+    console.print("\nlargest relative differences, in the order of execution:", table)
+    if (rest := len(found.layers) - len(rows)) > 0:
+        print(f"... and {rest:,} more: --html FILE shows all")
+    if len(found.tensors):
+        table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
+        layers = records(found.layers)
+        for row in records(found.tensors.head(MAX_LISTED).reset_index()):
+            cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
+            table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
+        console.print("\nrecorded tensors, element by element:", table)
+
+
+def _listed(found: Diff) -> pd.DataFrame:
+    """Return the rows of `layers` to print: of many, those above the tolerance, or those with the largest differences."""
+    layers = found.layers
+    above = layers[layers["difference"] > found.tolerance]
+    if len(layers) <= MAX_LISTED:
+        return layers
+    return above.head(MAX_LISTED) if len(above) else layers.nlargest(MAX_LISTED, "difference").sort_index()
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        is_text = name in ("layer", "tensor", "units in the last place")
+        table.add_column(name, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""`python -m instrument.findings RUN`: pass the rows of a run to its rules, and print what they find.
+
+The decisions are those of the run. A run without rules is checked with the default rules. The rows are read again; only the
+events of custom rules are taken from the run, since their code is not run.
+
+Exit codes: 0, no rule fires; 1, the run cannot be read; 2, the arguments are invalid; 4, a rule fires.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from instrument.analysis.findings import Finding, advice_by_rule, findings, recorded_events, rule_findings
+from instrument.analysis.load import Run, load
+from instrument.analysis.rule_events import rule_events
+from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.errors import ConfigError, Problem
+from instrument.spec.parse import parse_rules
+from instrument.spec.rules import default_rules
+
+FIRED = 4
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("findings")
+    parser.add_argument("run", metavar="RUN", help="the folder or the remote address of a run")
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    run = load(args.run)
+    fired = check(run)
+    names = {finding.what for finding in fired}
+    others = [
+        each
+        for each in findings(run)
+        if each.severity != "info" and not each.advice and each.what not in names  # no finding of a rule
+    ]
+    for finding in [*fired, *others]:
+        step = "" if finding.when is None else f"step {finding.when}: "
+        print(f"{finding.severity:<8} {finding.what}: {step}{finding.where}: {finding.value}")
+        if finding.advice:
+            print(f"{'':<8} {finding.advice}")
+    print(
+        f"{len(fired)} finding{'s' * (len(fired) > 1)} of rules in {args.run}"
+        if fired
+        else f"no rule fired in {args.run}"
+    )
+    return FIRED if fired else 0
+
+
+def check(run: Run) -> list[Finding]:
+    """Pass the rows of a run to its rules, and return what they find.
+
+    Raises:
+        ConfigError: `run` contains several runs, or run.json contains an invalid rule.
+    """
+    if len(run.folders) > 1:
+        message = f"findings require a single run, but {run.path} contains {len(run.folders)} runs"
+        raise ConfigError(Problem("RUN", message, fix=f"choose one, such as {run.folders[0]}"))
+    rules = (run.info.get("config") or {}).get("rules") or default_rules()
+    custom = {name for name, entry in rules.items() if isinstance(entry, Mapping) and "_target_" in entry}
+    again = parse_rules({name: _without_actions(entry) for name, entry in rules.items() if name not in custom})
+    events = [*rule_events(run, again), *recorded_events(run, custom)]
+    return [*rule_findings(events, advice_by_rule(rules, run.info))]
+
+
+def _without_actions(entry: Any) -> Any:
+    """Return a rule that only warns: nothing can be stopped or called afterwards."""
+    return {key: value for key, value in entry.items() if key != "then"} if isinstance(entry, Mapping) else entry
+
+
+if __name__ == "__main__":
+    sys.exit(main())

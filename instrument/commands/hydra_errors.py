@@ -1,0 +1,122 @@
+"""Translation of composition errors of Hydra into problems with a location, the given value and the allowed values."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from ..errors import Problem, similar_names
+from ..pip_extras import pip_command
+from ..spec.config import TASKS
+from ..spec.known_keys import fields_below
+from ..sweeps.objective import OBJECTIVE_KEY
+
+PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
+NO_PACKAGE_LINE = Problem(
+    "exp", f"the experiment file lacks its `{PACKAGE_LINE}` line", fix=f"add the first line: {PACKAGE_LINE}"
+)
+EXTRAS = {
+    "hydra/launcher": {"joblib": "joblib", "submitit_slurm": "submitit", "submitit_local": "submitit", "ray": "ray"},
+    "hydra/sweeper": {"optuna": "optuna"},
+}
+"""The options that Hydra plugins provide, by group, with the extra that installs the plugin."""
+
+
+def composition_problem(error: Exception, overrides: Sequence[str], folders: Sequence[Path]) -> Problem:
+    """Translate an error that Hydra, OmegaConf or YAML raised during composition."""
+    if isinstance(error, MarkedYAMLError):
+        return _yaml_problem(error)
+    if isinstance(error, OverrideParseException):
+        return _override_problem(error)
+    if re.search(r"Could not override '[^']+@exp\.", str(error)):
+        return NO_PACKAGE_LINE
+    missing = re.search(r"Could not (?:find|load) '([^'\n]+)/([^'\n/]*)'", str(error))
+    if missing and (extra := EXTRAS.get(missing[1], {}).get(missing[2])):
+        return Problem(missing[1], "requires a package that is not installed", fix=pip_command(extra))
+    if missing:
+        options = getattr(error, "options", None) or _options(missing[1], folders)
+        options = [*options, *(TASKS if missing[1] == "task" else ())]
+        return _option_problem(missing[1], missing[2], options)
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        return _key_problem(error, error.__cause__)
+    return _group_value_problem(overrides, folders) or Problem(
+        "", f"cannot compose the configuration: {_one_line(error)}"
+    )
+
+
+def _override_problem(error: OverrideParseException) -> Problem:
+    key, _, value = error.override.partition("=")
+    needs_quotes = (key.lstrip("+") == OBJECTIVE_KEY and "(" in value) or key.lstrip("+") == "forward.of"
+    fix = f"""quote the value twice, for the shell and for Hydra: '{key}="{value}"'""" if needs_quotes else ""
+    return Problem("", f"cannot parse this override: {_one_line(error)}", given=error.override, fix=fix)
+
+
+def _yaml_problem(error: MarkedYAMLError) -> Problem:
+    mark = error.problem_mark
+    where = f"{mark.name}:{mark.line + 1}" if mark else ""
+    star = "alias" in str(error.context)
+    fix = "put quotes around a value that starts with '*', such as a glob" if star else ""
+    return Problem(where, f"invalid YAML: {error.problem}", fix=fix)
+
+
+def _option_problem(group: str, name: str, options: Sequence[str]) -> Problem:
+    message = "unknown option of this group" if options else "unknown group"
+    return Problem(group, message, given=name, allowed=options, similar=similar_names(name, options))
+
+
+def _options(group: str, folders: Sequence[Path]) -> list[str]:
+    option_folders = [folder / group for folder in folders if os.path.isdir(folder / group)]
+    return sorted({file.stem for folder in option_folders for file in folder.glob("*.yaml")})
+
+
+def _key_problem(error: Exception, cause: OmegaConfBaseException) -> Problem:
+    if re.match(r"Cannot merge (Dict|List)Config with", str(cause)):
+        value = str(error).partition("=")[2]
+        return Problem(str(cause.full_key), f"must be a {'mapping' if value.startswith('[') else 'list'}", given=value)
+    parent = cause.parent_node
+    keys = [str(key) for key in parent] if OmegaConf.is_dict(parent) else []
+    is_new_spec = str(cause.full_key).rpartition(".")[0] in ("hooks", "apply")
+    if str(cause.key) in keys or not (keys or is_new_spec):
+        return Problem(str(cause.full_key or ""), f"{_one_line(error)} {_one_line(cause)}")
+    name = str(cause.full_key)
+    written = re.match(r"Could not override '(.+)'", str(error))
+    keys += [field for field in fields_below(name.split(".")[:-1]) if field not in keys]
+    if written and written[1].startswith(f"{name}.") and str(cause.key) in keys:  # a field of a mapping that is not set
+        name = written[1]
+        keys = list(fields_below(name.split(".")[:-1]))
+    if name.rpartition(".")[2] in keys:
+        message = "this field is not set yet, and a mapping without a plus changes only fields that are set"
+        return Problem(name, message, fix=f"prefix the override with a plus: +{name.rpartition('.')[0]}=...")
+    similar = similar_names(name.rpartition(".")[2], keys)
+    key = name if "." in name else f"vars.{name}"  # the root has a fixed set of keys
+    fix = "" if similar else f"to add it, prefix it with a plus: +{key}=..."
+    return Problem(name, "the configuration does not have this key", allowed=keys, similar=similar, fix=fix)
+
+
+def _group_value_problem(overrides: Sequence[str], folders: Sequence[Path]) -> Problem | None:
+    """Report a group option that is not a string, such as `model=3`. The error of Hydra does not name the group."""
+    settings = [override for override in overrides if "=" in override]
+    for override in OverridesParser.create().parse_overrides(settings):
+        value, options = override.value(), _options(override.key_or_group, folders)
+        names = value.list if isinstance(value, ChoiceSweep) else value if isinstance(value, list) else [value]
+        if options and not all(isinstance(name, str | QuotedString) for name in names):
+            group = override.key_or_group
+            message = f"must name one of the config files in conf/{group}"
+            return Problem(group, message, given=str(override.input_line), allowed=options)
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error message in one line, without the type notes of OmegaConf and the links of Hydra."""
+    noise = ("full_key:", "object_type=", "reference_type=", "See https:")
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(noise)) or type(error).__name__

@@ -1,0 +1,98 @@
+"""The command line around a job: compose a configuration with Hydra, run the job, return an exit code.
+
+0    success
+1    failure during the run (in a hook, in custom code, or of the machine), or a failed verification
+2    error in the command line or configuration, found before the first step
+3    a rule stopped the run
+130  interrupted by Ctrl-C
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import hydra
+from hydra.core.plugins import Plugins
+from omegaconf import DictConfig
+
+from ..configuration.hydra_internals import use_field_loader
+from ..configuration.search_path import WorkingDirectoryConf, conf_folder
+from ..distributed.torchrun import is_rank_zero, process_group, synced_errors
+from ..errors import ConfigError, InstrumentError
+from ..sweeps.summary import print_summary
+from .job import JobFailedError, as_instrument_error, print_error
+from .validation_callback import HydraCallback
+
+FULL_ERROR = "HYDRA_FULL_ERROR"  # variable of Hydra; 1 shows full tracebacks
+
+
+def command(job: Callable[[DictConfig], object], config_name: str = "config") -> None:
+    """Compose the configuration with this name from the command line, and run a job with it.
+
+    Raises:
+        SystemExit: The command failed or was interrupted; see the exit codes above.
+        Exception: The original error of the composition, if `HYDRA_FULL_ERROR=1`.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # makes custom models in the working directory importable
+    try:
+        Plugins.instance().register(WorkingDirectoryConf)
+        app = hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name=config_name)(job)
+        with hydra_raises_errors(), use_field_loader():
+            app()
+    except JobFailedError as failed:
+        _end(failed.exit_code)
+        sys.exit(failed.exit_code)
+    except SystemExit as stop:
+        if stop.code:
+            _end(stop.code)
+        raise
+    except KeyboardInterrupt:
+        if is_rank_zero():
+            print("\ninterrupted", file=sys.stderr)
+        _print_sweep_summary()
+        sys.exit(130)
+    except Exception as error:
+        # A job reports its own errors, so this error comes from the composition.
+        if os.environ.get(FULL_ERROR) == "1":
+            raise
+        problem = as_instrument_error(error, sys.argv[1:])
+        with suppress(InstrumentError), synced_errors(process_group()):  # Only rank 0 prints the error.
+            raise problem from error
+        print_error(problem)
+        _end(problem.exit_code)
+        sys.exit(problem.exit_code)
+    finally:
+        HydraCallback.release_lock()
+
+
+def _end(exit_code: object) -> None:
+    """Remove the folder of a run that was refused; otherwise print the summary of the sweep, if there is one."""
+    if exit_code == ConfigError.exit_code and HydraCallback.restore_folder():
+        return
+    _print_sweep_summary()
+
+
+def _print_sweep_summary() -> None:
+    if HydraCallback.sweep_folder is not None:
+        print_summary(HydraCallback.sweep_folder)
+
+
+@contextmanager
+def hydra_raises_errors() -> Iterator[None]:
+    """Make Hydra raise errors during the `with` block, instead of printing them.
+
+    Hydra reads the variable `HYDRA_FULL_ERROR`, which is set to 1 and restored afterwards.
+    """
+    previous_value = os.environ.get(FULL_ERROR)
+    os.environ[FULL_ERROR] = "1"
+    try:
+        yield
+    finally:
+        if previous_value is None:
+            del os.environ[FULL_ERROR]
+        else:
+            os.environ[FULL_ERROR] = previous_value

@@ -1,0 +1,230 @@
+"""One job: a single run or a job of a sweep, with its error reporting."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ..configuration.hydra_internals import BASIC_SWEEPER
+from ..configuration.search_path import conf_folder
+from ..distributed.torchrun import is_rank_zero
+from ..errors import ConfigError, InstrumentError, Problem, user_code_location
+from ..folders.folder_snapshot import REFUSED
+from ..spec.config import RunConfig
+from ..sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
+from ..sweeps.objective import read_objective, score_job
+from ..sweeps.optuna_checks import is_search, worst_score
+from .hydra_errors import composition_problem
+from .import_without_gc import importing
+from .validated_config import read_config, read_overrides
+
+STOPPED = 3
+"""The exit code of a run that a rule stopped."""
+
+
+class JobFailedError(Exception):
+    """A job failed and its error was printed. In a sweep, Hydra raises it after all jobs have ended."""
+
+    def __init__(self, exit_code: int, folder: Path) -> None:
+        super().__init__(f"the job in {folder} failed")
+        self.exit_code = exit_code
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[type[JobFailedError], tuple[int, Path]]:
+        return type(self), (self.exit_code, self.folder)  # Exceptions from launcher processes are pickled.
+
+
+def job(config: DictConfig) -> float | None:
+    """Run one job: a single run, or a job of a sweep.
+
+    Returns:
+        The objective value, for the sweeper; None for a single run, for a plan, or if the value is missing or not
+        finite.
+
+    Raises:
+        JobFailedError: The job of a sweep failed, or a rule stopped it. The other jobs continue.
+        SystemExit: A single run failed, a rule stopped it, or the job was interrupted.
+    """
+    score = None
+    with report_errors() as folders:
+        if folders.sweep is not None and config.get("resume") is not None and not _is_own(config.resume, folders):
+            message = "only single runs can be resumed"
+            raise ConfigError(Problem("resume", message, given=config.resume, fix="remove -m"))
+        parsed, raw = read_config(config)
+        objective = read_objective(parsed.objective, raw.get("hooks"))
+        if parsed.plan:
+            show_plan(parsed, None)
+            return None
+        with importing():
+            from ..training.runner import run
+            from ..training.terminal import Terminal
+
+        label = "" if folders.sweep is None else _label(Sweep(folders.sweep), folders.folder)
+        terminal = Terminal(quiet=parsed.quiet, brief=folders.sweep is not None, job=label)
+        result = run(parsed, folders.folder, terminal, raw=raw, overrides=read_overrides())
+        hydra: Any = HydraConfig.get()
+        searched = folders.sweep is not None and hydra.sweeper["_target_"] != BASIC_SWEEPER
+        if result.is_pruned and is_search(hydra):
+            score = worst_score(hydra)
+        elif folders.sweep is not None:
+            score = score_job(objective, folders.folder, result.metrics, searched=searched)
+    if result.stopped is None or searched:  # a search continues with the score
+        return score
+    raise JobFailedError(STOPPED, folders.folder) if folders.sweep is not None else SystemExit(STOPPED)
+
+
+def _label(sweep: Sweep, folder: Path) -> str:
+    """Return the overrides in which a job differs from the others: those with which it was first started."""
+    overrides = recorded_overrides(folder) or tuple(HydraConfig.get().overrides.task)
+    return sweep.label(SweepJob(folder.name, folder, overrides, RUNNING, None))
+
+
+def _is_own(resume: str, folders: JobFolders) -> bool:
+    """Return whether a job of a sweep resumes from its own folder."""
+    return Path(resume).resolve() == folders.folder.resolve()
+
+
+class Terminated(KeyboardInterrupt):
+    """The process received SIGTERM, for example from a batch system before it kills the job."""
+
+
+@contextmanager
+def raise_on_sigterm() -> Iterator[None]:
+    """Raise `Terminated` on SIGTERM during the `with` block, so that files are closed and the interruption is reported.
+
+    Has no effect outside the main thread, where Python does not allow signal handlers to be set.
+    """
+
+    def stop(number: int, frame: object) -> None:  # noqa: ARG001
+        raise Terminated("terminated by SIGTERM")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+class JobFolders(NamedTuple):
+    """The folders of a job and of its sweep; the latter is None for a single run."""
+
+    folder: Path
+    sweep: Path | None
+
+
+@contextmanager
+def report_errors() -> Iterator[JobFolders]:
+    """Print errors of the `with` block, and the location of the recorded data.
+
+    Yields:
+        The folders of the job.
+
+    Raises:
+        JobFailedError: The job of a sweep failed. The other jobs continue.
+        SystemExit: A single run failed (exit code of the error), or the job was interrupted (130) or terminated (1).
+    """
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if Path.cwd() in folder.parents:
+        folder = Path(os.path.relpath(folder))
+    swept = HydraConfig.get().mode == RunMode.MULTIRUN
+    folders = JobFolders(folder, Path(HydraConfig.get().sweep.dir) if swept else None)
+    try:
+        with raise_on_sigterm():
+            yield folders
+    except KeyboardInterrupt as interrupt:
+        terminated = isinstance(interrupt, Terminated)
+        reason = "terminated by SIGTERM" if terminated else "interrupted"
+        if is_rank_zero():
+            print(f"\n{reason}: {_saved_data_message(folder)}", file=sys.stderr)
+        raise SystemExit(1 if terminated else 130) from None
+    except (Exception, SystemExit) as raised:
+        error = _error_of_exit(raised) if isinstance(raised, SystemExit) else raised
+        code = print_error(error)
+        if code == 1:
+            print(_saved_data_message(folder), file=sys.stderr)
+        if folders.sweep is not None:
+            has_started = (folder / "run.json").exists()
+            if not has_started:
+                (folder / REFUSED).write_text(f"{str(error) or type(error).__name__}\n")
+            is_refused = not has_started and code == ConfigError.exit_code
+            result = "was refused" if is_refused else "failed; the other jobs continue"
+            print(f"job {folder} {result}", file=sys.stderr)
+            raise JobFailedError(code, folder) from error
+        raise SystemExit(code) from None
+
+
+def _error_of_exit(stop: SystemExit) -> InstrumentError:
+    """Return the error that custom code ended the process."""
+    if location := user_code_location(stop):
+        return InstrumentError(f"sys.exit({stop.code!r}) was called{location}")
+    raise stop
+
+
+def _saved_data_message(folder: Path) -> str:
+    """Describe the data in the folder of a job that ended early."""
+    try:
+        (folder / "run.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return (
+            f"nothing was recorded in {folder}" if folder.is_dir() else f"nothing is saved: {folder} no longer exists"
+        )
+    except OSError as error:
+        return f"the recorded data in {folder} cannot be accessed: {error.strerror}"
+    return f"the data recorded so far is in {folder}"
+
+
+def as_instrument_error(error: Exception, arguments: Sequence[str]) -> InstrumentError:
+    """Convert an error of Hydra, or of a launcher or sweeper plugin, to an `InstrumentError`. A `ConfigError` is kept."""
+    if isinstance(error, ConfigError):
+        return error
+    if not isinstance(error, HydraException | OmegaConfBaseException) and (plugin := _plugin_of(error)):
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return InstrumentError(f"{plugin} failed: {type(error).__name__}: {lines[0] if lines else 'no error message'}")
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    return ConfigError(composition_problem(error, overrides, [conf_folder(), Path.cwd() / "conf"]))
+
+
+def _plugin_of(error: Exception) -> str | None:
+    """Return the innermost Hydra plugin in a traceback, for example `hydra_ray_launcher`; None without a plugin."""
+    frames = traceback.extract_tb(error.__traceback__)
+    plugins = [match[1] for frame in frames if (match := re.search(r"hydra_plugins[\\/](\w+)", frame.filename))]
+    return plugins[-1] if plugins else None
+
+
+def show_plan(config: RunConfig, folder: Path | None) -> None:
+    """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder unless it is None."""
+    with importing():
+        from ..dry_run.cost_of_run import dry_run
+        from ..training.device_and_seed import process_state
+        from ..training.experiment import prepare
+        from ..training.terminal import Terminal
+
+    with process_state(seed=config.seed, deterministic=config.deterministic):
+        experiment = prepare(config)
+        Terminal().plan(experiment, dry_run(experiment), folder)
+
+
+def print_error(error: Exception) -> int:
+    """Print an error to stderr, with a traceback unless it is an `InstrumentError`, and return its exit code."""
+    if isinstance(error, InstrumentError):
+        print(f"\n{error}\n", file=sys.stderr)
+        return error.exit_code
+    traceback.print_exception(error)
+    return InstrumentError.exit_code

@@ -1,0 +1,70 @@
+"""Operations on the locked folders of finished runs: `compact`, `recover`, `upload`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ..analysis.folders import find_runs
+from ..errors import InstrumentError
+from ..sinks.lock import FolderLock
+from ..sinks.remote_folder import check_is_local
+from .verbs import parser_of
+
+Operation = Callable[[Path], tuple[str, Sequence[str]]]
+"""An operation on the folder of a run, called while the folder is locked. Returns a summary and a list of problems."""
+
+
+def locked(folder: Path) -> AbstractContextManager[None]:
+    """Hold the lock on the folder of a run inside the block, so that no other process writes to it.
+
+    Raises:
+        InstrumentError: A process of the run still writes to the folder.
+        OSError: The folder is not writable.
+    """
+    return FolderLock(folder).held(InstrumentError("the run is in progress; nothing was changed"))
+
+
+def parser_of_runs(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of a command whose arguments are folders of runs."""
+    parser = parser_of(verb)
+    text = "the folder of a run, or a folder that contains several runs"
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help=text)
+    return parser
+
+
+def for_each_run(paths: Sequence[Path], operation: Operation, *, reason: str) -> int:
+    """Apply an operation to each run in some folders.
+
+    Returns:
+        The exit code: 0 for success, 1 if an operation failed or reported a problem, 2 if a folder is invalid.
+    """
+    code = 0
+    for path in paths:
+        try:
+            check_is_local(path, "RUN", reason, fix="pass a local folder")
+            _, folders = find_runs(path)
+        except InstrumentError as error:
+            print(error, file=sys.stderr)
+            code = error.exit_code
+            continue
+        for folder in folders:
+            code = max(code, _apply(folder, operation))
+    return code
+
+
+def _apply(folder: Path, operation: Operation) -> int:
+    """Apply the operation to one run, print the result, and return the exit code."""
+    try:
+        with locked(folder):
+            summary, problems = operation(folder)
+    except (OSError, InstrumentError) as error:
+        print(f"{folder}: {error}", file=sys.stderr)
+        return 1
+    print(f"{folder}: {summary}")
+    for problem in problems:
+        print(f"{folder}: {problem}", file=sys.stderr)
+    return 1 if problems else 0

@@ -1,0 +1,205 @@
+"""`python -m instrument.replay RUN [--steps 48:53] hooks=everything`: repeat steps of a run with other record hooks.
+
+The replay begins at the last checkpoint before these steps, or at the start of the run, and writes to a new folder. Loss,
+accuracy, gradient norm and learning rate of each repeated step and evaluation are compared with the recorded ones.
+
+With `--intervene`, interventions may differ from those of the run in these steps: the replay is a counterfactual.
+
+Exit codes: 0, equal; 1, a value differs, no step could be compared, or the replay fails; 2, the arguments are invalid, or
+an exact replay cannot be expected (see `--force`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from instrument.commands.hydra_main import command
+from instrument.commands.import_without_gc import importing
+from instrument.commands.job import report_errors
+from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
+from instrument.commands.validated_config import read_config, read_overrides
+from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.distributed.torchrun import is_rank_zero
+from instrument.errors import ConfigError, InstrumentError
+from instrument.folders.run_folder import check_process_count
+from instrument.spec.config import InitFromConfig, RunConfig
+
+if TYPE_CHECKING:
+    from instrument.training.replay_source import ReplaySource
+    from instrument.verification.replay_certificate import ReplayCertificate
+
+CERTIFICATE = "certificate.json"
+COMPARISON = "comparison.png"
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("replay")
+    parser.add_argument("run", metavar="RUN", help="the folder of the run")
+    parser.add_argument(
+        "overrides", metavar="OVERRIDE", nargs="*", help="hooks=SET, hooks.NAME.FIELD=VALUE, +hooks.NAME={...}"
+    )
+    steps = parser.add_mutually_exclusive_group()
+    steps.add_argument("--steps", metavar="START:STOP", help="the steps in which hooks record (default: all)")
+    steps.add_argument("--before-failure", metavar="N", type=int, help="the last N steps before the run ended")
+    parser.add_argument(
+        "--intervene",
+        action="store_true",
+        help="allow interventions to be added, changed and removed: a counterfactual",
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="repeat the run even if an exact replay cannot be expected"
+    )
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_intermixed_args(arguments)
+    run = RecordedRun.open(args.run, force=args.force)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    check_process_count(run.record, processes, RUN, f"instrument.replay {run.folder}")
+    window = run.window(args.steps, args.before_failure, is_counterfactual=args.intervene)
+    store_config(run, args.overrides)
+    original = sys.argv
+
+    def job(config: DictConfig) -> None:
+        sys.argv = original  # for the entry `command` of run.json
+        _replay(config, run, window, force=args.force, intervene=args.intervene)
+
+    sys.argv = [original[0], *args.overrides]
+    try:
+        command(job, CONFIG_NAME)
+    finally:
+        sys.argv = original
+    return 0
+
+
+def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool, intervene: bool) -> None:
+    """Repeat the steps, print the certificate, and write it to the folder of the job."""
+    with report_errors() as job:
+        parsed, raw = read_config(config)
+        hooks = ReplayHooks.of(run, parsed.hooks, window, intervene=intervene)
+        with importing():
+            from instrument.training import runner
+            from instrument.training.replay_source import ReplaySource
+            from instrument.training.terminal import Terminal
+            from instrument.verification.replay_certificate import certify_replay
+
+        source = ReplaySource(
+            folder=run.folder,
+            record=run.record,
+            window=window,
+            begin=run.begin(window),
+            changes=repeated_changes(run, hooks, window),
+            force=force,
+            counterfactual=hooks.changed,
+            first_step=hooks.first_step,
+        )
+        terminal = Terminal(quiet=parsed.quiet)
+        error: Exception | None = None
+        try:
+            runner.run(
+                _config(parsed, run, hooks, source),
+                job.folder,
+                terminal,
+                raw=raw,
+                overrides=read_overrides(),
+                source=source,
+            )
+        except ConfigError:
+            raise
+        except Exception as caught:  # The replay of a run that failed may fail too.
+            error = caught
+        if is_rank_zero():
+            certificate = certify_replay(run.folder, job.folder, changes_evaluation=hooks.changes_evaluation)
+            _write(certificate, job.folder)
+            if hooks.left_out and not parsed.quiet:
+                print(f"record hooks that are not scheduled in these steps: {', '.join(hooks.left_out)}")
+            print(_summary(certificate, source, job.folder, has_failed=error is not None))
+            if error is None and not certificate.holds:
+                raise SystemExit(1)
+        if error is not None:
+            raise error
+
+
+def _config(config: RunConfig, run: RecordedRun, hooks: ReplayHooks, source: ReplaySource) -> RunConfig:
+    """Return the configuration with the hooks and rules of the replay. If it begins at a checkpoint, it has no `init_from`."""
+    changes: dict[str, object] = {"hooks": hooks.specs, "rules": run.rules_of_replay(hooks.specs)}
+    if source.begin and config.mode == "train":
+        changes["init_from"] = InitFromConfig()
+    return config.model_copy(update=changes)
+
+
+def _write(certificate: ReplayCertificate, folder: Path) -> None:
+    """Write the certificate, and the plot of a counterfactual if matplotlib is installed."""
+    content = {**asdict(certificate), "holds": certificate.holds}
+    for difference in (content["difference"], content["effect"]):
+        for name in ("recorded", "replayed") if difference else ():
+            if difference[name] is not None and not math.isfinite(difference[name]):
+                difference[name] = str(difference[name])  # JSON has no NaN
+    (folder / CERTIFICATE).write_text(json.dumps(content, indent=2) + "\n")
+    if certificate.counterfactual:
+        from instrument.analysis.load import load
+        from instrument.plot import replay
+
+        with suppress(InstrumentError):
+            replay(load(folder)).savefig(folder / COMPARISON)
+
+
+def _summary(certificate: ReplayCertificate, source: ReplaySource, folder: Path, *, has_failed: bool) -> str:
+    start = f"its checkpoint after {certificate.begin} steps" if certificate.begin else "its start"
+    lines = [
+        f"replay of {certificate.source} from {start}, up to step {certificate.stop - 1}",
+        "compared: loss, accuracy, gradient norm and learning rate of "
+        f"{_count(certificate.steps, 'step')} and {_count(certificate.evaluations, 'evaluation')}",
+    ]
+    lines += [f"repeated: {change}, by instrument.control" for change in certificate.changes]
+    lines += [f"not repeated: {change}, by instrument.control" for change in certificate.changes_left_out]
+    lines += [f"forced, although {note}" for note in source.notes]
+    if certificate.counterfactual:
+        names = ", ".join(certificate.counterfactual)
+        lines.append(f"COUNTERFACTUAL from step {certificate.first_step} on, with other interventions: {names}")
+    where = " before this step" if certificate.counterfactual else ""
+    if certificate.difference is None:
+        lines.append(
+            f"EQUAL: all values{where} are bit-identical" if certificate.steps else f"no step{where} to compare"
+        )
+    else:
+        lines.append(f"NOT EQUAL: {certificate.difference}")
+        lines += [f"likely reason: {reason}" for reason in certificate.reasons]
+    if certificate.counterfactual:
+        effect = certificate.effect
+        none = f"no effect up to step {certificate.stop - 1}: all values are bit-identical; later steps may differ"
+        lines.append(none if effect is None else f"first effect at {effect}")
+    if certificate.repeats_failure:
+        lines.append("the replay failed with the error of the run")
+    elif has_failed:
+        is_failed = source.record["status"] == "failed"
+        lines.append(f"the replay failed{' with a different error' if is_failed else ', and the run did not'}")
+    elif certificate.repeats_failure is False:
+        lines.append("the replay completed the step in which the run failed")
+    lines.append(f"certificate  {folder / CERTIFICATE}")
+    if (folder / COMPARISON).exists():
+        lines.append(f"comparison   {folder / COMPARISON}")
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""`python -m instrument.report RUN [--out FILE] [--open]`: write the report of a run, or of a folder with several runs.
+
+Exit codes: 0, the report was written; 1, it cannot be written, or a package is missing; 2, there is no run, or the
+arguments are invalid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from instrument.analysis.load import load
+from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.errors import InstrumentWarning
+from instrument.report import FILE, make
+from instrument.sinks.remote_folder import check_is_local
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("report")
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder of a run, a folder that contains several runs, or a remote address"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, help=f"the output file (default: RUN/{FILE})")
+    parser.add_argument("--open", action="store_true", help="open the report in the browser")
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    try:
+        return _write(args.run, args.out, show=args.open)
+    except OSError as error:
+        print(f"{error.filename or args.out}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _write(folder: str, out: Path | None, *, show: bool) -> int:
+    if out is None:
+        problem = "is required: reports are written to a local file, not to a remote address"
+        check_is_local(folder, "--out", problem, fix="pass --out FILE")
+        out = Path(folder) / FILE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstrumentWarning)  # the page and the lines below report damaged files
+        run = load(folder)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        path = make(run).save(out)
+    for problem in run.problems:
+        print(f"warning {problem}", file=sys.stderr)
+    print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB)")
+    if show:
+        webbrowser.open(path.resolve().as_uri())
+    return 0

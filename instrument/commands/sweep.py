@@ -1,0 +1,91 @@
+"""`python -m instrument.sweep FOLDER [--rerun]`: list the jobs of a sweep with their status, and rerun unfinished jobs.
+
+Exit codes: 0, all jobs are done; 1, some jobs are not done; 2, the arguments are invalid; 130, interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from instrument.commands.job import as_instrument_error
+from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
+from instrument.errors import InstrumentError
+from instrument.sinks.remote_folder import check_is_local, is_address
+from instrument.sweeps.jobs import DONE, Sweep, count_by_status
+from instrument.sweeps.lookup import Runs, jobs_in
+from instrument.sweeps.summary import grouped_lines, outcome, print_summary
+
+COLOURS = {
+    "done": "green",
+    "failed": "red",
+    "killed": "red",
+    "interrupted": "yellow",
+    "stopped": "yellow",
+    "missing": "yellow",
+}
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("sweep")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder or the remote address of a sweep")
+    parser.add_argument("--rerun", action="store_true", help="run the unfinished jobs again, in the same folder")
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    args = command_line().parse_args(arguments)
+    if args.rerun:
+        _rerun(args.folder)
+    return _show(args.folder)
+
+
+def _rerun(written: str) -> None:
+    from instrument.commands.rerun_sweep import WHERE, rerun
+
+    check_is_local(written, WHERE, "jobs can only be rerun in a local folder", fix="pass a local folder")
+    folder = Path(written)
+    sweep = Sweep(Path(os.path.abspath(folder)))
+    try:
+        count = rerun(sweep)
+    except InstrumentError:
+        raise
+    except (KeyboardInterrupt, SystemExit) as stop:
+        print_summary(folder)
+        raise SystemExit(stop.code if isinstance(stop, SystemExit) else 130) from None
+    except Exception as error:
+        raise as_instrument_error(error, []) from error
+    print(f"\n{count} jobs rerun" if count else "no jobs to rerun")
+
+
+def _show(folder: str) -> int:
+    sweep = jobs_in(folder)
+    jobs = sweep.jobs()
+    table = Table(box=None, pad_edge=False)
+    for name in ("job", "status", "overrides", "error"):
+        table.add_column(name, overflow="fold")
+    for job in jobs:
+        status = Text(job.status, style=COLOURS.get(job.status, ""))
+        table.add_row(job.name, status, Text(sweep.label(job)), Text(job.error or ""))
+    wide_console().print(table)
+    left = [job for job in jobs if job.status != DONE]
+    more = outcome(sweep, jobs) if isinstance(sweep, Sweep) and not is_address(folder) else {}
+    print("", *grouped_lines(left), f"{len(jobs)} jobs in {folder}: {count_by_status(jobs)}", sep="\n")
+    for name, text in more.items():
+        print(f"{name:<12}{text}")
+    if isinstance(sweep, Runs):
+        print("this folder has no record of a sweep: missing jobs are not listed")
+    return 1 if left or not jobs else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""Hydra callback that checks a configuration before Hydra creates a folder, and that reserves the folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
+
+from ..configuration.hydra_internals import BASIC_SWEEPER
+from ..distributed.torchrun import check_processes, process_group, synced_errors
+from ..errors import ConfigError, InstrumentError, Problem
+from ..folders.folder_snapshot import Snapshot
+from ..folders.run_folder import create_free_folder
+from ..sinks.lock import FolderLock
+from ..sinks.remote_errors import safe_message
+from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
+from ..sweeps.jobs import DONE, STOPPED, Sweep, folder_override
+from ..sweeps.objective import read_objective
+from ..sweeps.optuna_checks import check_search, is_search
+from ..sweeps.summary import job_lines, outcome
+from .job import as_instrument_error, print_error, show_plan
+from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
+from .validated_config import read_config
+
+NOW_RESOLVER = "${now:"
+
+
+class HydraCallback(Callback):
+    """Hydra callback that stops an invalid configuration, or a command with `plan`, before a folder is created."""
+
+    sweep_folder: ClassVar[Path | None] = None
+    """Folder of the sweep that runs in this process; its summary is printed at the end. None if no sweep runs."""
+    lock: ClassVar[FolderLock | None] = None
+    """Lock of the sweep folder, held while the sweep runs."""
+    snapshot: ClassVar[Snapshot | None] = None
+    """Snapshot of the folder of the run or sweep, taken before it was used."""
+
+    def __init__(self) -> None:
+        self.plan_folder: TemporaryDirectory[str] | None = None
+        self.arguments = sys.argv
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for the processes of a launcher, which have no plan folder to remove."""
+        return {"plan_folder": None, "arguments": self.arguments}
+
+    @classmethod
+    def release_lock(cls) -> None:
+        """Release the sweep folder after the sweep has ended or failed."""
+        if cls.lock is not None:
+            cls.lock.release()
+        cls.sweep_folder = cls.lock = cls.snapshot = None
+
+    @classmethod
+    def restore_folder(cls) -> bool:
+        """Restore the folder of the run or sweep if no run was started in it. Return whether it was restored."""
+        if cls.snapshot is None or cls.snapshot.has_new_run():
+            return False
+        if cls.sweep_folder is not None:
+            remove_uploaded_record(Sweep(cls.sweep_folder).address)
+            print(f"no job was started; nothing is kept in {cls.sweep_folder}", file=sys.stderr)
+        snapshot = cls.snapshot
+        cls.release_lock()
+        snapshot.restore()
+        return True
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """Check the configuration and reserve the folder of a single run, or print its plan and exit.
+
+        In a distributed run, rank 0 chooses the folder for all processes.
+
+        Raises:
+            SystemExit: The configuration is invalid, or only the plan is requested.
+        """
+        processes = process_group()
+        with _exit_on_error():
+            folder = Path(config.hydra.run.dir)
+            with synced_errors(processes):
+                parsed, raw = read_config(config)
+                read_objective(parsed.objective, raw.get("hooks"))
+                check_remote(parsed.sink.remote)
+                check_processes(parsed, processes)
+                if parsed.plan:
+                    show_plan(parsed, Path(parsed.resume) if parsed.resume else folder)
+                    raise SystemExit(0)
+                if parsed.resume is None and (processes is None or processes.is_rank_zero):
+                    check_is_local(folder, "hydra.run.dir")
+                    folder, HydraCallback.snapshot = reserve_folder(
+                        folder, contains_time=contains_time(config.hydra.run)
+                    )
+                    create_free_folder(folder, "hydra.run.dir")
+        with flag_override(config, "readonly", False):
+            config.hydra.run.dir = parsed.resume or str(folder)
+            if parsed.resume is not None:
+                config.hydra.output_subdir = None  # keeps the record that Hydra wrote when the run started
+            if processes is not None:
+                config.hydra.run.dir = processes.exchange(config.hydra.run.dir)[0]
+            if processes is not None and not processes.is_rank_zero:
+                # Only rank 0 writes the record and the log.
+                config.hydra.output_subdir = config.hydra.job_logging.root = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """Check the configuration and reserve the folder of a sweep.
+
+        If only the plans are requested, Hydra writes to a temporary folder.
+
+        Raises:
+            SystemExit: The configuration is invalid.
+        """
+        with _exit_on_error():
+            check_sweep(config)
+            check_no_secrets(config)
+            check_objective(config)
+            if is_search(config.hydra):
+                check_search(config.hydra)
+            prepare_launcher(config)
+            if config.get("plan"):
+                self.plan_folder = TemporaryDirectory(prefix="instrument-plan-")
+                set_sweep_folder(config, Path(self.plan_folder.name))
+            else:
+                HydraCallback.sweep_folder = self._begin(config)
+
+    def _begin(self, config: DictConfig) -> Path:
+        """Reserve the folder of the sweep, write and upload the sweep record, and lock the folder."""
+        folder = Path(config.hydra.sweep.dir)
+        check_is_local(folder, "hydra.sweep.dir")
+        folder, snapshot = reserve_folder(folder, contains_time=contains_time(config.hydra.sweep))
+        create_free_folder(folder, "hydra.sweep.dir")
+        set_sweep_folder(config, folder.absolute())
+        try:
+            with open(folder / SWEEP_RECORD, "x") as record:  # creating the file reserves the folder
+                OmegaConf.save(config, record)
+        except FileExistsError:
+            message = "the folder already contains a sweep, and sweeps are never overwritten"
+            raise ConfigError(Problem("hydra.sweep.dir", message, given=str(folder))) from None
+        HydraCallback.snapshot = snapshot
+        upload_record(folder, Sweep(folder).address)
+        HydraCallback.lock = FolderLock(folder)
+        HydraCallback.lock.acquire()
+        return folder
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """Print the summary of a finished sweep, or remove the temporary folder of its plans."""
+        if self.plan_folder is not None:
+            self.plan_folder.cleanup()
+            return
+        if HydraCallback.sweep_folder is None:
+            return
+        sweep = Sweep(HydraCallback.sweep_folder)
+        jobs = sweep.jobs()
+        if config.hydra.sweeper["_target_"] != BASIC_SWEEPER and any(job.status not in (DONE, STOPPED) for job in jobs):
+            has_started = HydraCallback.snapshot is None or HydraCallback.snapshot.has_new_run()
+            raise SystemExit(1 if has_started else ConfigError.exit_code)
+        print("", *job_lines(sweep, jobs), sep="\n")
+        for name, text in outcome(sweep, jobs).items():
+            print(f"{name:<12}{text}")
+        print(f"in Python   instrument.load({str(HydraCallback.sweep_folder)!r}).runs")
+        with _exit_on_error():
+            print(f"report      {_sweep_report(config, HydraCallback.sweep_folder)}")
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:  # noqa: ARG002
+        """Prepare the process of a job, which a launcher may have started in another folder."""
+        sys.argv = self.arguments  # `run.json` records the command of the sweep.
+        here = config.hydra.runtime.cwd
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        if not config.hydra.job.chdir and os.getcwd() != here:
+            os.chdir(here)
+
+
+@contextmanager
+def _exit_on_error() -> Iterator[None]:
+    """Print an error of the `with` block and exit. Hydra would turn an error of a callback into a warning and continue."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise SystemExit(print_error(as_instrument_error(error, sys.argv[1:]))) from None
+    except OSError as error:
+        raise SystemExit(print_error(InstrumentError(f"{error.filename}: {error.strerror}"))) from None
+    except Exception as error:
+        raise SystemExit(print_error(error)) from None
+
+
+def _sweep_report(config: DictConfig, folder: Path) -> str:
+    """Return the path of the report of a sweep if `report` is set, else the command that creates it."""
+    from .. import report
+
+    return str(report.make(folder).save(folder / report.FILE)) if config.get("report") else report.command_for(folder)
+
+
+def contains_time(part: DictConfig) -> bool:
+    """Return whether a folder name contains the current time (`${now:...}`), so that another name also serves."""
+    return NOW_RESOLVER in str(OmegaConf.to_container(part, resolve=False)["dir"])  # type: ignore[call-overload,index]
+
+
+def reserve_folder(folder: Path, *, contains_time: bool) -> tuple[Path, Snapshot]:
+    """Return the folder to use, and a snapshot of its state before.
+
+    If the name contains the time, the folder is created. If it exists, one with `_2`, `_3`, ... after its name is created.
+    """
+    own, number = folder, 1
+    while True:
+        before = Snapshot.take(own)
+        if not contains_time:
+            return own, before
+        try:
+            own.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            own = folder.with_name(f"{folder.name}_{number}")
+            continue
+        except OSError:
+            pass  # the first write to the folder raises the error
+        return own, before
+
+
+def set_sweep_folder(config: DictConfig, folder: Path) -> None:
+    """Set the sweep folder in the configuration and in the overrides of all jobs, whose processes may run elsewhere."""
+    with flag_override(config, "readonly", False):
+        config.hydra.sweep.dir = str(folder)
+        config.hydra.overrides.hydra.append(folder_override("hydra.sweep.dir", folder))
+
+
+def upload_record(folder: Path, address: str | None) -> None:
+    """Upload the record of a sweep to the remote folder of its jobs, so that missing jobs are known there.
+
+    Raises:
+        ConfigError: The remote folder already contains a sweep. Any other error is printed as a warning.
+    """
+    if address is None:
+        return
+    try:
+        remote = RemoteFolder(address, REMOTE_KEY)
+        if remote.read(SWEEP_RECORD) is not None:
+            message = "the folder already contains a sweep, and sweeps are never overwritten"
+            raise ConfigError(Problem(REMOTE_KEY, message, given=address))
+        remote.put(folder / SWEEP_RECORD, SWEEP_RECORD)
+    except ConfigError:
+        raise
+    except Exception as error:  # Each storage client raises its own types. Each job tries again.
+        print(f"warning: {SWEEP_RECORD} was not uploaded to {address}: {safe_message(error)}", file=sys.stderr)
+
+
+def remove_uploaded_record(address: str | None) -> None:
+    """Remove the uploaded record of a sweep in which no job was started."""
+    if address is not None:
+        with suppress(Exception):  # The failed upload has already been reported.
+            RemoteFolder(address, REMOTE_KEY).remove(SWEEP_RECORD)

@@ -1,0 +1,136 @@
+"""`instrument VERB ARGUMENTS`: the verbs, and the conversion of their errors to exit codes.
+
+Each verb but `run` and `plan` is a module of this package, which `python -m instrument.VERB` runs too. Without a verb, the
+arguments are those of `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, ParamSpec
+
+from ..errors import ConfigError, InstrumentError, Problem, similar_names
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPE_WIDTH = 160  # of tables that are written to a file or a pipe
+Parameters = ParamSpec("Parameters")
+VERBS = {
+    "Train": {
+        "run": "train a model with hooks, or run a sweep (-m)",
+        "plan": "show which hooks match, what a run would record, and what that costs",
+        "verify": "check that the record hooks of an experiment change nothing",
+    },
+    "Follow": {
+        "watch": "follow a run or a sweep in the terminal, or in the browser (--web)",
+        "control": "change a run in progress",
+    },
+    "Understand": {
+        "report": "write one HTML page about a run or a sweep",
+        "findings": "check a run with its rules",
+        "diff": "find the first difference between two runs",
+        "replay": "repeat steps of a run with other hooks",
+    },
+    "Files and sweeps": {
+        "sweep": "list the jobs of a sweep, and run unfinished ones (--rerun)",
+        "export": "export a run to CSV, NumPy, TensorBoard, Weights & Biases or MLflow",
+        "upload": "send the files of a run to a remote folder",
+        "compact": "merge small Parquet files",
+        "recover": "convert the journal of a killed run to Parquet",
+        "convert": "convert a configuration of another tool to an experiment",
+    },
+    "Shell": {"completion": "print the script that completes verbs, options and overrides in bash, zsh or fish"},
+}
+ALL = {verb: text for verbs in VERBS.values() for verb, text in verbs.items()}
+EXAMPLES = """\
+  instrument run +exp=mnist_hooks                     run an experiment
+  instrument plan +exp=mnist_hooks                    show what it would do
+  instrument run -m +exp=mnist_hooks seed=0,1,2       run a sweep: one job for each value
+  instrument report runs/mnist_hooks/...              write the report of a run
+"""
+
+
+def overview() -> str:
+    """Return the text of `instrument --help`."""
+    groups = (
+        f"{group}:\n" + "".join(f"  {verb:<12}{text}\n" for verb, text in verbs.items())
+        for group, verbs in VERBS.items()
+    )
+    more = "instrument VERB --help describes a verb. instrument run --help lists models, datasets and hook sets.\n"
+    return "\n".join(["usage: instrument VERB ARGUMENTS\n", *groups, f"Examples:\n{EXAMPLES}", more])
+
+
+def parser_of(verb: str) -> argparse.ArgumentParser:
+    """Return the parser of a verb, without arguments. Its help shows how the command line called the verb."""
+    program = f"instrument {verb}" if _verb == [verb] else f"python -m instrument.{verb}"
+    return argparse.ArgumentParser(prog=program, description=f"{ALL[verb][0].upper()}{ALL[verb][1:]}.")
+
+
+_verb: list[str] = []
+"""The verb of the command line; empty without one."""
+
+
+def wide_console() -> Console:
+    """Return a console for tables. Without a terminal, it has a fixed width."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
+    """Let the main function of a verb print an `InstrumentError` to stderr, and return its exit code."""
+
+    @wraps(main)
+    def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except InstrumentError as error:
+            return _print_error(error)
+
+    return wrapped
+
+
+def _print_error(error: InstrumentError) -> int:
+    """Print an error, in the first process of torchrun only, and return its exit code."""
+    if "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0":  # other systems set only RANK
+        print(error, file=sys.stderr)
+    return error.exit_code
+
+
+def run_verb() -> None:
+    """Run the verb of the command line. Return if it is `run` or `plan`, with the arguments of `python -m instrument` in `sys.argv`.
+
+    Raises:
+        SystemExit: Another verb ended, or there is no such verb.
+    """
+    verb, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
+    if not arguments and verb in ("-h", "--help", "help"):
+        print(overview(), end="")
+        sys.exit()
+    if verb == "run":
+        sys.argv[1:] = arguments
+    elif verb == "plan":  # next to the first override, because Hydra reads no overrides on both sides of an option
+        at = next((at for at, each in enumerate(arguments) if re.match(r"[^-].*=|[+~]", each)), len(arguments))
+        sys.argv[1:] = [*arguments[:at], "plan=true", *arguments[at:]]
+    elif verb in ALL:
+        module = import_module(f"{__package__}.{verb}")
+        if verb == "verify" and not {"-h", "--help"}.isdisjoint(arguments):
+            print(module.__doc__)  # Hydra has the same help for all configurations
+            sys.exit()
+        sys.argv = [str(module.__file__), *arguments]  # as `python -m` sets it, for the command in run.json
+        _verb[:] = [verb]
+        sys.exit(module.main())
+    elif re.fullmatch("[A-Za-z]+", verb):
+        sys.exit(
+            _print_error(ConfigError(Problem("", "there is no such verb", verb, [*ALL], similar_names(verb, ALL))))
+        )

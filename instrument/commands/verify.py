@@ -1,0 +1,90 @@
+"""`python -m instrument.verify +exp=...`: verify that the record hooks of an experiment do not change training.
+
+The experiment is trained without hooks and with its record hooks. Metrics, gradients, parameters, buffers, the
+optimizer state and random states must be bit-identical after each step and each evaluation, and so must the outputs of
+evaluations.
+
+Exit codes: 0, equal; 1, the hooks change a value; 2, the arguments are invalid; 3, two trainings without hooks differ,
+so nothing can be verified.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from instrument.commands.hydra_main import command
+from instrument.commands.import_without_gc import importing
+from instrument.commands.job import report_errors
+from instrument.commands.validated_config import read_config
+from instrument.distributed.torchrun import process_group
+from instrument.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from instrument.verification.comparison import Certificate
+
+NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
+
+
+def main() -> None:
+    """Run the command line and end the process."""
+    command(certify)
+
+
+def certify(config: DictConfig) -> None:
+    """Verify an experiment, print the certificate, and write it to `certificate.json` in the folder of the job.
+
+    Raises:
+        SystemExit: The trainings differ; the code is 1, or 3 if trainings without hooks differ as well.
+    """
+    with report_errors() as job:
+        parsed, _ = read_config(config)
+        if process_group() is not None:
+            fix = "run the same command without torchrun"
+            raise ConfigError(Problem("", "verification requires a single process", fix=fix))
+        if parsed.mode != "train":
+            message = "verification compares two trainings, but this mode does not train"
+            raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
+        with importing():
+            from instrument.verification.comparison import verify
+
+        certificate = verify(parsed)
+        path = Path(job.folder) / "certificate.json"
+        path.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=2) + "\n")
+        print(_summary(certificate, path, is_compiled=parsed.train.compile is not None))
+        if not certificate.holds:
+            raise SystemExit(1 if certificate.unrepeated is None else NOT_REPEATABLE)
+
+
+def _summary(certificate: Certificate, path: Path, *, is_compiled: bool) -> str:
+    lines = [
+        f"{certificate.steps} steps and {certificate.evaluations} evaluations, without hooks and with "
+        f"{len(certificate.hooks)} record hooks at {certificate.sites} locations "
+        f"({', '.join(certificate.hooks) or 'none'}), which recorded {certificate.rows:,} rows",
+        f"compared after each: metrics, {certificate.tensors} gradients, parameters, buffers and optimizer tensors, "
+        "random states; and the outputs of evaluations",
+    ]
+    if certificate.left_out:
+        lines.append(f"not verified, since they change values by design: {', '.join(certificate.left_out)}")
+    verdict = "EQUAL: all values are bit-identical"
+    if certificate.difference is not None:
+        assert certificate.largest is not None, "it is computed if anything differs"
+        size, name = certificate.largest
+        verdict = f"NOT EQUAL: {certificate.difference}\nat the end, parameters differ by at most {size:.3g} ({name})"
+        if is_compiled:
+            verdict += ". In a compiled model, hooks change which operations are fused, and with it their rounding"
+    elif certificate.unrepeated is not None:
+        verdict = (
+            f"NOT REPEATABLE: two trainings without hooks differ at {certificate.unrepeated}. The model is not "
+            "deterministic, so the hooks cannot be verified. Possible causes: the time, os.urandom, a global counter, "
+            "or an operation without a deterministic algorithm (set deterministic=true)"
+        )
+    return "\n".join([*lines, verdict, f"certificate  {path}"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""`python -m instrument.watch RUN [--once | --web [--port PORT] [--control]]`: follow a run or a sweep that is in progress.
+
+Exit codes: 0, the run is done, or all jobs of the sweep; 1, it ended in another way, or it cannot be read; 2, there is no
+run, or the arguments are invalid; 130, interrupted by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+
+from instrument.analysis.folders import find_runs
+from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
+from instrument.errors import InstrumentError
+from instrument.pip_extras import pip_command
+from instrument.sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from instrument.live.live_run import LiveRun
+    from instrument.live.sweep import LiveSweep
+
+OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
+READING_SECONDS = 0.1  # for earlier steps, in each later frame
+INTERVAL, REMOTE_INTERVAL = 1.0, 10.0  # seconds between two frames
+PAUSE = 19  # A pause takes this many times the processor time of reading, so that a watcher uses a twentieth of a core.
+NICENESS = 10  # priority of the process; a training that uses all cores comes first
+MAX_PORT = 65_535
+
+
+def command_line() -> argparse.ArgumentParser:
+    """Return the parser of the arguments."""
+    parser = parser_of("watch")
+    parser.add_argument(
+        "run", metavar="RUN", help="the folder of a run, the folder of a sweep, or the remote address of one of them"
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print the current state and exit")
+    how.add_argument(
+        "--web", action="store_true", help="serve the report, updated while the run or the sweep is in progress"
+    )
+    parser.add_argument(
+        "--port", type=port_number, default=0, help="the port of --web on this machine (default: a free one)"
+    )
+    parser.add_argument("--control", action="store_true", help="allow the page of --web to change the run")
+    return parser
+
+
+@with_exit_codes
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = command_line()
+    args = parser.parse_args(arguments)
+    if args.control and not args.web:
+        parser.error("--control requires --web")
+    interval = REMOTE_INTERVAL if is_address(args.run) else INTERVAL
+    console = wide_console()
+    try:
+        if args.web:
+            return _serve(args.run, args.port, interval, takes_changes=args.control)
+        live, frame = open_view(args.run)
+        if args.once:
+            live.refresh()
+            console.print(frame())
+        else:
+            _follow(live, frame, console, interval)
+        return 0 if live.is_successful else 1
+    except OSError as error:
+        print(f"--port {args.port}: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def port_number(text: str) -> int:
+    """Convert an argument to the number of a port."""
+    port = int(text)
+    if not 0 <= port <= MAX_PORT:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to {MAX_PORT}, given: {text}")
+    return port
+
+
+def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., RenderableType]]:
+    """Open a run, or a sweep if the folder contains several runs or the record of a sweep.
+
+    Returns:
+        The run or the sweep, and the function that returns its state as text, given the number of lines on the screen.
+
+    Raises:
+        NoRunError: The folder does not exist or contains no run.
+        ConfigError: The address is invalid, or a package is missing.
+    """
+    root, is_sweep = _find(folder)
+    if is_sweep:
+        from instrument.live.sweep import LiveSweep
+
+        sweep = LiveSweep(folder)
+        return sweep, sweep.frame
+    from instrument.live.live_run import LiveRun
+    from instrument.live.terminal import frame
+
+    run = LiveRun(root)
+    return run, partial(frame, run)
+
+
+def _find(folder: str) -> tuple[Path, bool]:
+    """Return the folder of a run or a sweep, and whether it is a sweep; see `open_view`."""
+    root = open_folder(folder)
+    if (root / SWEEP_RECORD).exists():
+        return root, True
+    root, folders = find_runs(folder)
+    return root, folders != [root]
+
+
+def _follow(live: LiveRun | LiveSweep, frame: Callable[..., RenderableType], console: Console, interval: float) -> None:
+    """Show the state of a run or a sweep until it ends."""
+    height = (lambda: console.height) if console.is_terminal else (lambda: None)
+    seconds = OPENING_SECONDS
+    with Live(console=console, auto_refresh=False) as shown:
+        while True:
+            began = time.process_time()
+            live.refresh(seconds)
+            is_over = not live.is_running and live.is_complete
+            shown.update(frame(height()), refresh=True)
+            if is_over:
+                return
+            if live.is_running:
+                seconds = READING_SECONDS
+                time.sleep(max(interval, PAUSE * (time.process_time() - began)))
+
+
+def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> int:
+    """Serve the page of a run or a sweep until Ctrl-C, which raises KeyboardInterrupt."""
+    if takes_changes:
+        check_is_local(folder, "--control", "a run can only be changed in its local folder")
+    root, is_sweep = _find(folder)
+    try:
+        from instrument.live.server import LiveServer
+    except ModuleNotFoundError:
+        raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
+
+    server = LiveServer(
+        root,
+        lambda seconds: max(interval, PAUSE * seconds),
+        sweep=folder if is_sweep else None,
+        opening_seconds=OPENING_SECONDS,
+        reading_seconds=READING_SECONDS,
+        takes_changes=takes_changes,
+    )
+    server.serve(port, lambda address: print(f"{address}\nCtrl-C ends the server.", flush=True))
+    return 0
+
+
+if __name__ == "__main__":
+    os.nice(NICENESS)
+    sys.exit(main())

@@ -1,0 +1,311 @@
+"""Trials of hooks before step 0: their actions run on the tensors of shape inference, and their errors are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from ..actions.base import NotKeptError, StepContext
+from ..actions.builtin.call import CallSpec
+from ..actions.builtin.recorded import RecordedSpec
+from ..analysis.tensors_of_earlier_runs import RunArchive
+from ..errors import ConfigError, InstrumentError, Problem
+from ..kinds.attached_hook import AttachedHook
+from ..kinds.clock import Clock
+from ..nested import iter_tensors
+from ..plan.cost import Length, firings_of
+from ..plan.dimension_checks import misfit, stand_in
+from ..plan.hook_plan import HookPlan, Site
+from ..spec.hooks import HookSpec
+from ..spec.modify import FunctionSpec
+from ..spec.record import StatisticsSpec
+from ..spec.schedule import STEP_PHASES
+
+Sizes = Callable[[int], Sequence[int]]
+"""Gets a step. Returns the number of samples in each of its batches, over all processes."""
+
+ANY_SIZE = 0
+SMALLER_BATCH_FIX = (
+    "set a value that also fits that batch; a schedule (steps, every, start, stop) that excludes it; or a number of samples "
+    "that is a multiple of the batch size"
+)
+
+
+class HookTrials:
+    """Runs the actions of hooks inside the forward passes of shape inference, which restore the state of the model.
+
+    No row is written. Each action runs once for each tensor and size of a batch. It gets a copy of the tensor, and for a gradient a
+    copy of the forward tensor, which has the same shape. Functions of `call` are not called, because they may have side
+    effects, and built-in statistics are not computed, because they cannot fail. The state of an optimizer does not exist
+    yet, so only its shape is checked.
+
+    Args:
+        sizes: The sizes of the batches, by phase.
+
+    Attributes:
+        misfits: By spec, the first field that does not fit a tensor.
+        failures: By spec, the first error of its action.
+
+    Raises:
+        ConfigError: The action of a spec cannot be built, since a function or a run does not exist.
+    """
+
+    def __init__(
+        self, plan: HookPlan, seed: int, archive: RunArchive, length: Length, sizes: Mapping[str, Sizes]
+    ) -> None:
+        self.misfits: dict[str, Problem] = {}
+        self.failures: dict[str, Problem] = {}
+        self._archive = archive
+        self._hooks: list[AttachedHook] = []
+        for name, spec in plan.specs.items():
+            action = spec.build(_NoRows(), archive)
+            clock = Clock(StepContext(0, 0, 0, spec.phase), seed)
+            self._hooks += [AttachedHook(site, action, clock, shapes_checked=True) for site in plan.of(name)]
+        self._moments = {name: _moments(spec, length, sizes[spec.phase]) for name, spec in plan.specs.items()}
+        self._at: dict[int, list[AttachedHook]] = {}  # by the `id` of the module
+        for attached in self._hooks:
+            self._at.setdefault(id(attached.site.layer.module), []).append(attached)
+        # The hooks of the current forward pass, and whether their actions run.
+        self._active: dict[AttachedHook, bool] = {}
+        self._samples = 0  # of this process
+        self._is_first = True
+        self._done: set[tuple[AttachedHook | str, ...]] = set()
+
+    def smallest_batch(self, phase: str) -> int | None:
+        """Return the number of samples in the smallest batch of a phase that hooks see. None if no hook can fail in one batch only."""
+        specs = {attached.site.spec.name: attached.site.spec for attached in self._hooks}
+        seen = (self._moments[name] for name, spec in specs.items() if spec.phase == phase and _depends_on_batch(spec))
+        return min({*chain(*seen)} - {ANY_SIZE}, default=None)
+
+    @contextmanager
+    def on_batch(self, phase: str, total: int, ids: Sequence[int], *, is_first: bool) -> Iterator[None]:
+        """Run hooks in the forward pass of a block.
+
+        Args:
+            total: The number of samples of the batch, over all processes.
+            ids: The indices in the dataset of the samples of this process.
+            is_first: Whether it is the first batch of shape inference, which all hooks of the phase see. Another batch is seen
+                by those that are scheduled in a batch of its size.
+        """
+        self._samples, self._is_first = len(ids), is_first
+        for attached in self._hooks:
+            spec = attached.site.spec
+            moments = self._moments[spec.name]
+            if spec.phase == phase and (is_first or total in moments):
+                moment = moments.get(total, moments.get(ANY_SIZE))
+                attached.clock.moment = moment or _first(spec)
+                attached.clock.name_samples(ids)
+                has_tensors = moment is not None and spec.definition.frequency != "occasion"
+                self._active[attached] = _can_fail(spec) and (has_tensors or not _is_of_run(spec))
+        self._archive.substitutes_samples = True  # the samples are not those of the step
+        try:
+            yield
+        finally:
+            self._archive.substitutes_samples = False
+            for attached in self._active:
+                attached.clock.kept.clear()
+            self._active.clear()
+            self._done.clear()
+
+    def on_tensors(self, module: nn.Module, role: str, value: Any) -> None:
+        """Run the hooks at a module on its input or output tensors.
+
+        Args:
+            role: `input` or `output`.
+            value: The input or output: a tensor, or nested tensors.
+        """
+        for attached in self._at.get(id(module), ()):
+            site = attached.site
+            definition = site.spec.definition
+            if attached not in self._active or definition.family != "module" or definition.of_functions:
+                continue
+            if role == ("input" if "input" in site.spec.tensor_role else "output"):
+                self._run(attached, value)
+
+    def on_function(self, site: Site, role: str, value: Any) -> None:
+        """Run the hooks at a site of a function kind on the tensors of one call of a torch function.
+
+        Args:
+            role: `input` or `output`.
+        """
+        for attached in self._at.get(id(site.layer.module), ()):
+            if (
+                attached.site is site
+                and attached in self._active
+                and (role == "input") == (site.spec.tensor_role == "input")
+            ):
+                self._run(attached, value)
+
+    def on_loss(self, loss: Tensor) -> None:
+        """Run the hooks of kind `loss`."""
+        for attached in self._active:
+            if attached.site.spec.kind == "loss":
+                self._run_on(attached, {"": loss})
+
+    def on_parameters(self) -> None:
+        """Run the hooks at parameters, buffers and entries of state dicts."""
+        tensors: dict[str, list[tuple[AttachedHook, Tensor]]] = {}
+        for attached in self._active:
+            tensor = stand_in(attached.site)
+            if tensor is not None and attached.accepts(tensor, attached.site.own_name):
+                tensors.setdefault(attached.site.spec.name, []).append((attached, tensor))
+        for pairs in tensors.values():
+            first, _ = pairs[0]
+            if self._runs(first):
+                self._attempt(first, partial(first.prepare, [tensor for _, tensor in pairs]))
+            has_value = first.site.spec.definition.family == "parameter" or first.role == "update"
+            for attached, tensor in pairs:
+                self._run_on(attached, {attached.site.own_name: tensor}, tensor if has_value else None)
+
+    def _run(self, attached: AttachedHook, value: Any) -> None:
+        is_gradient = attached.site.spec.definition.gradient
+        tensors = {
+            path: tensor
+            for path, tensor in iter_tensors(value)
+            if attached.accepts(tensor, path) and (tensor.requires_grad or not is_gradient)
+        }
+        if attached.together is None:
+            for path, tensor in tensors.items():
+                self._run_on(attached, {path: tensor})
+        elif tensors:
+            self._run_on(attached, tensors)
+
+    def _run_on(self, attached: AttachedHook, tensors: Mapping[str, Tensor], value: Tensor | None = None) -> None:
+        """Check the shapes of tensors, and run the action on them unless it ran for their paths before."""
+        spec = attached.site.spec
+        for path, tensor in tensors.items():
+            problem = misfit(attached.site, path, tensor, may_exceed=not self._is_first)
+            if problem is not None and spec.name not in self.misfits:
+                if not self._is_first:
+                    message = f"{problem.message} in the smallest batch, of {self._samples} samples"
+                    problem = replace(problem, message=message, allowed=(), fix=SMALLER_BATCH_FIX)
+                self.misfits[spec.name] = problem
+        is_done = (attached, *tensors) in self._done
+        if is_done or not self._runs(attached) or (_is_of_run(spec) and self._depends_on_data(spec, tensors)):
+            return
+        self._done.add((attached, *tensors))
+        is_gradient = spec.definition.gradient
+        has_graph = not (is_gradient or attached.is_record_hook)
+        copies = {path: _copy(tensor, has_graph=has_graph) for path, tensor in tensors.items()}
+        of_module = is_gradient and spec.definition.family == "module"
+        values = {path: tensor.detach().clone() for path, tensor in tensors.items()} if of_module else {}
+
+        def fire() -> None:
+            with torch.set_grad_enabled(any(copy.requires_grad for copy in copies.values())):
+                if attached.together is not None:
+                    attached.fire_together(copies, values=values)
+                else:
+                    ((path, copy),) = copies.items()
+                    attached.fire(copy, path, value=values.get(path, value))
+
+        self._attempt(attached, fire)
+
+    def _runs(self, attached: AttachedHook) -> bool:
+        """Return whether the action of a hook can run in this pass, and is not known to fail."""
+        spec = attached.site.spec
+        is_state = spec.tensor_role.startswith("state.")
+        return self._active[attached] and not is_state and spec.name not in {*self.misfits, *self.failures}
+
+    def _depends_on_data(self, spec: HookSpec, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether the size of dimension 0 of a tensor may depend on the data: it is no multiple of the number of samples."""
+        of_module = spec.definition.family == "module"
+        return of_module and any(tensor.dim() and len(tensor) % self._samples for tensor in tensors.values())
+
+    def _attempt(self, attached: AttachedHook, run: Callable[[], object]) -> None:
+        """Run the action of a hook. Its error becomes a problem of the spec."""
+        spec = attached.site.spec
+        try:
+            run()
+        except ConfigError as error:
+            if not (spec.definition.gradient and _is_of_run(spec)):
+                self.failures[spec.name] = error.problems[0]
+        except InstrumentError as error:
+            if isinstance(error.__cause__, NotKeptError):
+                return  # no hook keeps tensors here
+            if isinstance(error.__cause__, LookupError) and spec.definition.gradient and _is_of_run(spec):
+                return  # not every tensor gets a gradient in both runs
+            self.failures[spec.name] = _failure(spec, error)
+
+
+def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
+    """Return the problem of a spec whose action failed."""
+    where, message = f"hooks.{spec.name}", f"the trial call on a copy before the run failed: {error}"
+    if isinstance(spec, FunctionSpec):
+        allowed = "fn(tensor, context) that returns a new tensor of the same shape and dtype, or None"
+        if spec.together:
+            allowed = "fn(tensors, context) that returns a dict of new tensors of the same shapes and dtypes, or None"
+        return Problem(f"{where}.fn", message, spec.fn.target, allowed)
+    if isinstance(spec, StatisticsSpec) and spec.custom_statistics:
+        return Problem(f"{where}.stats", message, allowed="functions of the tensor that return one number")
+    return Problem(f"{where}.run", message, spec.run) if _is_of_run(spec) else Problem(where, message)
+
+
+def _can_fail(spec: HookSpec) -> bool:
+    """Return whether an action runs in trials. Built-in statistics cannot fail, and functions of `call` may have side effects."""
+    if isinstance(spec, StatisticsSpec):
+        return bool(spec.custom_statistics)
+    return not isinstance(spec, CallSpec)
+
+
+def _depends_on_batch(spec: HookSpec) -> bool:
+    """Return whether a hook may fit one batch, and not another one."""
+    return _can_fail(spec) or bool(spec.selection)
+
+
+def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
+    """Return whether a spec inserts tensors of another run."""
+    return isinstance(spec, RecordedSpec) and spec.run is not None
+
+
+def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepContext]:
+    """Return the first time at which a hook sees a batch of each size. If it sees no batches, the size is `ANY_SIZE`."""
+    steps = firings_of(spec, length).steps
+    if spec.definition.family not in ("module", "loss"):
+        return {ANY_SIZE: StepContext(steps[0], 0, 0, spec.phase)} if steps else {}
+    found: dict[int, StepContext] = {}
+    seen: set[int] = set()
+    for step in steps:
+        in_epoch = step % length.epoch_steps if spec.phase in STEP_PHASES else 0  # the sizes are the same in each epoch
+        if in_epoch not in seen:
+            seen.add(in_epoch)
+            for micro_step, size in enumerate(sizes(step)):
+                found.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
+    return found
+
+
+def _first(spec: HookSpec) -> StepContext:
+    """Return the first step of the schedule of a spec."""
+    schedule = spec.schedule
+    return StepContext(schedule.start if schedule.steps is None else min(schedule.steps), 0, 0, schedule.phase)
+
+
+def _copy(tensor: Tensor, *, has_graph: bool) -> Tensor:
+    copy = tensor.detach().clone()
+    # Not a leaf, because PyTorch refuses in-place writes to a leaf.
+    return copy.requires_grad_().clone() if tensor.requires_grad and has_graph else copy
+
+
+class _NoRows:
+    """Receives the rows of actions, and discards them."""
+
+    def memory(self, device: torch.device) -> None:
+        """Return None: the sums are in memory of their own."""
+
+    def slab_of(self, context: Any) -> None:
+        """Return None: there is no slab."""
+
+    def merges(self, context: Any) -> bool:  # noqa: ARG002
+        """Return false: this process measures the complete tensor."""
+        return False
+
+    def add_effect(self, *_: Any) -> None:
+        """Do nothing."""
+
+    add_stats = add_line = add_row = add_tensor = add_effect

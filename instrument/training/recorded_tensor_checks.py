@@ -1,0 +1,228 @@
+"""Checks before a run that another run recorded the tensors that `replace` and `patch` use, in batches of the same size.
+
+A trial of the hook (`instrument.training.hook_trials`) compares the shapes of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from ..actions.builtin.recorded import RecordedSpec
+from ..analysis.tensors_of_earlier_runs import Place, RunArchive
+from ..errors import ConfigError, Problem, similar_names
+from ..formatting import shorten
+from ..plan.cost import Length, firings_of
+from ..plan.hook_plan import HookPlan
+from ..plan.shape_inference import InferredCalls, calls_at
+from ..spec.globs import matches
+from ..spec.schedule import STEP_PHASES
+
+Locations = Mapping[Place, tuple[int, ...]]
+"""The shapes that tensors have in the first batch, by their location in the model."""
+
+
+@dataclass(frozen=True)
+class PhaseBatches:
+    """The batches of a phase.
+
+    Attributes:
+        inferred: The result of shape inference on the first batch.
+        samples: The number of samples in the first batch of this process.
+        sizes: Called with a step; returns the number of samples in each of its batches, over all processes.
+        ids: Called with steps; returns the dataset indices of their samples, over all processes. None if they are unknown.
+        split: The split of the dataset; None if it has none.
+    """
+
+    inferred: InferredCalls
+    samples: int
+    sizes: Callable[[int], Sequence[int]]
+    ids: Callable[[Collection[int]], set[int] | None]
+    split: str | None
+
+
+def recording_problems(
+    plan: HookPlan, archive: RunArchive, batches_by_phase: Mapping[str, PhaseBatches], length: Length
+) -> dict[str, Problem]:
+    """Return the first problem of each spec that uses tensors of another run, by the name of the spec.
+
+    Args:
+        archive: Reads the tensors of other runs, which are opened already.
+    """
+    problems = {}
+    for name, spec in plan.specs.items():
+        if not isinstance(spec, RecordedSpec) or spec.run is None or spec.definition.frequency == "occasion":
+            continue
+        batches, due = batches_by_phase[spec.phase], firings_of(spec, length).steps
+        locations = _locations(plan, spec, batches.inferred)
+        if due and locations:
+            check = _sample_problems if spec.match == "id" else _batch_problems
+            if (problem := next(check(spec, archive, locations, batches, due), None)) is not None:
+                problems[name] = problem
+    return problems
+
+
+def _locations(plan: HookPlan, spec: RecordedSpec, inferred: InferredCalls) -> dict[Place, tuple[int, ...]]:
+    """Return the locations of the tensors that a spec changes."""
+    role, found = spec.tensor_role, {}
+    for site in plan.of(spec.name):
+        if spec.definition.family != "module":
+            tensor = site.current_tensor
+            shape = () if tensor is None else tuple(tensor.shape)
+            found[Place(site.layer.name, role, site.own_name, 0)] = shape
+            continue
+        for call, infos in enumerate(calls_at(site, inferred)):
+            for info in infos:
+                is_selected = spec.path is None or matches(spec.path, info.path)
+                has_gradient = info.requires_grad or not spec.definition.gradient
+                if is_selected and has_gradient and info.dtype.is_floating_point:
+                    found[Place(site.layer.name, role, info.path, call)] = info.shape
+    return found
+
+
+def _recorded_rows(spec: RecordedSpec, archive: RunArchive) -> pd.DataFrame:
+    """Return the index of the recorded tensors that a spec may refer to, in any phase."""
+    assert spec.run is not None, "only tensors of another run are looked up"
+    rows = archive.index(spec.run)
+    rows = rows[(rows["role"] == spec.tensor_role) & (rows["backward"] == 0)]
+    return rows if spec.hook is None else rows[rows["hook"] == spec.hook]
+
+
+def _sample_problems(
+    spec: RecordedSpec, archive: RunArchive, locations: Locations, batches: PhaseBatches, due: Collection[int]
+) -> Iterator[Problem]:
+    """Yield the problems of a spec with `match: id`: samples of another split, and samples without values."""
+    assert spec.run is not None, "required by match"
+    where = f"hooks.{spec.name}"
+    rows = _recorded_rows(spec, archive)
+    phases = rows["phase"][rows["layer"].isin({location.layer for location in locations})].unique()
+    splits = {archive.split_of(spec.run, phase) for phase in phases}
+    if spec.hook is None and splits and batches.split and splits.isdisjoint({batches.split, None}):
+        recorded_splits = " and ".join(sorted(filter(None, splits)))
+        message = f"the other run recorded samples of the split {recorded_splits}, but phase {spec.phase} has samples of {batches.split}"
+        fix = f"record samples of the split {batches.split}, or set 'hook' if equal ids are the same samples"
+        yield Problem(f"{where}.match", message, "id", fix=fix)
+    needed = batches.ids(due) or set()
+    missing_tensors: list[Problem] = []
+    for location in locations:
+        try:
+            recorded = archive.by_sample(spec.run, spec.hook, spec.step, location, where)
+        except ConfigError as error:
+            missing_tensors += error.problems[:1]
+            continue
+        if missing := sorted(needed - recorded.rows.keys()):
+            message = f"the other run has no values of {len(missing)} of the {len(needed)} samples at {_text(location)}"
+            ids = shorten([*map(str, missing)], 6)
+            allowed = f"the {len(recorded.rows)} recorded samples"
+            fix = f"record the samples with the dataset indices {ids}, or change data.slice or the schedule of the hook"
+            yield Problem(f"{where}.run", message, spec.run, allowed, fix=fix)
+    # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
+    if not spec.definition.gradient or len(missing_tensors) == len(locations):
+        yield from missing_tensors
+
+
+def _batch_problems(
+    spec: RecordedSpec, archive: RunArchive, locations: Locations, batches: PhaseBatches, due: Collection[int]
+) -> Iterator[Problem]:
+    """Yield the problems of a spec that uses the tensors of the same batches: missing and ambiguous ones, and other batches."""
+    assert spec.run is not None, "only tensors of another run are looked up"
+    where, rows = f"hooks.{spec.name}", _recorded_rows(spec, archive)
+    usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
+    groups: Any = usable.groupby([*Place._fields])  # the keys are typed as hashable objects
+    recorded = {Place(*key): found for key, found in groups}
+    missing = [location for location in locations if location not in recorded]
+    # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
+    if missing and (not spec.definition.gradient or len(missing) == len(locations)):
+        yield _missing_problem(spec, rows, missing, recorded)
+        return
+    steps = {*usable["step"]}
+    sources = {step: step if spec.step is None else spec.step for step in due}
+    if missing_steps := sorted({*sources.values()} - steps):
+        message = f"the other run recorded no tensors at step {shorten([*map(str, missing_steps)], 6)}"
+        allowed = f"one of {shorten([*map(str, sorted(steps))])}"
+        fix = "set 'step', or a schedule of these steps only (steps, every, start, stop)"
+        yield Problem(f"{where}.step", message, spec.step, allowed, fix=fix)
+        return
+    for location in locations.keys() & recorded.keys():
+        found = recorded[location]
+        for step, names in found.groupby("step")["hook"].unique().items() if spec.hook is None else ():
+            if len(names) > 1 and step in sources.values():
+                message = f"several hooks of the other run recorded {_text(location)} at step {step}"
+                yield Problem(f"{where}.hook", message, spec.hook, sorted(names))
+        if spec.definition.frequency == "micro_step":
+            has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.samples,)
+            more = archive.accumulate_of(spec.run) if spec.step is None and spec.phase in STEP_PHASES else 0
+            yield from _size_problems(spec, location, _sizes_by_step(found, has_samples), sources, batches, more)
+
+
+def _missing_problem(
+    spec: RecordedSpec, rows: pd.DataFrame, missing: Sequence[Place], recorded: Mapping[Place, pd.DataFrame]
+) -> Problem:
+    """Return the problem that no tensors were recorded at locations, or only in other phases."""
+    texts = shorten([*map(_text, missing)])
+    hooks = {
+        f"{hook} (phase {phase})"
+        for *key, hook, phase in rows[[*Place._fields, "hook", "phase"]].drop_duplicates().to_numpy()
+        if Place(*key) in missing
+    }
+    if hooks:
+        message = f"the other run recorded no tensors in phase {spec.phase} at {texts}"
+        fix = f"record them in phase {spec.phase}, or set 'hook' to use those of another phase"
+        return Problem(f"hooks.{spec.name}.hook", message, spec.hook, sorted(hooks), fix=fix)
+    message = f"the other run recorded no tensors with role {spec.tensor_role!r} at {texts}"
+    similar = similar_names(_text(missing[0]), [*map(_text, recorded)])
+    allowed = shorten([f"{_text(location)} {found['shape'].iloc[0].tolist()}" for location, found in recorded.items()])
+    return Problem(f"hooks.{spec.name}.layers", message, list(spec.globs), allowed or "none", similar)
+
+
+def _sizes_by_step(rows: pd.DataFrame, has_samples: bool) -> dict[int, list[int | None]]:
+    """Return the number of samples in each recorded batch, over all processes, by step; None if it is unknown."""
+    is_known = has_samples and all(
+        scope != "shard" and shape[:1].tolist() == source[:1].tolist()
+        for scope, shape, source in rows[["scope", "shape", "source_shape"]].itertuples(index=False)
+    )
+    sizes: dict[int, dict[int, int]] = {}
+    columns = ["step", "micro_step", "rank", "shape"]
+    for step, micro_step, _, shape in (
+        rows.drop_duplicates(columns[:3]).sort_values(columns[1])[columns].itertuples(index=False)
+    ):
+        of_step = sizes.setdefault(step, {})
+        of_step[micro_step] = of_step.get(micro_step, 0) + (int(shape[0]) if is_known else 0)
+    return {step: [size if is_known else None for size in of_step.values()] for step, of_step in sizes.items()}
+
+
+def _size_problems(
+    spec: RecordedSpec,
+    location: Place,
+    recorded: Mapping[int, Sequence[int | None]],
+    sources: Mapping[int, int],
+    batches: PhaseBatches,
+    accumulate: int,
+) -> Iterator[Problem]:
+    """Yield a problem if the batches of a step differ from those that were recorded at a location."""
+    checked: set[tuple[int, tuple[int, ...]]] = set()
+    for step, source in sources.items():
+        here, there = tuple(batches.sizes(step)), recorded.get(source, ())
+        if (source, here) in checked:
+            continue
+        checked.add((source, here))
+        has_more = accumulate > len(here) and len(there) > len(here)
+        differ = any(old not in (None, new) for old, new in zip(there, here, strict=False))
+        if len(there) < len(here) or has_more or differ:
+            message = f"{_text(location)} was recorded in {_batches(there)} at step {source}, but this run has {_batches(here)}"
+            fix = "use the batches of the other run, or a schedule (steps, every, start, stop) of steps that have the same ones"
+            yield Problem(f"hooks.{spec.name}.run", message, spec.run, fix=fix)
+
+
+def _text(location: Place) -> str:
+    named = repr(location.layer or ".") + (f" {location.path}" if location.path else "")
+    return named + (f" (call {location.call})" if location.call else "")
+
+
+def _batches(sizes: Sequence[int | None]) -> str:
+    """Describe the number of batches and their sizes."""
+    many = f"{len(sizes)} {'batch' if len(sizes) == 1 else 'batches'}"
+    return many if None in sizes or not sizes else f"{many} of {shorten([*map(str, sizes)], 6)} samples"

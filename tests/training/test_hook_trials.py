@@ -1,0 +1,295 @@
+"""Trials of hooks on the tensors of shape inference before step 0."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from instrument import ConfigError, Context
+from instrument.analysis.tensors_of_earlier_runs import RunArchive
+from instrument.plan.cost import Length
+from instrument.plan.hook_plan import make_plan
+from instrument.plan.shape_inference import infer_shapes
+from instrument.spec.parse import parse_hooks
+from instrument.spec.schedule import Evaluations
+from instrument.training.hook_trials import HookTrials
+
+CALLS: list[tuple[str, str, int, str]] = []
+
+
+def seen(tensor: Tensor, context: Context) -> Tensor:
+    CALLS.append((context.layer, context.path, context.step, context.moment.phase))
+    return tensor * 1
+
+
+VALUE_SHAPES: list[torch.Size] = []
+
+
+def values(tensor: Tensor, context: Context) -> Tensor:
+    assert context.value is not None
+    VALUE_SHAPES.append(context.value.shape)
+    assert context.value.shape == tensor.shape
+    return tensor * 0
+
+
+def in_place(tensor: Tensor, context: Context) -> Tensor:
+    return tensor.mul_(2)
+
+
+def too_short(tensor: Tensor, context: Context) -> Tensor:
+    return tensor[:1]
+
+
+def cut_off(tensor: Tensor, context: Context) -> Tensor:
+    return tensor.detach()
+
+
+def fails(tensor: Tensor, context: Context) -> Tensor:
+    raise KeyError("no such thing")
+
+
+def draws(tensor: Tensor, context: Context) -> Tensor:
+    random.random()
+    np.random.rand()
+    return tensor + torch.rand((), generator=context.generator(tensor.device))
+
+
+def draws_globally(tensor: Tensor, context: Context) -> Tensor:
+    return tensor + torch.rand(())
+
+
+LENGTH = Length(steps=20, accumulate=1, epoch_batches=20, evaluations=Evaluations(20, 10), eval_batches=1)
+
+
+def try_hook(model: nn.Module, spec: dict[str, Any], *sizes: int, inputs: int = 4) -> HookTrials:
+    """Return the trials of a hook on batches of the given sizes, in training and in evaluation."""
+    plan = make_plan(parse_hooks({"mine": spec}), model)
+    trials = HookTrials(plan, 0, RunArchive(), LENGTH, dict.fromkeys(("train", "eval"), lambda _: sizes))
+
+    def forward(size: int) -> None:
+        trials.on_loss(model(torch.ones(size, inputs, requires_grad=True)).sum())
+        trials.on_parameters()
+
+    for phase in ("train", "eval"):
+        for size in sizes:
+            with trials.on_batch(phase, size, range(size), is_first=size == sizes[0]):
+                infer_shapes(
+                    model,
+                    partial(forward, size),
+                    training=phase == "train",
+                    observe=trials.on_tensors,
+                    function_sites=[site for site in plan.sites if site.spec.functions],
+                    observe_function=trials.on_function,
+                )
+    return trials
+
+
+def try_function(function: Callable[..., Any], *, model: nn.Module | None = None, **fields: Any) -> nn.Module:
+    """Return the model after a trial of a function."""
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    trials = try_hook(model, {"layers": "0", "kind": "forward", "action": "modify", "fn": function, **fields}, 2)
+    if problems := {**trials.failures, **trials.misfits}:
+        raise ConfigError(*problems.values())
+    return model
+
+
+def test_function_of_kept_tensors_is_not_refused() -> None:
+    try_function(lambda tensor, context: tensor + context.tensors["other"]["1"])
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"kind": "forward_pre"},
+    {"kind": "full_backward"},
+    {"kind": "full_backward_pre"},
+    {"kind": "tensor"},
+    {"kind": "parameter_grad"},
+    {"kind": "post_accumulate_grad"},
+    {"kind": "step_pre"},
+    {"kind": "step_post", "role": "param"},
+    {"kind": "state_dict_post"},
+    {"kind": "loss"},
+    {"kind": "function", "functions": "linear"},
+    {"kind": "function", "functions": "linear", "role": "input"},
+    {"kind": "function_grad", "functions": "linear"},
+]
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+@pytest.mark.parametrize("function", [too_short, in_place, fails], ids=lambda function: function.__name__)
+def test_invalid_function_is_refused(function: Callable[..., Any], fields: dict[str, Any]) -> None:
+    if function is too_short and fields.get("kind") == "loss":
+        return  # a scalar cannot be sliced
+    with pytest.raises(ConfigError) as caught:
+        try_function(function, **fields)
+    (problem,) = caught.value.problems
+    assert problem.where == "hooks.mine.fn"
+    assert problem.given == f"{__name__}.{function.__name__}"
+    assert "hook 'mine'" in problem.message
+    assert "a new tensor of the same shape and dtype" in str(problem.allowed)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"), [(cut_off, "detached from the graph"), (draws_globally, "global random state")]
+)
+def test_function_that_changes_training_is_refused(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        try_function(function)
+
+
+def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
+    CALLS.clear()
+    try_function(seen, layers="**", types=["Linear", "Tanh"], start=7)
+    try_function(seen, kind="parameter_grad", steps=[9, 3])
+    try_function(seen, phase="eval")
+    assert [
+        *[("0", "", 7, "train"), ("1", "", 7, "train")],
+        *[("0", "weight", 3, "train"), ("0", "bias", 3, "train")],
+        ("0", "", 10, "eval"),
+    ] == CALLS
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "parameter_grad"])
+def test_function_gets_the_value_of_its_gradient(kind: str) -> None:
+    VALUE_SHAPES.clear()
+    try_function(values, kind=kind)
+    assert VALUE_SHAPES, "the trial called the function"
+
+
+def test_trial_keeps_values_and_random_states() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
+    model = try_function(draws, layers="**", types=["Linear"])
+    after_trial = torch.rand(3)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[union-attr]
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3)
+    torch.testing.assert_close(model[0].weight, plain.weight, rtol=0, atol=0)
+    assert torch.equal(after_trial, torch.rand(3))
+    assert model[0].weight.grad is None
+
+
+class Pair(nn.Module):
+    """Two inputs and two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(4, 4), _Both()])
+
+    def forward(self, batch: Tensor) -> Tensor:
+        first, second = self.parts[1](self.parts[0](batch), batch * 2)
+        low, high = (first - second).split(2, -1)
+        result: Tensor = low * high
+        return result
+
+
+class _Both(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x + y, y + 1
+
+
+TOGETHER: list[dict[str, Any]] = [
+    *({"kind": kind, "layers": "parts.1"} for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")),
+    *({"kind": kind, "layers": ".", "functions": "split"} for kind in ("function", "function_grad")),
+]
+
+
+@pytest.mark.parametrize("fields", TOGETHER, ids=lambda fields: fields["kind"])
+def test_function_of_several_tensors_is_tried_once(fields: dict[str, Any]) -> None:
+    calls: list[dict[str, tuple[int, ...]]] = []
+
+    def seen(tensors: dict[str, Tensor], context: Context) -> None:
+        is_gradient = context.kind in ("full_backward", "full_backward_pre", "function_grad")
+        assert ([*context.values] == [*tensors]) == is_gradient
+        calls.append({path: tuple(tensor.shape) for path, tensor in tensors.items()})
+
+    def partial_result(tensors: dict[str, Tensor], context: Context) -> dict[str, Tensor]:
+        return {"no": next(iter(tensors.values()))}
+
+    try_function(seen, model=Pair(), together=True, **fields)
+    split = "functions" in fields
+    assert calls == [{"split.0.0": (2, 2), "split.0.1": (2, 2)} if split else {"0": (2, 4), "1": (2, 4)}]
+    with pytest.raises(ConfigError, match="returned the path 'no', but its tensors have the paths") as caught:
+        try_function(partial_result, model=Pair(), together=True, **fields)
+    assert "a dict of new tensors" in str(caught.value.problems[0].allowed)
+
+
+def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def even(tensor: Tensor, context: Context) -> Tensor:
+        shapes.append(tuple(tensor.shape))
+        return tensor.view(2, -1, *tensor.shape[1:]).flip(0).flatten(0, 1)
+
+    spec = {"layers": "0", "kind": "forward", "action": "modify", "fn": even}
+    model = nn.Sequential(nn.Linear(4, 3))
+    trials = try_hook(model, spec, 6, 3)
+    assert shapes == [(6, 3), (3, 3)]
+    assert trials.smallest_batch("train") == 3
+    problem = trials.failures["mine"]
+    assert problem.where == "hooks.mine.fn"
+    assert "the tensor is float32 [3, 3]" in problem.message
+    trials = try_hook(model, {**spec, "phase": "eval"}, 6, 4)
+    assert not trials.failures
+    assert trials.smallest_batch("train") is None
+
+
+def test_function_of_action_call_is_not_tried() -> None:
+    spec = {"layers": "0", "kind": "forward", "action": "call", "fn": fails}
+    trials = try_hook(nn.Sequential(nn.Linear(4, 3)), spec, 2)
+    assert not trials.failures
+    units = {**spec, "units": [3]}
+    assert try_hook(nn.Sequential(nn.Linear(4, 3)), units, 2).misfits["mine"].where == "hooks.mine.units"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"action": "record", "stats": "all", "tensors": True},
+        {"action": "clip", "norm": 1.0},
+        {"action": "modify", "fn": "noise", "std": 1.0, "kind": "parameter_grad"},
+        {"action": "clip", "norm": 1.0, "kind": "parameter_grad"},
+        {"action": "record", "stats": "all", "kind": "step_post", "role": "update"},
+        {"action": "record", "kind": "step_post", "role": "state.exp_avg"},
+        {"action": "scale", "factor": 0.5, "when": {"stat": "l2", "above": 1}},
+    ],
+    ids=str,
+)
+def test_trial_of_a_built_in_action_leaves_the_model_unchanged(fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    trials = try_hook(model, {"layers": "*", "kind": "forward", **fields}, 4, 2)
+    assert not trials.misfits
+    assert not trials.failures
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+
+
+def test_selection_of_an_intervention_ignores_integers() -> None:
+    class Classes(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x.argmax(1)
+
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            values: Tensor = super().forward(x)[0]
+            return values
+
+    zero = {"layers": "0", "action": "modify", "fn": "zero", "units": [4]}
+    for fields in ({"kind": "forward"}, {"kind": "function", "functions": ["mul", "argmax"]}):
+        trials = try_hook(Net(Classes()), {**zero, **fields}, 2, inputs=5)
+        assert not trials.misfits
+        assert not trials.failures
