@@ -15,11 +15,11 @@ import torch
 from measure import keep_memory, machine, paired
 from workloads import WORKLOADS
 
-from instrument.capture.probe import Probe
-from instrument.dry_run.cost_of_run import dry_run
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.probe.probe import Probe
+from instrument.storage.parquet import ParquetSink
 from instrument.training.device_and_seed import process_state
+from instrument.training.dry_run.cost_of_run import dry_run
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train_step
 

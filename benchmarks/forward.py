@@ -22,9 +22,9 @@ from measure import machine
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.models import resnet18
 
-from instrument.capture.probe import Probe
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.probe.probe import Probe
+from instrument.storage.parquet import ParquetSink
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.forward import run_forward
 

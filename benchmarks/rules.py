@@ -30,7 +30,7 @@ from measure import machine
 from torch import nn
 
 import instrument
-from instrument.spec.spec_file import default_rules
+from instrument.config.spec_file import default_rules
 
 RULES = default_rules()
 HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu")

@@ -33,8 +33,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from instrument.analysis.load import load
-from instrument.sinks.parts import ROW_GROUP_ROWS, Part, in_order, new_part
-from instrument.spec.tables import TABLES
+from instrument.storage.parts import ROW_GROUP_ROWS, Part, in_order, new_part
+from instrument.tables.schemas import TABLES
 
 STATS = TABLES["stats"]
 LAYERS = [f"encoder.{block}.{layer}" for block in range(8) for layer in range(5)]

@@ -23,7 +23,7 @@ from measure import machine
 from torch import Tensor
 
 import instrument
-from instrument.sinks.parquet import ParquetSink
+from instrument.storage.parquet import ParquetSink
 
 SHAPES = [(64, 32, 26, 26), (64, 64, 24, 24), (64, 64, 12, 12), *[(64, 128)] * 40]
 KEY = (0, 0, "train", 0, "kept", "layer", "Conv2d", "forward", "output", "", 0, 0, False, "global")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import instrument
-from instrument.spec.kinds import KINDS
+from instrument.tables.kinds import KINDS
 
 model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 optimizer = torch.optim.Adam(model.parameters())

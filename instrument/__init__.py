@@ -14,10 +14,7 @@ if TYPE_CHECKING:
     from . import analysis, plot, report
     from .actions.base import Context
     from .analysis.features import Features
-    from .analysis.folders import NoRunError
     from .analysis.load import Run, load
-    from .capture.probe import Probe
-    from .capture.sink_interface import Sink
     from .comparison.compare import diff
     from .errors import (
         AlreadyAttachedError,
@@ -30,12 +27,15 @@ if TYPE_CHECKING:
     from .integrations.attach import attach
     from .integrations.attached_probe import AttachedProbe
     from .integrations.observe import observe
+    from .probe.probe import Probe
     from .rules.rule import Firing, Rule
     from .rules.rule_set import RuleEvent
     from .rules.step_rows import StepRows
-    from .sinks.memory import MemorySink
-    from .spec.statistics import Sum
     from .stats.sums import statistic
+    from .storage.memory import MemorySink
+    from .storage.run_search import NoRunError
+    from .tables.sink_interface import Sink
+    from .tables.statistics import Sum
     from .tasks import CountsTerms, Outcome, SelectsTargets, Task
 
 # `python -m instrument.export` runs commands/export.py. The modules there import others by their full names for this reason.

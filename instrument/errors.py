@@ -7,8 +7,8 @@ InstrumentError                     exit code 1
 ├── SinkError                   rows can no longer be written
 ├── RankError                       another process of the run failed
 ├── AlreadyAttachedError            a probe was attached twice
-├── UploadError                     the remote folder contains other files (in instrument.sinks.remote_folder)
-└── NoRunError                      exit code 2: the folder contains no run (in instrument.analysis.folders)
+├── UploadError                     the remote folder contains other files (in instrument.storage.remote_folder)
+└── NoRunError                      exit code 2: the folder contains no run (in instrument.storage.run_search)
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 def _create_bucket(bucket: str) -> Any:
-    from instrument.sinks.remote_folder import filesystem
+    from instrument.storage.remote_folder import filesystem
 
     files, _ = filesystem(f"s3://{bucket}", "")
     files.mkdir(bucket)

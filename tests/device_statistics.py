@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from instrument.capture.recorder import Recorder
+from instrument.probe.recorder import Recorder
 from instrument.stats import distribution, portable
 
 
@@ -17,7 +17,7 @@ def forget_constants() -> None:
 
 def use_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all hooks take the general path until the end of the test, also those that record plain tensors."""
-    monkeypatch.setattr("instrument.kinds.attached_hook.direct_of", lambda attached: None)
+    monkeypatch.setattr("instrument.hooks.attached_hook.direct_of", lambda attached: None)
 
 
 def use_device_statistics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 import instrument.training.runner
 import instrument.training.terminal  # noqa: F401
 from instrument.commands.validated_config import read_config
-from instrument.configuration.search_path import config_loader
+from instrument.config.search_path import config_loader
 
 Plugins.instance()  # imports the installed plugins
 overrides = ["model=mlp", "data=digits", "hooks=activations"]

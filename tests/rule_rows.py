@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from instrument.config.parse import parse_rules
 from instrument.rules.rule_set import RuleEvent, RuleSet
 from instrument.rules.step_rows import RowSite, StepRows
-from instrument.spec.parse import parse_rules
-from instrument.spec.statistics import ALL
+from instrument.tables.statistics import ALL
 
 OUTPUT = {"hook": "seen", "layer": "a", "module_type": "Linear", "kind": "forward", "role": "output", "path": ""}
 GRADIENT = {**OUTPUT, "hook": "gradients", "kind": "parameter_grad", "role": "param_grad", "path": "weight"}

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from instrument.sinks.row_batches import as_batch, as_table
-from instrument.spec.tables import TABLES
+from instrument.storage.row_batches import as_batch, as_table
+from instrument.tables.schemas import TABLES
 
 CLIP = {"layers": "a", "kind": "parameter_grad", "action": "clip", "norm": 1.0}
 RECORD = {"layers": "a", "kind": "forward", "action": "record"}

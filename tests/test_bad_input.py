@@ -25,7 +25,7 @@ import instrument
 from instrument import ConfigError
 from instrument.commands.job import as_instrument_error
 from instrument.commands.validated_config import read_config
-from instrument.configuration.search_path import config_loader
+from instrument.config.search_path import config_loader
 from instrument.training.experiment import prepare
 
 Cli = Callable[..., Any]

@@ -14,8 +14,8 @@ import torch
 from geometric import Batch, Data
 from torch import Tensor
 
-from instrument.containers import copied_containers, write_back
-from instrument.nested import iter_tensors, map_tensors, number_of_samples, structure, to_device
+from instrument.values.containers import copied_containers, write_back
+from instrument.values.nested import iter_tensors, map_tensors, number_of_samples, structure, to_device
 
 DEPTH = 1500  # more than the limit of recursion
 

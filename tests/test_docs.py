@@ -12,14 +12,14 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
-from instrument.spec.apply import ACTIONS
-from instrument.spec.base import ACTIONS as HOOK_ACTIONS
-from instrument.spec.config import RunConfig
-from instrument.spec.kinds import KINDS
-from instrument.spec.modify import FUNCTIONS
-from instrument.spec.parse import parse_hooks, parse_rules
-from instrument.spec.rules import RULES, RuleBase
-from instrument.spec.statistics import STATISTICS
+from instrument.config.apply import ACTIONS
+from instrument.config.base import ACTIONS as HOOK_ACTIONS
+from instrument.config.experiment import RunConfig
+from instrument.config.modify import FUNCTIONS
+from instrument.config.parse import parse_hooks, parse_rules
+from instrument.config.rules import RULES, RuleBase
+from instrument.tables.kinds import KINDS
+from instrument.tables.statistics import STATISTICS
 
 
 def load(name: str) -> ModuleType:

@@ -27,7 +27,7 @@ from instrument.errors import (
     similar_names,
     user_code_location,
 )
-from instrument.sinks.remote_folder import UploadError
+from instrument.storage.remote_folder import UploadError
 
 
 def test_all_five_parts_are_on_separate_lines() -> None:
@@ -174,7 +174,7 @@ def test_error_location_is_the_last_line_of_user_code(tmp_path: Path, folder: st
 
 
 def test_error_outside_user_code_has_no_location() -> None:
-    code = "import instrument.spec.parse as p\nfrom instrument.errors import user_code_location\n" + (
+    code = "import instrument.config.parse as p\nfrom instrument.errors import user_code_location\n" + (
         "try:\n    p.parse_hooks(3)\nexcept Exception as error:\n    print(repr(user_code_location(error)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

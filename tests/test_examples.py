@@ -19,7 +19,7 @@ from tiers import tiered
 from torch import nn
 
 import instrument
-from instrument.spec.kinds import KINDS
+from instrument.tables.kinds import KINDS
 
 EXAMPLES = REPOSITORY / "examples"
 Script = Callable[..., list[str]]

@@ -16,15 +16,15 @@ from tracker_files import history, key, metrics, read_tensorboard, read_wandb, r
 
 import instrument
 from instrument.analysis.replay import replay
-from instrument.analysis.run_files import RunFiles
 from instrument.commands import export
-from instrument.pip_extras import pip_command
-from instrument.sinks.memory import MemorySink
-from instrument.sinks.parquet import ParquetSink
-from instrument.sinks.parts import Part
-from instrument.sinks.row_batches import as_batch
-from instrument.sinks.table_writer import TableWriter
-from instrument.spec.tables import TABLES
+from instrument.fields.pip_extras import pip_command
+from instrument.storage.memory import MemorySink
+from instrument.storage.parquet import ParquetSink
+from instrument.storage.parts import Part
+from instrument.storage.row_batches import as_batch
+from instrument.storage.run_files import RunFiles
+from instrument.storage.table_writer import TableWriter
+from instrument.tables.schemas import TABLES
 
 Cli = Callable[..., Any]
 ALL = [name for name, table in TABLES.items() if table.names[0] == "step"]
@@ -149,7 +149,7 @@ def test_export_creates_runs_in_wandb_and_mlflow(tmp_path: Path, monkeypatch: py
 def test_tracker_error_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from instrument.sinks.tensorboard import TensorBoard
+    from instrument.trackers.tensorboard import TensorBoard
 
     def fail(*args: object) -> None:
         raise ConnectionError("nobody there")

@@ -15,7 +15,7 @@ EXTENSIONS: dict[str, tuple[str, str]] = {
         "actions",
         """
 from typing import Literal
-from instrument.spec.base import InterventionSpec
+from instrument.config.base import InterventionSpec
 
 class negate(InterventionSpec):
     action: Literal["negate"]
@@ -28,7 +28,7 @@ class negate(InterventionSpec):
         "functions",
         """
 from typing import Literal
-from instrument.spec.modify import ModifySpec
+from instrument.config.modify import ModifySpec
 
 class double(ModifySpec):
     fn: Literal["double"]
@@ -40,7 +40,7 @@ class double(ModifySpec):
     "result": (
         "kinds",
         """
-from instrument.spec.kinds import Kind
+from instrument.tables.kinds import Kind
 
 class Hooks:
     def __init__(self, module, attached_hooks, clock):
@@ -185,7 +185,7 @@ def test_package_adds_each_kind_of_extension_with_one_file(package: Path) -> Non
 UNKNOWN = """
 import instrument
 from instrument.errors import ConfigError
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
 base = {"layers": "*", "kind": "forward"}
 hooks = {
     "a": {**base, "action": "negat"},

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import MemorySink, Probe
-from instrument.kinds.reasons import FROZEN, NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES
+from instrument.config.parse import parse_hooks
 from instrument.plan.hook_plan import make_plan
-from instrument.spec.parse import parse_hooks
+from instrument.tables.reasons import FROZEN, NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES
 from instrument.training.models import MLP, MnistCNN
 
 # ------------------------------------------------------------------------------------------------ 1: recording

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from instrument import ConfigError
-from instrument.nested import iter_tensors, map_tensors, number_of_samples, shapes, structure, to_device
+from instrument.values.nested import iter_tensors, map_tensors, number_of_samples, shapes, structure, to_device
 
 
 class State(NamedTuple):

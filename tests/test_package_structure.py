@@ -238,7 +238,7 @@ import json, sys
 seen = {}
 import instrument
 seen["package"] = list(sys.modules)
-import instrument.spec.parse, instrument.spec.schema
+import instrument.config.parse, instrument.config.schema
 from instrument.commands import recover, upload
 seen["folders"] = list(sys.modules)
 from instrument.commands import compact, completion, control, convert, diff, export, replay, report, sweep, verify, watch

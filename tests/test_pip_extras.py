@@ -9,7 +9,7 @@ import pytest
 from conftest import REPOSITORY
 from packaging.requirements import Requirement
 
-from instrument import pip_extras
+from instrument.fields import pip_extras
 
 EXTRAS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 

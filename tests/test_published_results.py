@@ -23,10 +23,10 @@ from torch.nn import functional as F
 
 import instrument
 from instrument import MemorySink
-from instrument.capture.probe import Probe
 from instrument.commands.validated_config import read_config
-from instrument.configuration.search_path import config_loader
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.config.search_path import config_loader
+from instrument.probe.probe import Probe
 from instrument.training.experiment import prepare
 from instrument.training.forward import run_forward
 

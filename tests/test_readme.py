@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from instrument.commands import verify
 from instrument.commands.report import main as report
-from instrument.configuration.search_path import config_loader
-from instrument.spec.parse import parse_hooks
+from instrument.config.parse import parse_hooks
+from instrument.config.search_path import config_loader
 
 README = (REPOSITORY / "README.md").read_text()
 BLOCKS = [(language, text) for language, text in re.findall(r"^```(\w+)\n(.*?)^```$", README, re.M | re.S)]

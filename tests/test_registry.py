@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from instrument.errors import ConfigError
-from instrument.registry import Registry
+from instrument.fields.registry import Registry
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_installed_entry_may_use_the_decorator_too(
 
 
 def test_folder_is_imported_at_first_use() -> None:
-    registry: Registry[Any] = Registry("shapes", "shape", folder="instrument.spec")
+    registry: Registry[Any] = Registry("shapes", "shape", folder="instrument.config")
     assert list(registry) == []
-    assert "instrument.spec.schema" in sys.modules
+    assert "instrument.config.schema" in sys.modules
 
 
 def test_unknown_name_lists_all_entries(installed: Callable[..., Path], shapes: Registry[Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from conftest import REPOSITORY
 
 from instrument.commands.upload import main
-from instrument.sinks import remote_transfer
+from instrument.storage import remote_transfer
 
 PAGE = (REPOSITORY / "docs" / "remote.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.M | re.S)

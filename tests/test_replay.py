@@ -17,9 +17,9 @@ from conftest import Answer, replay_in, run_in
 from tiers import tiered
 
 import instrument
-from instrument.folders.control_folder import send
-from instrument.folders.run_record import checkpoint_steps
-from instrument.sinks.lock import FolderLock
+from instrument.storage.control_folder import send
+from instrument.storage.lock import FolderLock
+from instrument.storage.run_record import checkpoint_steps
 
 MODEL = """
 import torch

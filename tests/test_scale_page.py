@@ -10,9 +10,9 @@ import pytest
 from conftest import REPOSITORY
 
 from instrument.commands import compact
-from instrument.sinks import compaction, parts
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.tables import TABLES
+from instrument.storage import compaction, parts
+from instrument.storage.parquet import ParquetSink
+from instrument.tables.schemas import TABLES
 
 PAGE = (REPOSITORY / "docs" / "scale.md").read_text()
 SWEEP = "runs/mnist_hooks/sweep_..."

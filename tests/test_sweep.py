@@ -19,10 +19,10 @@ from tiers import tiered
 
 import instrument
 from instrument.commands.sweep import main
-from instrument.sinks import lock as lock_module
-from instrument.sinks.lock import FolderLock
-from instrument.sweeps.jobs import Sweep, SweepJob
-from instrument.sweeps.summary import grouped_lines, print_summary
+from instrument.storage import lock as lock_module
+from instrument.storage.lock import FolderLock
+from instrument.training.sweeps.jobs import Sweep, SweepJob
+from instrument.training.sweeps.summary import grouped_lines, print_summary
 
 Cli = Callable[..., Any]
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu")

@@ -10,7 +10,7 @@ from typing import Any
 
 from waiting import wait_until
 
-from instrument.spec.tables import TABLES
+from instrument.tables.schemas import TABLES
 
 TEXT = "/text_summary"
 

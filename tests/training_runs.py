@@ -10,9 +10,9 @@ from hydra.types import RunMode
 
 import instrument
 from instrument.commands.validated_config import read_config
-from instrument.configuration.search_path import config_loader
-from instrument.spec.config import RunConfig
-from instrument.spec.parse import parse_config
+from instrument.config.experiment import RunConfig
+from instrument.config.parse import parse_config
+from instrument.config.search_path import config_loader
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
-from ..dtensor import NOT_SHARDED, Shards, module_type
 from ..errors import ConfigError, Problem
 from ..stats.kernel import Slab
 from ..stats.measure import Measured, on_host
 from ..stats.table_rows import Measure
+from ..values.dtensor import NOT_SHARDED, Shards, module_type
 from .tensor_selection import TensorSelection
 
 UNKNOWN_CALL = -1

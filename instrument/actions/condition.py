@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nested import to_device
-from ..spec.base import HookBase, ObservationSpec
-from ..spec.condition import Condition
-from ..spec.kinds import KINDS
+from ..config.base import HookBase, ObservationSpec
+from ..config.condition import Condition
 from ..stats.portable import widest
 from ..stats.sums import needs_of
+from ..tables.kinds import KINDS
+from ..values.nested import to_device
 from .base import UNKNOWN_CALL, Context
 from .measurement import measure_in_context
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, HookError, Problem
-from ..spec.field_types import Target
-from ..targets import locate
+from ..fields.field_types import Target
+from ..fields.targets import locate
 from .base import Context
 from .intervention import describe, with_version
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError, HookResultError
-from ..sparse import coalesce, is_sparse, replace_values
-from ..spec.kinds import KINDS
 from ..stats.flatten import is_on_host
 from ..stats.kernel import effect_of_plain
 from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
+from ..tables.kinds import KINDS
+from ..values.sparse import coalesce, is_sparse, replace_values
 from .base import Action, Context, Effect, Effects
 
 

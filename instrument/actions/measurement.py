@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config.record import StatisticsSpec
 from ..errors import HookError
 from ..formatting import human_bytes
-from ..sparse import is_sparse
-from ..spec.kinds import KINDS
-from ..spec.record import StatisticsSpec
-from ..spec.statistics import DEAD, MAGNITUDES, SATURATED, UNITS, WEIGHT, Sum, statistic_of
 from ..stats.flatten import is_on_host
 from ..stats.measure import Measured, measure
 from ..stats.sums import needs_of
 from ..stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
+from ..tables.kinds import KINDS
+from ..tables.statistics import DEAD, MAGNITUDES, SATURATED, UNITS, WEIGHT, Sum, statistic_of
+from ..values.sparse import is_sparse
 from .base import Context
 from .custom_functions import custom_function, observe
 from .intervention import describe

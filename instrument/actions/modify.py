@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..spec.base import InterventionSpec
-from ..spec.modify import ModifySpec
+from ..config.base import InterventionSpec
+from ..config.modify import ModifySpec
 from .base import Archive, Context
 from .straight_through import straight_through
 

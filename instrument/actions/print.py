@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..nested import shape_of
-from ..spec.record import PrintSpec
-from ..spec.statistics import COUNTS
+from ..config.record import PrintSpec
+from ..tables.statistics import COUNTS
+from ..values.nested import shape_of
 from .base import Action, Context, Rows
 from .measurement import Measurement
 

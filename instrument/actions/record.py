@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..nested import shape_of
-from ..sparse import first_elements, is_sparse
-from ..spec.record import RecordSpec
-from ..spec.statistics import COUNTS
-from ..spec.tables import TABLES
+from ..config.record import RecordSpec
 from ..stats.exact_integers import integer_extremes
 from ..stats.table_rows import Measure
+from ..tables.schemas import TABLES
+from ..tables.statistics import COUNTS
+from ..values.nested import shape_of
+from ..values.sparse import first_elements, is_sparse
 from .base import Action, Context, Rows
 from .intervention import describe
 from .measurement import Measurement, to_dense

@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from ..dtensor import full_tensor
+from ..config.base import ObservationSpec, parse_slice
+from ..config.hook_specs import HookSpec
+from ..config.selection import SelectionError, selected_indices
 from ..errors import HookError
-from ..spec.base import ObservationSpec, parse_slice
-from ..spec.hooks import HookSpec
-from ..spec.kinds import KINDS
-from ..spec.selection import SelectionError, selected_indices
 from ..stats.unit_statistics import unit_dim
+from ..tables.kinds import KINDS
+from ..values.dtensor import full_tensor
 from .base import Context
 from .intervention import describe
 from .measurement import to_dense

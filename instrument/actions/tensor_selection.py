@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..nested import to_device
 from ..stats.portable import constants
+from ..values.nested import to_device
 
 
 class TensorSelection:

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..config.modify import FunctionSpec
 from ..errors import HookResultError
-from ..sparse import is_sparse
-from ..spec.kinds import KINDS
-from ..spec.modify import FunctionSpec
+from ..tables.kinds import KINDS
+from ..values.sparse import is_sparse
 from .base import Action, Context, Effects
 from .custom_functions import custom_function
 from .intervention import accept_result, describe, sparse_error, with_version

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Problem, similar_names
-from ..nested import to_device
-from ..spec.kinds import KINDS
 from ..stats.unit_statistics import unit_dim
+from ..tables.kinds import KINDS
+from ..values.nested import to_device
 from .base import Archive, Context
 
 FORMATS = (".npy", ".safetensors")

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .class_activation import ClassActivation, class_activation_map
-    from .layer_comparison import layer_similarity
-    from .output_projection import logit_lens
+    from ..interpret.class_activation import ClassActivation, class_activation_map
+    from ..interpret.layer_comparison import layer_similarity
+    from ..interpret.output_projection import logit_lens
 
 __all__ = ["ClassActivation", "class_activation_map", "layer_similarity", "logit_lens"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..config.base import ACTIONS, ObservationSpec
+from ..config.hook_specs import HookSpec
+from ..config.parse import parse_hooks
 from ..errors import ConfigError
-from ..spec.base import ACTIONS, ObservationSpec
-from ..spec.hooks import HookSpec
-from ..spec.parse import parse_hooks
 from .config_fields import canonical_json, leaves_of
 from .run_tables import RunTables
 

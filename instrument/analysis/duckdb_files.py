@@ -8,9 +8,9 @@ from typing import Any, cast
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from ..sinks.checksums import CheckedFile, open_checked
-from ..sinks.remote_folder import is_address
-from .remote_files import open_remote
+from ..storage.checksums import CheckedFile, open_checked
+from ..storage.remote_files import open_remote
+from ..storage.remote_folder import is_address
 
 
 class DuckDBFiles(AbstractFileSystem):  # type: ignore[misc]

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.csv
 
 from ..errors import ConfigError, Problem
-from ..spec.tables import TABLES
+from ..storage.run_files import RunFiles
+from ..tables.schemas import TABLES
 from .features import Features
 from .frames import with_custom_columns
-from .run_files import RunFiles
 from .run_tables import RunTables
 
 CHUNK_BYTES = 16 * 2**20

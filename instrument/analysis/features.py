@@ -17,12 +17,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
+from ..config.base import parse_slice
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
-from ..spec.base import parse_slice
-from ..spec.kinds import KINDS
+from ..storage.run_files import RunFiles
+from ..tables.kinds import KINDS
 from .frames import plain_labels
 from .replay import rows_of
-from .run_files import RunFiles
 from .tensor_decoding import array_of, is_known
 
 Array = np.ndarray[Any, Any]

@@ -19,18 +19,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from ..config.description import describe_action
+from ..config.parse import parse_rules
+from ..config.rules import RULES, default_rules
 from ..errors import InstrumentError
-from ..kinds.reasons import is_incomplete
 from ..rules.dead_units import DeadUnits
 from ..rules.non_finite import LOSS_NOT_FINITE
 from ..rules.rule_set import RuleEvent
 from ..rules.saturated_activation import SaturatedActivation
 from ..rules.step_rows import location_name
 from ..rules.watch import ADVICE as WATCH_ADVICE
-from ..spec.description import describe_action
-from ..spec.kinds import KINDS
-from ..spec.parse import parse_rules
-from ..spec.rules import RULES, default_rules
+from ..tables.kinds import KINDS
+from ..tables.reasons import is_incomplete
 from .config_comparison import hooks_of
 from .finite import REQUIRED_COLUMNS, not_finite_in
 from .rule_events import rule_events

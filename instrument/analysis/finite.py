@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..rules.step_rows import non_finite_fraction
-from ..spec.statistics import STATISTICS
+from ..tables.statistics import STATISTICS
 
 NON_FINITE_COUNTS = ("nan_count", "inf_count")
 REQUIRED_COLUMNS = ("kind", "role", "numel", *NON_FINITE_COUNTS)

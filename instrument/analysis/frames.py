@@ -13,10 +13,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..spec.record import names_of_custom_statistics
-from ..spec.statistics import REMAINDERS
-from ..spec.tables import CUSTOM
-from .run_files import RunFiles
+from ..config.record import names_of_custom_statistics
+from ..storage.run_files import RunFiles
+from ..tables.schemas import CUSTOM
+from ..tables.statistics import REMAINDERS
 from .tensor_decoding import array_of, is_known
 
 LARGEST = 2**63  # the smallest positive integer that does not fit into int64

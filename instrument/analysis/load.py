@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from ..errors import ConfigError, InstrumentWarning, Problem
-from ..spec.statistics import REMAINDERS
-from .folders import find_runs
+from ..storage.run_search import find_runs
+from ..tables.statistics import REMAINDERS
 from .polars_frames import scan
 from .run_tables import RunTables, check_table
 from .sql import run_query

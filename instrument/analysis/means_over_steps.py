@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from ..spec.schedule import STEP_PHASES
-from ..spec.tables import IDENTITY, TABLES
+from ..config.schedule import STEP_PHASES
+from ..tables.schemas import IDENTITY, TABLES
 from .finite import FINITE_STATISTICS, not_finite_in
 from .run_tables import RunTables
 

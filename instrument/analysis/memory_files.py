@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from ..capture.sink_interface import Row
-from ..sinks.memory import MemorySink
-from ..sinks.row_batches import as_batch, as_table
-from ..sinks.tensors import rows_of
-from ..spec.tables import POSITION, TABLES, Table
-from .run_files import RunFiles
+from ..storage.memory import MemorySink
+from ..storage.row_batches import as_batch, as_table
+from ..storage.run_files import RunFiles
+from ..storage.tensors import rows_of
+from ..tables.schemas import POSITION, TABLES, Table
+from ..tables.sink_interface import Row
 
 IN_MEMORY = Path("in memory")
 """The name that stands for the folder of the run."""

@@ -10,8 +10,8 @@ from typing import Any
 import pandas as pd
 import pyarrow.dataset as ds
 
-from ..spec.schedule import STEP_PHASES
-from ..spec.tables import TABLES
+from ..config.schedule import STEP_PHASES
+from ..tables.schemas import TABLES
 from .findings import findings
 from .run_tables import RunTables
 

@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 
 from ..rules.step_rows import is_gradient, location_name
-from ..spec.kinds import KINDS
-from ..spec.statistics import ALL, statistic_of
-from ..spec.tables import TABLES
+from ..tables.kinds import KINDS
+from ..tables.schemas import TABLES
+from ..tables.statistics import ALL, statistic_of
 from .finite import finite_only
 from .run_tables import RunTables
 from .tensor_decoding import is_known

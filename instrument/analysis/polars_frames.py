@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InstrumentError
-from ..pip_extras import pip_command
-from ..sinks.remote_folder import is_address
-from ..spec.tables import CUSTOM, TABLES
+from ..fields.pip_extras import pip_command
+from ..storage.remote_folder import is_address
+from ..tables.schemas import CUSTOM, TABLES
 from . import query_sources
 from .frames import column_names
 from .query_sources import FILE, TableFiles, run_columns

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from ..spec.tables import TABLES
+from ..tables.schemas import TABLES
 from .frames import column_names
 from .run_tables import RunTables
 

@@ -11,10 +11,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..capture.sink_interface import Row, Sink
-from ..sinks.parts import journals_of, part_files
-from ..spec.tables import TABLES
-from .run_files import RunFiles
+from ..storage.parts import journals_of, part_files
+from ..storage.run_files import RunFiles
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Row, Sink
 from .tensor_decoding import array_of
 
 MAX_DISPLACEMENT = (

@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
+from ..config.rules import METRIC_NAMES, RuleBase
+from ..config.run_changes import Settings
 from ..rules.rule import LocatedRule
 from ..rules.rule_set import RuleEvent, RuleSet
 from ..rules.step_rows import FloatArray, RowSite, StepRows, time_order
-from ..spec.kinds import KINDS
-from ..spec.rules import METRIC_NAMES, RuleBase
-from ..spec.run_changes import Settings
-from ..spec.statistics import ALL
+from ..tables.kinds import KINDS
+from ..tables.statistics import ALL
 from .run_tables import RunTables
 
 Moment = tuple[int, str]

@@ -12,9 +12,10 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 
-from ..sinks.remote_folder import is_address
-from ..spec.statistics import REMAINDERS
-from ..spec.tables import CUSTOM, SHAPE, TABLES
+from ..storage.remote_folder import is_address
+from ..storage.run_files import RunFiles
+from ..tables.schemas import CUSTOM, SHAPE, TABLES
+from ..tables.statistics import REMAINDERS
 from .config_fields import split_overrides
 from .frames import (
     add_overrides,
@@ -27,7 +28,6 @@ from .frames import (
     with_custom_columns,
     without_unknown_types,
 )
-from .run_files import RunFiles
 
 OBJECTIVE_KEY = (
     "objective"  # key in run.json next to `metrics`, present if the sweep's objective was a number from a table

@@ -15,14 +15,14 @@ import pandas as pd
 import pyarrow as pa
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
-from ..pip_extras import pip_command
-from ..sinks.remote_errors import safe_message
-from ..sinks.remote_folder import is_address
-from ..spec.statistics import REMAINDERS
-from ..spec.tables import CUSTOM, TABLES
+from ..fields.pip_extras import pip_command
+from ..storage.remote_errors import safe_message
+from ..storage.remote_folder import is_address
+from ..storage.run_files import RunFiles
+from ..tables.schemas import CUSTOM, TABLES
+from ..tables.statistics import REMAINDERS
 from . import query_sources
 from .query_sources import FILE, TableFiles, all_columns, columns_of_runs, run_columns
-from .run_files import RunFiles
 from .run_tables import RunTables
 
 if TYPE_CHECKING:

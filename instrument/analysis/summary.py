@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pandas as pd
 import pyarrow as pa
 
-from ..spec.tables import TABLES
+from ..tables.schemas import TABLES
 from .frames import plain_labels
 from .run_tables import RunTables
 

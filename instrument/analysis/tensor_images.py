@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from ..spec.kinds import KINDS
+from ..tables.kinds import KINDS
 from .plot_data import PlottedTensor, recorded_tensors
 from .run_tables import RunTables
 

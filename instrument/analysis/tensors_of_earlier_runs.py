@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..actions.base import Archive, Context
+from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
-from ..spec.kinds import KINDS
-from ..spec.schedule import STEP_PHASES
+from ..storage.run_search import NoRunError
+from ..tables.kinds import KINDS
 from .features import MAX_SHOWN, Features
-from .folders import NoRunError
 from .load import Run, load
 
 _LIKE = ("layer", "role", "path", "call", "backward")  # location of a tensor in the model

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from instrument.commands.locked_operations import for_each_run, parser_of_runs
 from instrument.errors import ConfigError
-from instrument.folders.run_record import CHECKPOINTS
-from instrument.sinks.compaction import compact
+from instrument.storage.compaction import compact
+from instrument.storage.run_record import CHECKPOINTS
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from instrument.commands.verbs import parser_of, with_exit_codes
-from instrument.folders.control_folder import request_changes
-from instrument.spec.run_changes import ALLOWED
+from instrument.config.run_changes import ALLOWED
+from instrument.storage.control_folder import request_changes
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from instrument.commands.verbs import parser_of, with_exit_codes
-from instrument.conversion.experiment import ConvertedExperiment
-from instrument.conversion.msprobe import convert_msprobe
-from instrument.conversion.nvdlfw import convert_nvdlfw
-from instrument.conversion.source import read_source
+from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError, Problem
-from instrument.spec.parse import parse_hooks
+from instrument.importers.experiment import ConvertedExperiment
+from instrument.importers.msprobe import convert_msprobe
+from instrument.importers.nvdlfw import convert_nvdlfw
+from instrument.importers.source import read_source
 
 CONVERTERS: Mapping[str, Callable[[Any], ConvertedExperiment]] = {"nvdlfw": convert_nvdlfw, "msprobe": convert_msprobe}
 

@@ -26,13 +26,13 @@ from instrument.analysis.exports import FEATURE_WRITERS, write_csv
 from instrument.analysis.features import FeatureSelection, features_of
 from instrument.analysis.load import load
 from instrument.analysis.replay import replay
-from instrument.analysis.run_files import RunFiles
 from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.config.experiment import TRACKERS
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem, similar_names
-from instrument.sinks.remote_folder import check_is_local
-from instrument.sinks.tags import segment
-from instrument.sinks.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
-from instrument.spec.config import TRACKERS
+from instrument.storage.remote_folder import check_is_local
+from instrument.storage.run_files import RunFiles
+from instrument.trackers.tags import segment
+from instrument.trackers.tracking import TRACKER_FOLDERS, Outcome, TrackedRun, open_tracker, require
 
 FOLDERS = {"tensorboard": TRACKER_FOLDERS["tensorboard"], "csv": "csv"}  # without --out
 FEATURE_FORMATS = tuple(FEATURE_WRITERS)

@@ -17,9 +17,9 @@ from instrument.analysis.findings import Finding, advice_by_rule, findings, reco
 from instrument.analysis.load import Run, load
 from instrument.analysis.rule_events import rule_events
 from instrument.commands.verbs import parser_of, with_exit_codes
+from instrument.config.parse import parse_rules
+from instrument.config.rules import default_rules
 from instrument.errors import ConfigError, Problem
-from instrument.spec.parse import parse_rules
-from instrument.spec.rules import default_rules
 
 FIRED = 4
 

@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from ..config.experiment import TASKS
+from ..config.known_keys import fields_below
 from ..errors import Problem, similar_names
-from ..pip_extras import pip_command
-from ..spec.config import TASKS
-from ..spec.known_keys import fields_below
-from ..sweeps.objective import OBJECTIVE_KEY
+from ..fields.pip_extras import pip_command
+from ..training.sweeps.objective import OBJECTIVE_KEY
 
 PACKAGE_LINE = "# @package _global_"  # first line of an experiment file
 NO_PACKAGE_LINE = Problem(

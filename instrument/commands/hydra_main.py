@@ -18,11 +18,11 @@ import hydra
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig
 
-from ..configuration.hydra_internals import use_field_loader
-from ..configuration.search_path import WorkingDirectoryConf, conf_folder
-from ..distributed.torchrun import is_rank_zero, process_group, synced_errors
+from ..config.hydra_internals import use_field_loader
+from ..config.search_path import WorkingDirectoryConf, conf_folder
 from ..errors import ConfigError, InstrumentError
-from ..sweeps.summary import print_summary
+from ..training.distributed.torchrun import is_rank_zero, process_group, synced_errors
+from ..training.sweeps.summary import print_summary
 from .job import JobFailedError, as_instrument_error, print_error
 from .validation_callback import HydraCallback
 

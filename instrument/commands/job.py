@@ -19,15 +19,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ..configuration.hydra_internals import BASIC_SWEEPER
-from ..configuration.search_path import conf_folder
-from ..distributed.torchrun import is_rank_zero
+from ..config.experiment import RunConfig
+from ..config.hydra_internals import BASIC_SWEEPER
+from ..config.search_path import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
-from ..folders.folder_snapshot import REFUSED
-from ..spec.config import RunConfig
-from ..sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
-from ..sweeps.objective import read_objective, score_job
-from ..sweeps.optuna_checks import is_search, worst_score
+from ..storage.folder_snapshot import REFUSED
+from ..training.distributed.torchrun import is_rank_zero
+from ..training.sweeps.jobs import RUNNING, Sweep, SweepJob, recorded_overrides
+from ..training.sweeps.objective import read_objective, score_job
+from ..training.sweeps.optuna_checks import is_search, worst_score
 from .hydra_errors import composition_problem
 from .import_without_gc import importing
 from .validated_config import read_config, read_overrides
@@ -211,8 +211,8 @@ def _plugin_of(error: Exception) -> str | None:
 def show_plan(config: RunConfig, folder: Path | None) -> None:
     """Print the plan of a run: matching hooks, recorded data, estimated cost, and the output folder unless it is None."""
     with importing():
-        from ..dry_run.cost_of_run import dry_run
         from ..training.device_and_seed import process_state
+        from ..training.dry_run.cost_of_run import dry_run
         from ..training.experiment import prepare
         from ..training.terminal import Terminal
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from ..analysis.folders import find_runs
 from ..errors import InstrumentError
-from ..sinks.lock import FolderLock
-from ..sinks.remote_folder import check_is_local
+from ..storage.lock import FolderLock
+from ..storage.remote_folder import check_is_local
+from ..storage.run_search import find_runs
 from .verbs import parser_of
 
 Operation = Callable[[Path], tuple[str, Sequence[str]]]

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from instrument.commands.locked_operations import for_each_run, parser_of_runs
-from instrument.folders.run_record import end_if_running
-from instrument.sinks.recovery import recover
+from instrument.storage.recovery import recover
+from instrument.storage.run_record import end_if_running
 
 
 def command_line() -> argparse.ArgumentParser:

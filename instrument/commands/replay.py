@@ -30,14 +30,14 @@ from instrument.commands.job import report_errors
 from instrument.commands.replay_config import CONFIG_NAME, RUN, RecordedRun, ReplayHooks, repeated_changes, store_config
 from instrument.commands.validated_config import read_config, read_overrides
 from instrument.commands.verbs import parser_of, with_exit_codes
-from instrument.distributed.torchrun import is_rank_zero
+from instrument.config.experiment import InitFromConfig, RunConfig
 from instrument.errors import ConfigError, InstrumentError
-from instrument.folders.run_folder import check_process_count
-from instrument.spec.config import InitFromConfig, RunConfig
+from instrument.storage.run_folder import check_process_count
+from instrument.training.distributed.torchrun import is_rank_zero
 
 if TYPE_CHECKING:
     from instrument.training.replay_source import ReplaySource
-    from instrument.verification.replay_certificate import ReplayCertificate
+    from instrument.training.verification.replay_certificate import ReplayCertificate
 
 CERTIFICATE = "certificate.json"
 COMPARISON = "comparison.png"
@@ -96,7 +96,7 @@ def _replay(config: DictConfig, run: RecordedRun, window: range, *, force: bool,
             from instrument.training import runner
             from instrument.training.replay_source import ReplaySource
             from instrument.training.terminal import Terminal
-            from instrument.verification.replay_certificate import certify_replay
+            from instrument.training.verification.replay_certificate import certify_replay
 
         source = ReplaySource(
             folder=run.folder,

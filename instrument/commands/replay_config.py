@@ -13,19 +13,19 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
-from ..analysis.run_files import RunFiles
-from ..configuration.search_path import conf_folder
+from ..config.base import ObservationSpec
+from ..config.experiment import TRACKERS, SinkConfig
+from ..config.hook_specs import HookSpec
+from ..config.parse import named_specs, parse_hooks, parse_rules
+from ..config.rules import DisableAction, EnableAction, RuleBase
+from ..config.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
+from ..config.schedule import STEP_PHASES
+from ..config.search_path import conf_folder
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.control_folder import ControlFolder
-from ..folders.run_record import REQUIRED, checkpoint_steps, read_record
-from ..sinks.remote_folder import check_is_local
-from ..spec.base import ObservationSpec
-from ..spec.config import TRACKERS, SinkConfig
-from ..spec.hooks import HookSpec
-from ..spec.parse import named_specs, parse_hooks, parse_rules
-from ..spec.rules import DisableAction, EnableAction, RuleBase
-from ..spec.run_changes import SCHEDULE_FIELDS, RepeatedChanges, Settings, changed_hook
-from ..spec.schedule import STEP_PHASES
+from ..storage.control_folder import ControlFolder
+from ..storage.remote_folder import check_is_local
+from ..storage.run_files import RunFiles
+from ..storage.run_record import REQUIRED, checkpoint_steps, read_record
 from .hydra_errors import composition_problem
 
 RUN = "RUN"  # the argument, for error messages

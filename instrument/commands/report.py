@@ -17,7 +17,7 @@ from instrument.analysis.load import load
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import InstrumentWarning
 from instrument.report import FILE, make
-from instrument.sinks.remote_folder import check_is_local
+from instrument.storage.remote_folder import check_is_local
 
 
 def command_line() -> argparse.ArgumentParser:

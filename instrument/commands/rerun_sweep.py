@@ -18,12 +18,12 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 
 from ..analysis.config_comparison import IGNORED_KEYS
 from ..analysis.config_fields import leaves_of
-from ..configuration.hydra_internals import BASIC_SWEEPER, launcher_of
-from ..configuration.search_path import config_loader
+from ..config.hydra_internals import BASIC_SWEEPER, launcher_of
+from ..config.search_path import config_loader
 from ..errors import ConfigError, Problem
-from ..folders.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, git_revision, read_record
-from ..sinks.lock import FolderLock
-from ..sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
+from ..storage.lock import FolderLock
+from ..storage.run_record import PREVIOUS_ATTEMPTS, checkpoint_steps, git_revision, read_record
+from ..training.sweeps.jobs import DONE, RUNNING, STOPPED, Sweep, SweepJob, folder_override, overrides_of
 from .job import job
 
 WHERE = "--rerun"

@@ -9,11 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ..configuration.hydra_internals import BASIC_SWEEPER
+from ..config.hydra_internals import BASIC_SWEEPER
 from ..errors import ConfigError, Problem
-from ..sinks.remote_folder import REMOTE_KEY, check_no_secret, check_remote
-from ..sweeps.jobs import expand_sweep, overrides_of, sweep_overrides, values_of
-from ..sweeps.objective import OBJECTIVE_KEY, read_objective
+from ..storage.remote_folder import REMOTE_KEY, check_no_secret, check_remote
+from ..training.sweeps.jobs import expand_sweep, overrides_of, sweep_overrides, values_of
+from ..training.sweeps.objective import OBJECTIVE_KEY, read_objective
 
 SLURM, SLURM_LOCAL = "SlurmLauncher", "LocalLauncher"
 RAY = "RayLauncher"

@@ -14,17 +14,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from instrument.analysis.folders import find_runs
 from instrument.commands.locked_operations import locked
 from instrument.commands.verbs import parser_of, with_exit_codes
 from instrument.errors import ConfigError, InstrumentError, Problem
-from instrument.folders.run_record import end_if_running, read_record
 from instrument.formatting import human_bytes
-from instrument.sinks.lock import is_written
-from instrument.sinks.recovery import recover
-from instrument.sinks.remote_errors import safe_message
-from instrument.sinks.remote_folder import RemoteFolder, check_is_local, remote_address_of
-from instrument.sinks.remote_transfer import send_all
+from instrument.storage.lock import is_written
+from instrument.storage.recovery import recover
+from instrument.storage.remote_errors import safe_message
+from instrument.storage.remote_folder import RemoteFolder, check_is_local, remote_address_of
+from instrument.storage.remote_transfer import send_all
+from instrument.storage.run_record import end_if_running, read_record
+from instrument.storage.run_search import find_runs
 
 
 def command_line() -> argparse.ArgumentParser:

@@ -11,11 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..config.experiment import RunConfig
+from ..config.parse import parse_config
 from ..errors import ConfigError, Problem
-from ..folders.run_record import read_record
 from ..rules.requirements import check_rules
-from ..spec.config import RunConfig
-from ..spec.parse import parse_config
+from ..storage.run_record import read_record
 from .hydra_errors import NO_PACKAGE_LINE
 
 

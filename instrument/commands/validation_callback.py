@@ -15,18 +15,18 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from ..configuration.hydra_internals import BASIC_SWEEPER
-from ..distributed.torchrun import check_processes, process_group, synced_errors
+from ..config.hydra_internals import BASIC_SWEEPER
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.folder_snapshot import Snapshot
-from ..folders.run_folder import create_free_folder
-from ..sinks.lock import FolderLock
-from ..sinks.remote_errors import safe_message
-from ..sinks.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
-from ..sweeps.jobs import DONE, STOPPED, Sweep, folder_override
-from ..sweeps.objective import read_objective
-from ..sweeps.optuna_checks import check_search, is_search
-from ..sweeps.summary import job_lines, outcome
+from ..storage.folder_snapshot import Snapshot
+from ..storage.lock import FolderLock
+from ..storage.remote_errors import safe_message
+from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
+from ..storage.run_folder import create_free_folder
+from ..training.distributed.torchrun import check_processes, process_group, synced_errors
+from ..training.sweeps.jobs import DONE, STOPPED, Sweep, folder_override
+from ..training.sweeps.objective import read_objective
+from ..training.sweeps.optuna_checks import check_search, is_search
+from ..training.sweeps.summary import job_lines, outcome
 from .job import as_instrument_error, print_error, show_plan
 from .sweep_checks import check_no_secrets, check_objective, check_sweep, prepare_launcher
 from .validated_config import read_config

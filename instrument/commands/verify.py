@@ -21,11 +21,11 @@ from instrument.commands.hydra_main import command
 from instrument.commands.import_without_gc import importing
 from instrument.commands.job import report_errors
 from instrument.commands.validated_config import read_config
-from instrument.distributed.torchrun import process_group
 from instrument.errors import ConfigError, Problem
+from instrument.training.distributed.torchrun import process_group
 
 if TYPE_CHECKING:
-    from instrument.verification.comparison import Certificate
+    from instrument.training.verification.comparison import Certificate
 
 NOT_REPEATABLE = 3  # exit code if two trainings without hooks differ
 
@@ -50,7 +50,7 @@ def certify(config: DictConfig) -> None:
             message = "verification compares two trainings, but this mode does not train"
             raise ConfigError(Problem("mode", message, given=parsed.mode, allowed="train"))
         with importing():
-            from instrument.verification.comparison import verify
+            from instrument.training.verification.comparison import verify
 
         certificate = verify(parsed)
         path = Path(job.folder) / "certificate.json"

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from instrument.analysis.folders import find_runs
 from instrument.commands.verbs import parser_of, wide_console, with_exit_codes
 from instrument.errors import InstrumentError
-from instrument.pip_extras import pip_command
-from instrument.sinks.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
+from instrument.fields.pip_extras import pip_command
+from instrument.storage.remote_folder import SWEEP_RECORD, check_is_local, is_address, open_folder
+from instrument.storage.run_search import find_runs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from instrument.live.live_run import LiveRun
-    from instrument.live.sweep import LiveSweep
+    from instrument.report.live_run import LiveRun
+    from instrument.report.live_sweep import LiveSweep
 
 OPENING_SECONDS = 0.5  # for the first frame; earlier steps of a long run are read afterwards
 READING_SECONDS = 0.1  # for earlier steps, in each later frame
@@ -101,12 +101,12 @@ def open_view(folder: str) -> tuple[LiveRun | LiveSweep, Callable[..., Renderabl
     """
     root, is_sweep = _find(folder)
     if is_sweep:
-        from instrument.live.sweep import LiveSweep
+        from instrument.report.live_sweep import LiveSweep
 
         sweep = LiveSweep(folder)
         return sweep, sweep.frame
-    from instrument.live.live_run import LiveRun
-    from instrument.live.terminal import frame
+    from instrument.report.live_run import LiveRun
+    from instrument.report.live_terminal import frame
 
     run = LiveRun(root)
     return run, partial(frame, run)
@@ -144,7 +144,7 @@ def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> i
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)
     try:
-        from instrument.live.server import LiveServer
+        from instrument.report.live_server import LiveServer
     except ModuleNotFoundError:
         raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
 

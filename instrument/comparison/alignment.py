@@ -14,9 +14,9 @@ import pyarrow.dataset as ds
 
 from ..analysis.frames import plain_labels
 from ..analysis.run_tables import RunTables
-from ..spec.kinds import KINDS
-from ..spec.schedule import STEP_PHASES
-from ..spec.tables import POSITION, TABLES
+from ..config.schedule import STEP_PHASES
+from ..tables.kinds import KINDS
+from ..tables.schemas import POSITION, TABLES
 
 LOCATION = ("phase", "hook", "kind", "role", "layer", "path")
 """The columns that identify what a hook recorded in one run."""

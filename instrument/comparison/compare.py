@@ -19,8 +19,8 @@ from ..analysis.config_fields import to_yaml
 from ..analysis.frames import plain_labels
 from ..analysis.load import Run, load
 from ..errors import ConfigError, Problem
+from ..fields.globs import ROOT
 from ..formatting import shorten
-from ..spec.globs import ROOT
 from .alignment import LOCATION, batches, in_execution_order, paired_hooks, paired_locations, recorded
 from .layer_renaming import renamed_layers, suggested_renaming
 from .recorded_differences import Comparison, FirstDifference

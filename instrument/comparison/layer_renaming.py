@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..errors import ConfigError, Problem, similar_names
+from ..fields.globs import ROOT
 from ..formatting import shorten
-from ..spec.globs import ROOT
 
 MAX_COMPARED = 200  # layers of each run that are compared for a suggestion
 

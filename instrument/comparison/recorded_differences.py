@@ -16,10 +16,10 @@ import pyarrow.dataset as ds
 from ..analysis.plot_data import groups_of
 from ..analysis.run_tables import RunTables
 from ..analysis.tensor_decoding import array_of, is_known
-from ..spec.kinds import KINDS
-from ..spec.schedule import STEP_PHASES
-from ..spec.statistics import ALL
-from ..spec.tables import POSITION
+from ..config.schedule import STEP_PHASES
+from ..tables.kinds import KINDS
+from ..tables.schemas import POSITION
+from ..tables.statistics import ALL
 from .alignment import RecordedTable, aligned, windows
 from .precision import PRECISIONS, Precision, coarsest, run_precision
 from .statistic_differences import decisive, is_of_values, relative_differences

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 import numpy as np
 import pandas as pd
 
+from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
-from ..spec.schedule import STEP_PHASES
 from .recorded_differences import FirstDifference
 from .tensor_errors import ULP_BINS
 

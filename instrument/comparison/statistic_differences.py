@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..spec.statistics import COUNTS, statistic_of
+from ..tables.statistics import COUNTS, statistic_of
 
 BOUNDS = ("mean", "std", "rms", "l2")
 """The statistics whose relative difference is a lower bound of that of the tensors."""

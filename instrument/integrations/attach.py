@@ -16,33 +16,33 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..capture.collectives import Ranks, own_rank
-from ..capture.deferred_interrupts import signal_safe_contextmanager
-from ..capture.optimizer_checks import Optimizers
-from ..capture.sink_interface import Sink
-from ..distributed.process_group import report_dead_ranks
-from ..distributed.unsupported import reduce_problems, shard_problems
-from ..dtensor import is_sharded
+from ..config.budget import BudgetConfig
+from ..config.experiment import SinkConfig
+from ..config.hook_specs import HookSpec
+from ..config.parse import parse_budget
+from ..config.spec_file import Specs, read_rules, read_specs
 from ..errors import ConfigError, InstrumentWarning, Problem
-from ..folders.run_folder import RunFolder, WorkerRunFolder
-from ..folders.run_record import config_hash
-from ..folders.run_upload import RemoteCopy
-from ..kinds.distributed_scope import Parallel
+from ..hooks.distributed_scope import Parallel
 from ..plan.dimension_checks import check_parameters
 from ..plan.hook_plan import make_plan
+from ..probe.collectives import Ranks, own_rank
+from ..probe.deferred_interrupts import signal_safe_contextmanager
+from ..probe.optimizer_checks import Optimizers
 from ..rules.requirements import check_rules
-from ..sinks.custom import CustomSink
-from ..sinks.memory import MemorySink
-from ..sinks.parquet import ParquetSink
-from ..sinks.tee import TeeSink
-from ..spec.budget import BudgetConfig
-from ..spec.config import SinkConfig
-from ..spec.hooks import HookSpec
-from ..spec.parse import parse_budget
-from ..spec.spec_file import Specs, read_rules, read_specs
 from ..stats.device_choice import measured_by
 from ..stats.kernel import KERNEL
+from ..storage.custom import CustomSink
+from ..storage.memory import MemorySink
+from ..storage.parquet import ParquetSink
+from ..storage.run_folder import RunFolder, WorkerRunFolder
+from ..storage.run_record import config_hash
+from ..storage.run_upload import RemoteCopy
+from ..storage.tee import TeeSink
+from ..tables.sink_interface import Sink
 from ..training.compiled_models import prepare_compiled, reported_graph_breaks
+from ..training.distributed.process_group import report_dead_ranks
+from ..training.distributed.unsupported import reduce_problems, shard_problems
+from ..values.dtensor import is_sharded
 from .attached_probe import AttachedProbe
 
 

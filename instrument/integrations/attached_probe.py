@@ -11,13 +11,13 @@ from torch import Tensor
 from ..analysis.load import Run, load
 from ..analysis.memory_files import IN_MEMORY, MemoryFiles
 from ..analysis.run_tables import check_is_table
-from ..capture.probe import Probe
-from ..capture.sink_interface import Sink
+from ..config.run_changes import Settings
 from ..errors import InstrumentError
 from ..plan.hook_plan import HookPlan
-from ..sinks.memory import MemorySink
-from ..spec.run_changes import Settings
-from ..spec.tables import TABLES
+from ..probe.probe import Probe
+from ..storage.memory import MemorySink
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Sink
 from ..training.control import Control
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from ..capture.deferred_interrupts import signal_safe_contextmanager, uninterrupted
+from ..probe.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 
 _listeners: list[Callable[[list[Tensor]], None]] = []
 

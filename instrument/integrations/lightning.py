@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..folders.run_record import CHECKPOINTS
+from ..storage.run_record import CHECKPOINTS
 from .trainer_callback import TrainerCallbackBase
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, Problem
-from ..nested import iter_tensors, structure
 from ..plan.shape_inference import without_side_effects
+from ..values.nested import iter_tensors, structure
 from .attach import attach
 
 STATISTICS = ("mean", "std", "min", "max", "nan_count", "inf_count")

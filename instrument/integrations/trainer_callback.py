@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..capture.collectives import own_rank
-from ..capture.deferred_interrupts import signal_safe_contextmanager
-from ..capture.phase_watch import PhaseWatch
-from ..spec.spec_file import Specs
+from ..config.spec_file import Specs
+from ..probe.collectives import own_rank
+from ..probe.deferred_interrupts import signal_safe_contextmanager
+from ..probe.phase_watch import PhaseWatch
 from .attach import attach
 from .attached_probe import AttachedProbe
 

@@ -10,8 +10,8 @@ from typing import Any, Self
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..folders.run_folder import DiscardedRunError
-from ..kinds.optimizer_owners import parameter_ids
+from ..hooks.optimizer_owners import parameter_ids
+from ..storage.run_folder import DiscardedRunError
 from .clipping import before_clipping
 from .trainer_callback import TrainerCallbackBase
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from ..config.hook_specs import HookSpec
 from ..errors import ConfigError, Problem
 from ..formatting import shorten
-from ..spec.hooks import HookSpec
 from .modules import Layer, Layers
 
 # Names of output projections in attention modules of transformers, timm, torchvision and common custom code.

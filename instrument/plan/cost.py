@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..spec.hooks import HookSpec
-from ..spec.schedule import Evaluations, common
+from ..config.hook_specs import HookSpec
+from ..config.schedule import Evaluations, common
 
 
 @dataclass(frozen=True)

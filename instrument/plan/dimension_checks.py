@@ -8,12 +8,12 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from ..config.base import dimension_misfits, parse_slice
+from ..config.record import RecordSpec
+from ..config.selection import SelectionError, selected_shape
 from ..errors import ConfigError, Problem
-from ..nested import shape_of
-from ..spec.base import dimension_misfits, parse_slice
-from ..spec.record import RecordSpec
-from ..spec.selection import SelectionError, selected_shape
 from ..stats.unit_statistics import unit_dim
+from ..values.nested import shape_of
 from .hook_plan import HookPlan, Site
 
 

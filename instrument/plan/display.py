@@ -11,14 +11,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..config.base import InterventionSpec
+from ..config.description import describe_action
+from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
+from ..config.schedule import STEP_PHASES
+from ..fields.globs import matches
 from ..formatting import human_bytes, human_seconds, shorten
-from ..spec.base import InterventionSpec
-from ..spec.description import describe_action
-from ..spec.globs import matches
-from ..spec.hooks import HookSpec
-from ..spec.record import RecordSpec
-from ..spec.schedule import STEP_PHASES
-from ..spec.tables import TABLES
+from ..tables.schemas import TABLES
 from .cost import Forecast
 from .hook_plan import HookPlan, is_selected
 from .modules import Layer

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
+from ..config.base import HookBase
+from ..fields.globs import matches
 from ..lazy_compiler import compiler_entries
-from ..spec.base import HookBase
-from ..spec.globs import matches
 
 _MAX_FUNCTIONS = 10_000
 _CALL = nn.Module._call_impl.__code__

@@ -9,11 +9,11 @@ from functools import cached_property
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
+from ..config.hook_specs import HookSpec
 from ..errors import ConfigError, Problem, similar_names
+from ..fields.field_types import Selection
+from ..fields.globs import matches
 from ..formatting import shorten
-from ..spec.field_types import Selection
-from ..spec.globs import matches
-from ..spec.hooks import HookSpec
 from .attention_heads import check_heads
 from .modules import Layer, Layers, select_layers
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..lazy_compiler import is_compiled_module
-from ..nested import iter_tensors
+from ..values.nested import iter_tensors
 from .function_calls import FunctionMode, module_frame
 
 Pause = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]

@@ -15,11 +15,11 @@ from torch.fx import GraphModule
 from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..dtensor import module_type
 from ..errors import ConfigError, Problem, similar_names
+from ..fields.field_types import Selection
+from ..fields.globs import matches
 from ..formatting import shorten
-from ..spec.field_types import Selection
-from ..spec.globs import matches
+from ..values.dtensor import module_type
 
 # The attribute of each wrapper class that contains the wrapped module. It is not part of layer names. A custom module
 # with an attribute `module` keeps its name.

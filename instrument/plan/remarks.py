@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from ..formatting import shorten
-from ..spec.statistics import MAGNITUDES, statistic_of
+from ..tables.statistics import MAGNITUDES, statistic_of
 from .hook_plan import HookPlan
 
 

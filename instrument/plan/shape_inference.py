@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.hooks import RemovableHandle
 
+from ..config.base import HookBase
 from ..errors import ConfigError, Problem, user_code_location
-from ..nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
-from ..spec.base import HookBase
+from ..values.nested import iter_tensors, join_arguments, returned_value, shape_of, shapes
 from .function_calls import FunctionMode, Owner, RunningModule, module_frame, selects, written_tensor
 from .hook_plan import Site
 from .mode_pauses import register_pauses_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import ConfigError, Problem, similar_names
+from ..fields.globs import matches
 from ..formatting import shorten
-from ..spec.globs import matches
 from .hook_plan import HookPlan
 from .shape_inference import InferredCalls, calls_at, function_calls_of
 

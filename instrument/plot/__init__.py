@@ -12,7 +12,7 @@ the first figure is drawn.
 from typing import Any
 
 from ..errors import ConfigError
-from ..registry import Registry
+from ..fields.registry import Registry
 from .compare import compare
 from .diff import diff
 from .feature_maps import feature_maps
@@ -40,11 +40,11 @@ PLOTS: Registry[Any] = Registry(
     "plots",
     "plot",
     builtin={
-        "attention": "instrument.plot.attention_plot:attention",
-        "class_activation_map": "instrument.plot.class_activation_plot:class_activation_map",
-        "layer_similarity": "instrument.plot.layer_similarity_plot:layer_similarity",
-        "logit_lens": "instrument.plot.logit_lens_plot:logit_lens",
-        "patching": "instrument.plot.patching_plot:patching",
+        "attention": "instrument.interpret.attention_plot:attention",
+        "class_activation_map": "instrument.interpret.class_activation_plot:class_activation_map",
+        "layer_similarity": "instrument.interpret.layer_similarity_plot:layer_similarity",
+        "logit_lens": "instrument.interpret.logit_lens_plot:logit_lens",
+        "patching": "instrument.interpret.patching_plot:patching",
     },
 )
 for _plot in (compare, diff, feature_maps, gradient_flow, heatmap, histogram_over_time, replay):

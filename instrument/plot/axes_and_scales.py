@@ -12,8 +12,8 @@ from ..analysis.layer_abbreviations import short_names
 from ..analysis.plot_data import Matrix
 from ..analysis.tensor_images import limits
 from ..errors import InstrumentError
-from ..pip_extras import pip_command
-from ..spec.statistics import statistic_of
+from ..fields.pip_extras import pip_command
+from ..tables.statistics import statistic_of
 from .style import MAGNITUDE, SIGNED, WIDE, ZERO
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from ..analysis.finite import finite_only
 from ..analysis.load import Run
 from ..analysis.plot_data import forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import check_choice, select_location, select_series
+from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
-from ..spec.schedule import STEP_PHASES
-from ..spec.statistics import STATISTICS, statistic_of
-from ..spec.tables import MOMENT, TABLES
+from ..tables.schemas import MOMENT, TABLES
+from ..tables.statistics import STATISTICS, statistic_of
 from .axes_and_scales import (
     LETTER,
     SMALL,

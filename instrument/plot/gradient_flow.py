@@ -12,7 +12,7 @@ from ..analysis.load import Run
 from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, statistics_in
 from ..analysis.series_selection import select_series
 from ..errors import InstrumentError
-from ..spec.statistics import USUAL_UPDATE_RATIOS
+from ..tables.statistics import USUAL_UPDATE_RATIOS
 from .axes_and_scales import add_legend, height_of, label_locations, new_figure, plain, scale, width_of
 from .source import series_with, table_of
 from .style import CATEGORIES, axis_name

@@ -10,7 +10,7 @@ import pandas as pd
 from ..analysis.load import Run
 from ..analysis.plot_data import Matrix, RecordedSeries, forward_order, matrices, row_locations, statistics_in
 from ..analysis.series_selection import select_series
-from ..spec.statistics import statistic_of
+from ..tables.statistics import statistic_of
 from .axes_and_scales import (
     add_hatch,
     add_legend,

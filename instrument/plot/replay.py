@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from ..analysis.folders import NoRunError
 from ..analysis.load import Run, load
+from ..config.schedule import STEP_PHASES
 from ..errors import InstrumentError
-from ..spec.schedule import STEP_PHASES
+from ..storage.run_search import NoRunError
 from .axes_and_scales import SMALL, add_legend, draw_line, new_figure, plain, scale
 from .source import check_single_run
 from .style import CATEGORIES

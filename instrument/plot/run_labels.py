@@ -12,7 +12,7 @@ import pandas as pd
 
 from ..analysis.load import Run
 from ..errors import InstrumentError
-from ..spec.tables import TABLES
+from ..tables.schemas import TABLES
 
 LONG = 60  # maximum length of a label, in characters
 

@@ -11,8 +11,8 @@ from ..analysis.load import Run
 from ..analysis.plot_data import KEYS, PlottedTensor, RecordedSeries, statistics_in
 from ..analysis.series_selection import check_choice, series_where
 from ..errors import InstrumentError
-from ..spec.statistics import STATISTICS
-from ..spec.tables import TABLES
+from ..tables.schemas import TABLES
+from ..tables.statistics import STATISTICS
 
 REQUIRED_COLUMNS = (*KEYS, "layer", "path", "step", "recompute")
 MAX_RUNS = 6  # maximum number of run names in an error message

@@ -6,7 +6,7 @@ Signed values use RdBu, with red for positive values and zero in the middle.
 
 from __future__ import annotations
 
-from ..spec.statistics import statistic_of
+from ..tables.statistics import statistic_of
 
 CATEGORIES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 MAGNITUDE = "viridis"

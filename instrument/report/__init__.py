@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.folders import REPORT_FILE as FILE
-from ..sinks.remote_folder import is_address
+from ..storage.remote_folder import is_address
+from ..storage.run_search import REPORT_FILE as FILE
 
 if TYPE_CHECKING:
     from .make_report import Report, check_packages, make

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..analysis.config_comparison import hooks_of
 from ..analysis.plot_data import RecordedSeries, rank_in
-from ..spec.description import describe_action
+from ..config.description import describe_action
 from .distribution_history import COLUMNS, LocationDistributions
 from .numbers import rounded
 from .run_history import RunHistory

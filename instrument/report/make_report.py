@@ -14,9 +14,9 @@ from ..analysis.layer_abbreviations import short_names
 from ..analysis.load import Run, load
 from ..comparison.result import Diff
 from ..errors import InstrumentError
-from ..pip_extras import pip_command
+from ..fields.pip_extras import pip_command
 from ..plot.style import CATEGORIES, axis_name
-from ..spec.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
+from ..tables.statistics import STATISTICS, USUAL_UPDATE_RATIOS, statistic_of
 from . import diff_page, run_page, sweep_page
 from .numbers import as_json, packed
 from .panels import Panel, label_of

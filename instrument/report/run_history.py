@@ -15,10 +15,10 @@ from ..analysis.finite import FINITE_STATISTICS, not_finite_in
 from ..analysis.frames import custom_metrics_in, custom_statistics_of, with_custom_columns
 from ..analysis.load import Run
 from ..analysis.plot_data import RecordedSeries, in_forward_order
+from ..config.schedule import STEP_PHASES
 from ..rules.step_rows import location_name
-from ..spec.schedule import STEP_PHASES
-from ..spec.statistics import STATISTICS
-from ..spec.tables import CUSTOM, TABLES
+from ..tables.schemas import CUSTOM, TABLES
+from ..tables.statistics import STATISTICS
 from .distribution_history import COLUMNS, DistributionHistory
 from .step_history import StepHistory
 

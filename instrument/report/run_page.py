@@ -14,10 +14,10 @@ import yaml
 
 from ..analysis.findings import Finding, findings
 from ..analysis.load import Run
+from ..config.description import describe_forward
+from ..config.experiment import ForwardConfig
 from ..plot.style import CATEGORIES
 from ..rules.step_rows import location_name
-from ..spec.config import ForwardConfig
-from ..spec.description import describe_forward
 from .charts import charts, rule_names
 from .numbers import format_number
 from .panels import RUN_PANELS, Panel, panels

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..spec.statistics import statistic_of
+from ..tables.statistics import statistic_of
 
 MAX_VALUES = 200_000  # the maximum number of values of all statistics and locations
 FEWEST, MOST = 16, 1_024  # limits of the number of groups of steps

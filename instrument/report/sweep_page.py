@@ -15,10 +15,10 @@ import pandas as pd
 
 from ..analysis.config_comparison import differing_keys
 from ..analysis.config_fields import to_yaml
-from ..analysis.folders import REPORT_FILE
 from ..analysis.load import Run, load
 from ..analysis.plot_data import KEYS, RecordedSeries, forward_order, matrices, series_in, statistics_in
-from ..spec.statistics import ALL
+from ..storage.run_search import REPORT_FILE
+from ..tables.statistics import ALL
 from .charts import metric_curves
 from .numbers import format_number, rounded
 from .panels import SWEEP_PANELS, panels

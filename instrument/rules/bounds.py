@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..spec.schedule import STEP_PHASES
-from ..spec.statistics import ALL
+from ..config.schedule import STEP_PHASES
+from ..tables.statistics import ALL
 from .rule import TARGETS, Bounds, CatalogueRule, LocatedRule, QuietSteps, Rule
 from .step_rows import BoolArray, FloatArray, IndexArray, Locations, RowLayout, StepRows
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count
-from ..spec.rules import RULES, RuleBase
+from ..config.rules import RULES, RuleBase
+from ..fields.field_types import Count
 from .rule import TARGETS, Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..spec.rules import RULES, FractionRule
+from ..config.rules import RULES, FractionRule
 from .rule import BoundsRule
 from .step_rows import Location
 

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count
-from ..spec.rules import RULES, PersistentRule
+from ..config.rules import RULES, PersistentRule
+from ..fields.field_types import Count
 from .rule import Firing, PersistentLocatedRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..spec.rules import RULES
+from ..config.rules import RULES
 from .growth import GrowthFields, GrowthRule
 from .step_rows import Location
 

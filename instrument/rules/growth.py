@@ -8,9 +8,9 @@ from typing import Annotated, TypeVar
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count, NonNegative
-from ..spec.rules import WindowRule
-from ..spec.statistics import ALL
+from ..config.rules import WindowRule
+from ..fields.field_types import Count, NonNegative
+from ..tables.statistics import ALL
 from .rule import Bounds, Firing, LocatedRule, QuietSteps, extended
 from .step_rows import Chosen, FloatArray, IndexArray, StepRows
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..spec.rules import RULES, RuleBase
+from ..config.rules import RULES, RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, Location, StepRows
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..spec.rules import RULES, RuleBase
+from ..config.rules import RULES, RuleBase
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 

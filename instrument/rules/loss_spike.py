@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count
-from ..spec.rules import RULES, WindowRule
+from ..config.rules import RULES, WindowRule
+from ..fields.field_types import Count
 from .rule import Bounds, CatalogueRule, Firing, QuietSteps
 from .step_rows import StepRows
 

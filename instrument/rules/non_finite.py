@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from ..spec.kinds import KINDS
-from ..spec.rules import RULES, RuleBase
+from ..config.rules import RULES, RuleBase
+from ..tables.kinds import KINDS
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule, QuietSteps
 from .step_rows import Chosen, Location, StepRows
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.rules import RULES, RuleBase
+from ..config.rules import RULES, RuleBase
 from .rule import WEIGHTED, Bounds, Firing, LocatedRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 

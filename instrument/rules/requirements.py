@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
+from ..config.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
+from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
-from ..spec.hooks import HookSpec
-from ..spec.record import RecordSpec
-from ..spec.rules import RULES, CustomRule, DisableAction, EnableAction, PersistentRule, RuleBase, WatchRule
-from ..spec.schedule import STEP_PHASES
 from .loss_spike import LossSpikeRule
 from .non_finite import NonFiniteRule
 from .rule import LocatedRule

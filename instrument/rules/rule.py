@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..spec.rules import PersistentRule, RuleBase
+from ..config.rules import PersistentRule, RuleBase
 from .step_rows import BoolArray, Chosen, FloatArray, IndexArray, Location, RowLayout, StepRows
 
 TARGETS = "targets"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
+from ..config.rules import RULES, Action, CustomRule, RuleBase, WatchRule
 from ..errors import ConfigError, HookError, Problem, user_code_location
-from ..spec.rules import RULES, Action, CustomRule, RuleBase, WatchRule
-from ..targets import build
+from ..fields.targets import build
 from .bounds import MAX_LAYOUTS, StepBounds
 from .rule import CatalogueRule, Firing, Rule
 from .step_rows import Locations, RowLayout, RowSite, StepRows

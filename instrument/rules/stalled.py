@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ..spec.rules import RULES, RuleBase
+from ..config.rules import RULES, RuleBase
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..spec.kinds import KINDS
-from ..spec.schedule import STEP_PHASES
+from ..config.schedule import STEP_PHASES
+from ..tables.kinds import KINDS
 
 FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]

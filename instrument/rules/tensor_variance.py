@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count, NonNegative
-from ..spec.rules import RULES, RangeRule
+from ..config.rules import RULES, RangeRule
+from ..fields.field_types import Count, NonNegative
 from .rule import WEIGHTED, Bounds, BoundsRule
 from .step_rows import Chosen, FloatArray, Location, StepRows
 

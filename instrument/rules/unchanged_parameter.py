@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count
-from ..spec.rules import RULES, PersistentRule
-from ..spec.statistics import ALL
+from ..config.rules import RULES, PersistentRule
+from ..fields.field_types import Count
+from ..tables.statistics import ALL
 from .rule import Bounds, Firing, PersistentLocatedRule, QuietSteps, extended
 from .step_rows import BoolArray, Chosen, IndexArray, Location, StepRows
 

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count, Index, NonNegative
-from ..spec.rules import RULES, RangeRule
+from ..config.rules import RULES, RangeRule
+from ..fields.field_types import Count, Index, NonNegative
 from .rule import BoundsRule, Firing
 from .step_rows import BoolArray, Chosen, FloatArray, Location, StepRows
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from ..spec.field_types import Count, NonNegative
-from ..spec.rules import RULES, PersistentRule
+from ..config.rules import RULES, PersistentRule
+from ..fields.field_types import Count, NonNegative
 from .rule import Bounds, BoundsRule
 from .step_rows import BoolArray, Chosen, Location, StepRows
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ..config.rules import WatchRule
 from ..errors import Problem, similar_names
-from ..spec.rules import WatchRule
 from .rule import Bounds, BoundsRule, CatalogueRule, Firing
 from .step_rows import Location, StepRows
 

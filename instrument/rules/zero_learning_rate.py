@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ..spec.field_types import Count
-from ..spec.rules import RULES, PersistentRule
+from ..config.rules import RULES, PersistentRule
+from ..fields.field_types import Count
 from .rule import Bounds, CatalogueRule, Firing
 from .step_rows import StepRows
 

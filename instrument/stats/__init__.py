@@ -1,1 +1,1 @@
-"""Computation of the statistics that `instrument.spec.statistics` defines."""
+"""Computation of the statistics that `instrument.tables.statistics` defines."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import MAGNITUDES, STATISTICS, Sum
+from ..tables.statistics import MAGNITUDES, STATISTICS, Sum
 from .device_sums import DeviceSums, device_memory
 from .kernel import DTYPE_OF_KIND, Slab, disconnect_driver, launch_devices, make_slab
 from .portable import count_changed, further_sums, portable_sums

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec.statistics import Sum
+from ..tables.statistics import Sum
 from .portable import widest
 from .sums import COLUMNS, add_zeros
 

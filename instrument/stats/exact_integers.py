@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..spec.statistics import REMAINDERS
+from ..tables.statistics import REMAINDERS
 from .flatten import stored_elements
 from .measure import Measured, Row
 from .portable import widest

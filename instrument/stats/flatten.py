@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 
-from ..dtensor import local_shard
-from ..sparse import coalesce, is_sparse
+from ..values.dtensor import local_shard
+from ..values.sparse import coalesce, is_sparse
 
 
 def is_on_host(tensor: Tensor) -> bool:

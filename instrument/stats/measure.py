@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter
 
-from ..spec.statistics import MAGNITUDES, Sum, statistic_of
+from ..tables.statistics import MAGNITUDES, Sum, statistic_of
 from .device_choice import measure_on_device
 from .device_sums import DeviceSums, sums_on_host
 from .flatten import is_on_host, stored_elements

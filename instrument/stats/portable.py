@@ -12,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..nested import to_device
-from ..spec.statistics import Sum
+from ..tables.statistics import Sum
+from ..values.nested import to_device
 from .sums import BASE
 
 SAFE_EXPONENT = 200

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..dtensor import Shards
+from ..values.dtensor import Shards
 from .merge import Array
 from .portable import widest
 

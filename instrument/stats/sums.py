@@ -1,7 +1,7 @@
 """The sums of tensors as a matrix, from which all statistics follow, and the merging of the sums of parts of tensors.
 
 Each way of measuring fills the same columns: the kernel and PyTorch operations on the CPU, a Triton kernel and operations on
-other devices. The formulas of `instrument.spec.statistics` are applied to columns, and only here.
+other devices. The formulas of `instrument.tables.statistics` are applied to columns, and only here.
 
 Parts of a tensor are merged by one maximum and one sum over all parts. The maximum gives the extremes. The sum then adds powers of
 values divided by the largest magnitude, so that none overflows, about the midpoint of the extremes. No element is further
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, Problem
-from ..spec.statistics import COUNTS, MAGNITUDES, REGISTERED, STATISTICS, WEIGHT, Statistic, Sum, statistic_of
+from ..tables.statistics import COUNTS, MAGNITUDES, REGISTERED, STATISTICS, WEIGHT, Statistic, Sum, statistic_of
 
 Matrix = Any
 """float64 [rows, columns]: an array of NumPy, or a tensor on any device."""
@@ -121,7 +121,7 @@ def statistic(
 
     Args:
         name: The name.
-        unit: The unit; see `instrument.spec.statistics.Statistic`.
+        unit: The unit; see `instrument.tables.statistics.Statistic`.
         meaning: The formula in words. Default: the documentation of the function.
         needs: Sums in addition to those of every tensor: new ones, or the names of others: magnitudes, cubes, fourths. PyTorch
             operations compute them, which read the tensor again.

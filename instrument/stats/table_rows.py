@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..dtensor import Shards
+from ..values.dtensor import Shards
 from .distribution import distribution
 from .merge import Array, merge_distributions, sketch
 

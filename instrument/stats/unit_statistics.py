@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..sparse import as_coo, is_sparse
+from ..values.sparse import as_coo, is_sparse
 from .directed_rounding import round_down, round_up
 from .flatten import is_on_host, stored_elements
 from .portable import count_masks

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..capture.metrics import checked_metrics
 from ..errors import InstrumentError
-from ..nested import structure
+from ..probe.metrics import checked_metrics
+from ..values.nested import structure
 
 IGNORED = -100
 """Targets that `torch.nn.functional.cross_entropy` ignores by default."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.samples import TARGET_KEYS
-from ..nested import number_of_samples
+from ..probe.samples import TARGET_KEYS
+from ..values.nested import number_of_samples
 from .base import Outcome
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nested import structure
+from ..values.nested import structure
 from .base import Generated, Outcome
 from .model_output import main_output
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..nested import iter_tensors, number_of_samples, structure
+from ..values.nested import iter_tensors, number_of_samples, structure
 from .base import IGNORED, Outcome, pair_of
 from .loss_terms import HasLoss, Loss, number_of_terms
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..config.base import parse_slice
+from ..config.experiment import OUTPUT_UNIT, output_unit_text
 from ..errors import ConfigError, Problem, similar_names
 from ..formatting import shorten
-from ..nested import iter_tensors, shape_of
-from ..spec.base import parse_slice
-from ..spec.config import OUTPUT_UNIT, output_unit_text
+from ..values.nested import iter_tensors, shape_of
 
 MAX_PATHS = 8  # in a message
 WHERE = "forward.of"

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
-from ..plan.hook_plan import is_selected
-from ..plan.modules import Layer, Layers, select_layers
-from ..plan.shape_inference import without_side_effects
-from ..spec.apply import (
+from ..config.apply import (
     AddParameterSpec,
     ApplyCallSpec,
     ApplySpec,
@@ -27,8 +23,12 @@ from ..spec.apply import (
     SetSpec,
     WrapSpec,
 )
-from ..spec.field_types import Target
-from ..targets import build, locate
+from ..errors import ConfigError, InstrumentError, Problem, similar_names, user_code_location
+from ..fields.field_types import Target
+from ..fields.targets import build, locate
+from ..plan.hook_plan import is_selected
+from ..plan.modules import Layer, Layers, select_layers
+from ..plan.shape_inference import without_side_effects
 
 
 def apply_specs(specs: Mapping[str, ApplySpec], model: nn.Module) -> None:

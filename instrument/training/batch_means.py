@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..distributed.batch_sharding import StepBatches
 from ..tasks import CountsTerms, Outcome, accuracy, mean_loss, mean_metrics
 from ..tasks.base import WeightedMean, batch_weight, is_sum, number_classified
+from .distributed.batch_sharding import StepBatches
 from .experiment import Experiment
 
 

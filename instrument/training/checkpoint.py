@@ -28,17 +28,17 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..capture.collectives import own_rank
-from ..capture.probe import Probe
-from ..distributed.torchrun import synced_errors
-from ..dtensor import full_tensor, mesh_of, pack_shards, unpack_shards
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.run_record import CHECKPOINTS, checkpoint_steps
-from ..sinks.parquet import ParquetSink
+from ..probe.collectives import own_rank
+from ..probe.probe import Probe
+from ..storage.parquet import ParquetSink
+from ..storage.run_record import CHECKPOINTS, checkpoint_steps
+from ..values.dtensor import full_tensor, mesh_of, pack_shards, unpack_shards
+from .distributed.torchrun import synced_errors
 from .experiment import Experiment
 
 if TYPE_CHECKING:
-    from ..distributed.process_group import Processes
+    from .distributed.process_group import Processes
 
 VERSION = 6
 TEMPORARY_SUFFIX = ".tmp"

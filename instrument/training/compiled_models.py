@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..capture.probe import Probe
+from ..config.experiment import CompileConfig
+from ..config.mode_checks import graph_obstacle, graph_problems
 from ..errors import ConfigError
 from ..plan.hook_plan import HookPlan
-from ..spec.config import CompileConfig
-from ..spec.mode_checks import graph_obstacle, graph_problems
+from ..probe.probe import Probe
 
 
 def prepare_compiled(model: nn.Module, plan: HookPlan) -> str | None:

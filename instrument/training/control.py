@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..capture.probe import Probe
-from ..distributed.process_group import Processes
+from ..config.run_changes import Request, Settings, parse_changes
 from ..errors import ConfigError
-from ..folders.control_folder import Answer, ControlFolder, MessageError
-from ..spec.run_changes import Request, Settings, parse_changes
+from ..probe.probe import Probe
+from ..storage.control_folder import Answer, ControlFolder, MessageError
+from .distributed.process_group import Processes
 from .schedulers import LearningRateScale
 
 SENT_TOO_EARLY = "the message was sent before the run was started or resumed"

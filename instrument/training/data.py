@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from ..distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
+from ..config.experiment import DataConfig, SliceSpec, TrainConfig
 from ..errors import ConfigError, InstrumentError, Problem, user_code_location
-from ..spec.config import DataConfig, SliceSpec, TrainConfig
-from ..spec.field_types import Target
-from ..targets import build, build_callable
+from ..fields.field_types import Target
+from ..fields.targets import build, build_callable
 from .dataset_slices import is_iterable, load_split, slice_indices
 from .datasets import DatasetMissingError
+from .distributed.batch_sharding import FULL_BATCH, BatchShard, StepBatches
 from .loader import (
     DEFAULT_OPTIONS,
     LoadedBatch,

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from ..capture.samples import TARGET_KEYS
+from ..config.experiment import SliceSpec
 from ..errors import ConfigError, Problem
-from ..spec.config import SliceSpec
-from ..spec.field_types import Target
-from ..targets import argument_names, build
+from ..fields.field_types import Target
+from ..fields.targets import argument_names, build
+from ..probe.samples import TARGET_KEYS
 from .datasets import DatasetMissingError
 from .loader import preserved_random_states, seed_random_states
 

@@ -17,28 +17,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..analysis.tensors_of_earlier_runs import RunArchive
-from ..capture.optimizer_checks import check_optimizers, flatten_optimizer
-from ..distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
-from ..distributed.strategies import Strategy, has_unused_parameters
+from ..config.experiment import RunConfig
+from ..config.record import RecordSpec
+from ..config.schedule import Evaluations
 from ..errors import ConfigError, Problem, user_code_location
-from ..nested import structure, to_device
+from ..fields.field_types import Target
+from ..fields.targets import argument_names, build
 from ..plan.cost import Length, firings_of
 from ..plan.hook_plan import HookPlan, check_not_frozen, make_plan
 from ..plan.shape_inference import InferredCalls, infer_shapes, materialize
 from ..plan.tensor_path_checks import check_functions, check_paths
+from ..probe.optimizer_checks import check_optimizers, flatten_optimizer
 from ..rules.requirements import check_rules
-from ..spec.config import RunConfig
-from ..spec.field_types import Target
-from ..spec.record import RecordSpec
-from ..spec.schedule import Evaluations
-from ..targets import argument_names, build
 from ..tasks import ForwardOnly, Generate, Task, batch_with_targets, call_task, check_outcome
 from ..tasks.forward_and_loss import Forward
 from ..tasks.model_output import LossOutput, OutputNotice, OutputUnit, captured_outputs, last_output
+from ..values.nested import structure, to_device
 from .apply import apply_specs, build_module
 from .compiled_models import compile_model
 from .data import Batches, Data, batch_sizes, build_sampler, first_batch, load_data, loader_options, samples_of
 from .device_and_seed import choose_device
+from .distributed.batch_sharding import BatchShard, StepBatches, check_batch_size
+from .distributed.strategies import Strategy, has_unused_parameters
 from .hook_trials import HookTrials, Sizes
 from .initial_weights import InitialWeights
 from .input_gradients import with_input_gradients

@@ -8,13 +8,13 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from ..capture.metrics import custom_metrics_in
-from ..capture.probe import Probe
-from ..distributed.batch_sharding import StepBatches
-from ..nested import to_device
 from ..plan.shape_inference import without_side_effects
+from ..probe.metrics import custom_metrics_in
+from ..probe.probe import Probe
 from ..tasks.base import is_sum, weighted
+from ..values.nested import to_device
 from .batch_means import batch_weights, means_over_processes
+from .distributed.batch_sharding import StepBatches
 from .experiment import Experiment
 from .input_gradients import with_input_gradients
 from .loop import Progress, StepObserver

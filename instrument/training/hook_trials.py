@@ -16,17 +16,17 @@ from ..actions.base import NotKeptError, StepContext
 from ..actions.builtin.call import CallSpec
 from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import RunArchive
+from ..config.hook_specs import HookSpec
+from ..config.modify import FunctionSpec
+from ..config.record import StatisticsSpec
+from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem
-from ..kinds.attached_hook import AttachedHook
-from ..kinds.clock import Clock
-from ..nested import iter_tensors
+from ..hooks.attached_hook import AttachedHook
+from ..hooks.clock import Clock
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfit, stand_in
 from ..plan.hook_plan import HookPlan, Site
-from ..spec.hooks import HookSpec
-from ..spec.modify import FunctionSpec
-from ..spec.record import StatisticsSpec
-from ..spec.schedule import STEP_PHASES
+from ..values.nested import iter_tensors
 
 Sizes = Callable[[int], Sequence[int]]
 """Gets a step. Returns the number of samples in each of its batches, over all processes."""

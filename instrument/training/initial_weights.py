@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..analysis.saved_weights import WEIGHTS
-from ..dtensor import join_shards
 from ..errors import ConfigError, Problem, similar_names
-from ..folders.run_record import CHECKPOINTS, checkpoint_steps, read_record
 from ..formatting import shorten
+from ..storage.run_record import CHECKPOINTS, checkpoint_steps, read_record
+from ..values.dtensor import join_shards
 
 WHERE = "init_from"
 CONTAINERS = ("state_dict", "model_state_dict", "model")  # keys under which training scripts save a state dict

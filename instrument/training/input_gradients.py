@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..nested import map_tensors
+from ..values.nested import map_tensors
 
 
 def with_input_gradients(batch: Any) -> Any:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
-from ..distributed.batch_sharding import FULL_BATCH, BatchShard
+from .distributed.batch_sharding import FULL_BATCH, BatchShard
 
 
 class LoadedBatch(NamedTuple):

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.probe import Probe
-from ..distributed.batch_sharding import StepBatches
-from ..dtensor import full_tensor
+from ..config.schedule import Evaluations
 from ..errors import InstrumentError
-from ..nested import to_device
-from ..sparse import coalesce, is_sparse
-from ..spec.schedule import Evaluations
+from ..probe.probe import Probe
 from ..tasks import Outcome, call_task
 from ..tasks.base import batch_weight, weighted
+from ..values.dtensor import full_tensor
+from ..values.nested import to_device
+from ..values.sparse import coalesce, is_sparse
 from .batch_means import batch_weights, means_over_processes
+from .distributed.batch_sharding import StepBatches
 from .experiment import Experiment
 from .probe_batch import has_probe_pass, run_probe_batch
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ..distributed.batch_sharding import BatchShard
+from ..config.experiment import RunConfig
 from ..errors import ConfigError, Problem
-from ..nested import to_device
 from ..plan.shape_inference import without_side_effects
-from ..spec.config import RunConfig
 from ..tasks import CountsTerms, KLDivergence, NextToken, Task, WassersteinGAN
 from ..tasks.base import batch_weight, is_sum, weighted
 from ..tasks.loss_terms import is_pytorch_loss
+from ..values.nested import to_device
 from .data import first_batch
+from .distributed.batch_sharding import BatchShard
 from .loader import LoaderOptions
 
 _TOLERANCE = 1e-3  # of float32; kernels round batches of different sizes differently

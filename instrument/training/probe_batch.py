@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from ..capture.collectives import own_rank
-from ..capture.probe import Probe
-from ..nested import to_device
 from ..plan.shape_inference import without_side_effects
+from ..probe.collectives import own_rank
+from ..probe.probe import Probe
 from ..tasks import call_task
 from ..tasks.base import weighted
+from ..values.nested import to_device
 from .batch_means import batch_weights, means_over_processes
 from .experiment import Experiment
 from .input_gradients import with_input_gradients

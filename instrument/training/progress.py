@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.run_files import size_on_disk
 from ..formatting import human_bytes
+from ..storage.run_files import size_on_disk
 from .loop import Progress
 
 PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.

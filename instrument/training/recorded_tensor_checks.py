@@ -13,13 +13,13 @@ import pandas as pd
 
 from ..actions.builtin.recorded import RecordedSpec
 from ..analysis.tensors_of_earlier_runs import Place, RunArchive
+from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, Problem, similar_names
+from ..fields.globs import matches
 from ..formatting import shorten
 from ..plan.cost import Length, firings_of
 from ..plan.hook_plan import HookPlan
 from ..plan.shape_inference import InferredCalls, calls_at
-from ..spec.globs import matches
-from ..spec.schedule import STEP_PHASES
 
 Locations = Mapping[Place, tuple[int, ...]]
 """The shapes that tensors have in the first batch, by their location in the model."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config.run_changes import RepeatedChanges
 from ..errors import ConfigError, Problem
-from ..folders.run_record import environment_differences
-from ..spec.run_changes import RepeatedChanges
+from ..storage.run_record import environment_differences
 
 
 @dataclass(frozen=True)

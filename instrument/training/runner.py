@@ -12,30 +12,30 @@ import torch
 
 from .. import report
 from ..analysis.replay import replay
-from ..analysis.run_files import RunFiles
-from ..capture.collectives import own_rank
-from ..capture.probe import Probe
-from ..distributed.process_group import Processes
-from ..distributed.strategies import choose_strategy
-from ..distributed.torchrun import process_group, stop_together, synced_errors
+from ..config.experiment import TRACKERS, RunConfig
+from ..config.run_changes import Settings
 from ..errors import ConfigError, InstrumentError, Problem
-from ..folders.run_folder import RunFolder, WorkerRunFolder
-from ..folders.run_record import config_hash
-from ..folders.run_upload import RemoteCopy
-from ..sinks.custom import CustomSink
-from ..sinks.parquet import ParquetSink
-from ..sinks.parts import remove_rows_after_checkpoint
-from ..sinks.tee import TeeSink
-from ..sinks.tracking import TrackedRun, open_tracker, require
-from ..spec.config import TRACKERS, RunConfig
-from ..spec.run_changes import Settings
+from ..fields.targets import build
+from ..probe.collectives import own_rank
+from ..probe.probe import Probe
 from ..stats.device_choice import measured_by
 from ..stats.kernel import KERNEL
-from ..targets import build
+from ..storage.custom import CustomSink
+from ..storage.parquet import ParquetSink
+from ..storage.parts import remove_rows_after_checkpoint
+from ..storage.run_files import RunFiles
+from ..storage.run_folder import RunFolder, WorkerRunFolder
+from ..storage.run_record import config_hash
+from ..storage.run_upload import RemoteCopy
+from ..storage.tee import TeeSink
+from ..trackers.tracking import TrackedRun, open_tracker, require
 from .checkpoint import Checkpoints, restore, restore_random, save_weights
 from .compiled_models import reported_graph_breaks
 from .control import Control
 from .device_and_seed import process_state
+from .distributed.process_group import Processes
+from .distributed.strategies import choose_strategy
+from .distributed.torchrun import process_group, stop_together, synced_errors
 from .environment import code_hashes, dataset_hashes, hardware
 from .experiment import Experiment, prepare
 from .forward import run_forward

@@ -19,13 +19,13 @@ from rich.text import Text
 
 from ..analysis.findings import Finding, findings
 from ..analysis.load import Run, load
-from ..analysis.run_files import size_on_disk
 from ..analysis.summary import recorded
+from ..config.description import describe_forward
 from ..formatting import human_bytes
 from ..plan.cost import Forecast
 from ..plan.display import plan_view
 from ..report import command_for
-from ..spec.description import describe_forward
+from ..storage.run_files import size_on_disk
 from .compiled_models import place_of_hooks
 from .experiment import Experiment
 from .progress import Show, metric_texts, progress_bar, progress_lines, warnings_only

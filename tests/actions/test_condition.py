@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 import instrument
 from instrument.actions.base import Context
 from instrument.actions.clip import clip_norm
-from instrument.capture.probe import Probe
+from instrument.config.parse import parse_hooks
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
-from instrument.sinks.memory import MemorySink
-from instrument.spec.parse import parse_hooks
+from instrument.probe.probe import Probe
+from instrument.storage.memory import MemorySink
 
 STEPS = 18
 SPIKES = (9, 15, 16)

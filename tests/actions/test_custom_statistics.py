@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import instrument
 from instrument.actions.base import StepContext
 from instrument.actions.measurement import Measurement
-from instrument.distributed.unsupported import reduce_problems
-from instrument.sinks.tags import scalars
-from instrument.spec.parse import parse_config, parse_hooks
-from instrument.spec.record import RecordSpec
+from instrument.config.parse import parse_config, parse_hooks
+from instrument.config.record import RecordSpec
+from instrument.trackers.tags import scalars
+from instrument.training.distributed.unsupported import reduce_problems
 from instrument.training.experiment import prepare
 
 
@@ -149,7 +149,7 @@ def test_report_contains_custom_statistics(sweep: instrument.Run) -> None:
 
 def test_export_and_trackers_contain_custom_statistics(tmp_path: Path) -> None:
     from instrument.analysis.exports import write_csv
-    from instrument.analysis.run_files import RunFiles
+    from instrument.storage.run_files import RunFiles
 
     probe = record({"mine": hook(spread)})
     row = probe.sink.rows["stats"][0]

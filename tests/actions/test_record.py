@@ -23,11 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import instrument
 from instrument.actions.record import Record, select_part
 from instrument.actions.selection import Selector
-from instrument.capture.recorder import Recorder
-from instrument.dtensor import Shards, shards_of
-from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, COUNTS, DEFAULT, STATISTICS
+from instrument.config.parse import parse_hooks
+from instrument.probe.recorder import Recorder
 from instrument.stats.spectrum import Spectrum
+from instrument.tables.statistics import ALL, COUNTS, DEFAULT, STATISTICS
+from instrument.values.dtensor import Shards, shards_of
 
 
 def spec(**fields: Any) -> dict[str, Any]:

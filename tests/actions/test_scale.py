@@ -11,7 +11,7 @@ import torch
 
 import instrument
 from instrument.actions.scale import scale, scale_channels
-from instrument.spec.parse import parse_hooks
+from instrument.config.parse import parse_hooks
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import ConfigError, HookError
-from instrument.distributed.unsupported import shard_problems
-from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import DEFAULT
+from instrument.config.parse import parse_hooks
+from instrument.tables.statistics import DEFAULT
+from instrument.training.distributed.unsupported import shard_problems
 
 SEQUENCE = torch.randn(3, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))  # [N, T, C]
 IMAGES = torch.randn(3, 4, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))  # [N, C, H, W]

@@ -13,7 +13,7 @@ from torch import nn
 
 from instrument.actions.base import Context, StepContext
 from instrument.analysis.tensors_of_earlier_runs import RunArchive
-from instrument.sinks.parquet import ParquetSink
+from instrument.storage.parquet import ParquetSink
 
 BATCH = np.arange(12, dtype=np.float32).reshape(6, 2)
 
@@ -34,7 +34,7 @@ def context(rank: int = 0, **changed: Any) -> Context:
 
 def recorded(folder: Path, ranks: int, scope: str, monkeypatch: pytest.MonkeyPatch, **changed: Any) -> str:
     """Write a run whose processes each recorded a batch shard, or the full batch if they all have the same."""
-    from instrument.capture.row_cells import identity_columns
+    from instrument.probe.row_cells import identity_columns
 
     folder.mkdir()
     (folder / "run.json").write_text(json.dumps({"status": "done", "ranks": ranks, "config": {}}))

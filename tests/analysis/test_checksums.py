@@ -22,12 +22,12 @@ from tiers import tiered
 import instrument
 from instrument import InstrumentError
 from instrument.analysis.new_rows import NewRows, RowsRemovedError
-from instrument.analysis.run_files import RunFiles
-from instrument.sinks.checksums import LOCAL_FILES, DamagedFileError
-from instrument.sinks.compaction import compact
-from instrument.sinks.journal import Journal, JournalReader
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.tables import TABLES
+from instrument.storage.checksums import LOCAL_FILES, DamagedFileError
+from instrument.storage.compaction import compact
+from instrument.storage.journal import Journal, JournalReader
+from instrument.storage.parquet import ParquetSink
+from instrument.storage.run_files import RunFiles
+from instrument.tables.schemas import TABLES
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 STEPS = 6
@@ -192,7 +192,7 @@ ENDING = """
 import atexit, sys, threading, time
 in_use = []
 atexit.register(lambda: print(len(in_use)))  # called after the functions that are registered later
-from instrument.sinks.checksums import open_checked
+from instrument.storage.checksums import open_checked
 in_use.append(open_checked(sys.argv[1]))
 threading.Thread(target=lambda: (time.sleep(0.1), in_use.clear()), daemon=True).start()
 """

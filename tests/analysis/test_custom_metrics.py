@@ -17,13 +17,13 @@ from torch import nn
 import instrument
 from instrument.analysis.exports import write_csv
 from instrument.analysis.rule_events import rule_events
-from instrument.analysis.run_files import RunFiles
 from instrument.comparison.compare import _metrics
-from instrument.live.live_run import LiveRun
+from instrument.config.parse import parse_rules
 from instrument.plot import compare
 from instrument.report.charts import metric_curves
+from instrument.report.live_run import LiveRun
 from instrument.report.run_history import history_of
-from instrument.spec.parse import parse_rules
+from instrument.storage.run_files import RunFiles
 
 HOOKS = {"seen": {"layers": ".", "kind": "forward", "action": "record"}}
 RETURNS = [20.0, 21.0, math.nan, 23.0]

@@ -23,9 +23,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis.features import _recorded_positions
-from instrument.analysis.run_files import RunFiles
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.base import parse_slice
+from instrument.config.base import parse_slice
+from instrument.storage.parquet import ParquetSink
+from instrument.storage.run_files import RunFiles
 from instrument.training.datasets import random_tensors
 
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
@@ -138,7 +138,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         return record(HOOKS, None)
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "bytes":
-            patched.setattr("instrument.sinks.tensors.ROW_GROUP_BYTES", 100)
+            patched.setattr("instrument.storage.tensors.ROW_GROUP_BYTES", 100)
         return record(HOOKS, tmp_path_factory.mktemp("features") / "run")
 
 
@@ -157,7 +157,7 @@ def test_features_equal_a_hand_written_hook(run: instrument.Run) -> None:
 
 
 def test_features_in_small_row_groups_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.sinks.tensors.ROW_GROUP_BYTES", 100)
+    monkeypatch.setattr("instrument.storage.tensors.ROW_GROUP_BYTES", 100)
     X, _, ids = record({"pool": HOOKS["pool"]}, tmp_path / "run").features("avgpool")
     assert np.array_equal(X, expected(lambda model: model.avgpool)[:, :, 0, 0])
     assert np.array_equal(ids, np.arange(23))

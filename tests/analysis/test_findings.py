@@ -13,9 +13,9 @@ import pytest
 import instrument
 from instrument.analysis.findings import Finding, findings
 from instrument.commands.findings import main
-from instrument.kinds.reasons import NEVER_DUE, NO_INPUT_GRAPH
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.tables import TABLES
+from instrument.storage.parquet import ParquetSink
+from instrument.tables.reasons import NEVER_DUE, NO_INPUT_GRAPH
+from instrument.tables.schemas import TABLES
 
 USUAL: dict[str, Any] = {
     "step": 0,

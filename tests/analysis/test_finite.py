@@ -19,7 +19,7 @@ from instrument.analysis.means_over_steps import means_of
 from instrument.analysis.plot_data import matrices
 from instrument.report.charts import charts
 from instrument.report.run_history import history_of
-from instrument.spec.tables import TABLES
+from instrument.tables.schemas import TABLES
 
 GRADIENT = {"kind": "parameter_grad", "role": "param_grad"}
 OUTPUT = {"kind": "forward", "role": "output"}

@@ -13,7 +13,7 @@ import pytest
 from run_folders import stats_row
 
 import instrument
-from instrument.sinks.parquet import ParquetSink
+from instrument.storage.parquet import ParquetSink
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = ("train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import InstrumentError, InstrumentWarning
-from instrument.analysis import layer_comparison, layer_similarity
+from instrument.analysis import layer_similarity
+from instrument.interpret import layer_comparison
 from instrument.plot import layer_similarity as plot
 
 RECORD = {"layers": "*", "kind": "forward", "action": "record", "stats": "none", "tensors": True}

@@ -17,7 +17,7 @@ from run_folders import stats_row
 
 import instrument
 from instrument.analysis.tensor_images import maps_in
-from instrument.sinks.parquet import ParquetSink
+from instrument.storage.parquet import ParquetSink
 
 
 def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from tiers import tiered
 
 import instrument
 from instrument.analysis.means_over_steps import LOCATION_COLUMNS, MEASURED_TABLES, Means, means_of
-from instrument.spec.tables import TABLES
+from instrument.tables.schemas import TABLES
 
 CELL = st.one_of(st.none(), st.sampled_from([math.nan, math.inf, -math.inf]), st.floats(-1e9, 1e9))
 

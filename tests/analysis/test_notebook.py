@@ -13,8 +13,8 @@ import pytest
 import instrument
 from instrument.analysis import notebook
 from instrument.analysis.load import Run
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.tables import TABLES
+from instrument.storage.parquet import ParquetSink
+from instrument.tables.schemas import TABLES
 
 EVIL = "<script>alert('x')</script>"
 INFO: dict[str, Any] = {

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import InstrumentError
-from instrument.analysis import logit_lens, output_projection
+from instrument.analysis import logit_lens
+from instrument.interpret import output_projection
 from instrument.plot import logit_lens as plot
 
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}

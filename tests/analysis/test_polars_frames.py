@@ -18,11 +18,11 @@ import instrument
 from instrument import InstrumentError, InstrumentWarning
 from instrument.analysis import polars_frames
 from instrument.analysis.query_sources import TableFiles
-from instrument.analysis.run_files import RunFiles
-from instrument.sinks.parts import Part
-from instrument.sinks.recovery import recover
-from instrument.sinks.remote_folder import RemoteFolder
-from instrument.sinks.remote_transfer import send_all
+from instrument.storage.parts import Part
+from instrument.storage.recovery import recover
+from instrument.storage.remote_folder import RemoteFolder
+from instrument.storage.remote_transfer import send_all
+from instrument.storage.run_files import RunFiles
 
 RUN, LAYER, STEP, ODD, LR, NAME = (pl.col(name) for name in ("run", "layer", "step", "odd", "lr", "name"))
 

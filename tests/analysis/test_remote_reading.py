@@ -21,14 +21,14 @@ from waiting import TIMEOUT
 
 import instrument
 from instrument import ConfigError, InstrumentError
-from instrument.analysis.folders import NoRunError
-from instrument.analysis.run_files import RunFiles
 from instrument.commands.export import main as export
 from instrument.commands.report import main as report
-from instrument.sinks.parts import Part, new_part
-from instrument.sinks.remote_folder import RemoteFolder, folder_at
-from instrument.sinks.remote_transfer import send_all
-from instrument.spec.tables import TABLES
+from instrument.storage.parts import Part, new_part
+from instrument.storage.remote_folder import RemoteFolder, folder_at
+from instrument.storage.remote_transfer import send_all
+from instrument.storage.run_files import RunFiles
+from instrument.storage.run_search import NoRunError
+from instrument.tables.schemas import TABLES
 
 HOOKS = {
     "acts": {"layers": "*", "kind": "forward", "action": "record", "tensors": True, "samples": 1},

@@ -21,15 +21,15 @@ from tiers import tiered
 
 import instrument
 from instrument import InstrumentError, InstrumentWarning
-from instrument.analysis.run_files import RunFiles, size_on_disk
 from instrument.commands import recover
-from instrument.sinks.journal import Journal, JournalReader
-from instrument.sinks.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
-from instrument.sinks.lock import FolderLock
-from instrument.sinks.parquet import ParquetSink
-from instrument.sinks.parts import Part
-from instrument.sinks.recovery import recover as recover_files
-from instrument.spec.tables import TABLES
+from instrument.storage.journal import Journal, JournalReader
+from instrument.storage.journal_truncation_check import CHECKSUM, PAIR, RowCounts, read_counts
+from instrument.storage.lock import FolderLock
+from instrument.storage.parquet import ParquetSink
+from instrument.storage.parts import Part
+from instrument.storage.recovery import recover as recover_files
+from instrument.storage.run_files import RunFiles, size_on_disk
+from instrument.tables.schemas import TABLES
 
 KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 METRICS = (0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
@@ -324,7 +324,7 @@ def test_process_killed_at_any_moment_leaves_no_problem(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Journal, "append", append)
     monkeypatch.setattr(RowCounts, "write", write)
-    monkeypatch.setattr("instrument.sinks.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts in the meantime
+    monkeypatch.setattr("instrument.storage.parquet.ROWS_JOURNAL_BYTES", 6000)  # some become parts in the meantime
     folder.mkdir()
     sink, done = ParquetSink(folder), 0
     for step in range(4):

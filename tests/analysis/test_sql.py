@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis import query_sources
-from instrument.analysis.run_files import RunFiles
-from instrument.sinks.parquet import ParquetSink
-from instrument.sinks.parts import Part
-from instrument.spec.tables import TABLES
+from instrument.storage.parquet import ParquetSink
+from instrument.storage.parts import Part
+from instrument.storage.run_files import RunFiles
+from instrument.tables.schemas import TABLES
 
 STEPS = 6
 

@@ -17,7 +17,7 @@ from waiting import TIMEOUT
 
 import instrument
 from instrument.commands.validation_callback import reserve_folder
-from instrument.sinks.remote_folder import SWEEP_RECORD
+from instrument.storage.remote_folder import SWEEP_RECORD
 
 TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2")
 Cli = Callable[..., Any]

@@ -9,9 +9,9 @@ import pytest
 
 import instrument
 from instrument.commands import compact, recover, upload
-from instrument.sinks.lock import FolderLock
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.tables import TABLES
+from instrument.storage.lock import FolderLock
+from instrument.storage.parquet import ParquetSink
+from instrument.tables.schemas import TABLES
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def test_command_waits_for_the_lock_of_the_folder(
     main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert callable(main)
-    monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
-    monkeypatch.setattr("instrument.sinks.lock.is_written", lambda _: False)  # the run started after the check
+    monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
+    monkeypatch.setattr("instrument.storage.lock.is_written", lambda _: False)  # the run started after the check
     lock = FolderLock(killed)
     assert lock.acquire()
     assert main([str(killed)]) == 1
@@ -51,7 +51,7 @@ def test_command_waits_for_the_lock_of_the_folder(
 def test_upload_does_not_recover_a_locked_run(
     killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.01)
+    monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
     for module in ("sinks.lock", "commands.upload"):
         monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
     lock = FolderLock(killed)

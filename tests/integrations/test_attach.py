@@ -15,7 +15,7 @@ from torch import nn
 
 import instrument
 from instrument import ConfigError, HookError, InstrumentWarning
-from instrument.spec.parse import parse_hooks
+from instrument.config.parse import parse_hooks
 
 SPECS: dict[str, Any] = {
     "seen": {"layers": "**", "kind": "forward", "action": "record"},

@@ -13,7 +13,7 @@ from clipped_gradients import check_recorded, keep_gradients
 from torch import nn
 
 import instrument
-from instrument.nested import number_of_samples, to_device
+from instrument.values.nested import number_of_samples, to_device
 
 if TYPE_CHECKING:
     from instrument.integrations.transformers import TransformersCallback

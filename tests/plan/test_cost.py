@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from instrument.config.experiment import TrainConfig
+from instrument.config.schedule import Evaluations
 from instrument.plan.cost import Length
-from instrument.spec.config import TrainConfig
-from instrument.spec.schedule import Evaluations
 from instrument.training.data import Batches
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import ConfigError
+from instrument.config.parse import parse_hooks
 from instrument.errors import Problem
-from instrument.nested import iter_tensors
 from instrument.plan.dimension_checks import check_parameters, misfit
 from instrument.plan.hook_plan import make_plan
-from instrument.spec.parse import parse_hooks
+from instrument.values.nested import iter_tensors
 
 
 class Net(nn.Module):

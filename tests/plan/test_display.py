@@ -11,12 +11,12 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from instrument.config.parse import parse_hooks
+from instrument.config.schedule import Evaluations
 from instrument.plan.cost import Cost, Forecast, Length, firings_of
 from instrument.plan.display import describe_action, plan_notes, plan_view
 from instrument.plan.hook_plan import HookPlan, make_plan
 from instrument.plan.shape_inference import InferredCalls, infer_shapes
-from instrument.spec.parse import parse_hooks
-from instrument.spec.schedule import Evaluations
 
 
 class Small(nn.Module):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError, Problem
 from instrument.plan.hook_plan import HookPlan, check_not_frozen, make_plan
-from instrument.spec.parse import parse_hooks
 
 
 class Tied(nn.Module):

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from instrument.errors import ConfigError, Problem
+from instrument.fields.field_types import Selection
 from instrument.plan.modules import Layers, select_layers
-from instrument.spec.field_types import Selection
 
 
 class MyConv(nn.Conv2d):

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from instrument import ConfigError
+from instrument.config.parse import parse_hooks
 from instrument.errors import Problem
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.plan.tensor_path_checks import check_functions, check_paths
-from instrument.spec.parse import parse_hooks
 
 MODEL = nn.Sequential(nn.LSTM(4, 8, batch_first=True))
 

@@ -15,7 +15,7 @@ from tiers import tiered
 import instrument
 from instrument import InstrumentError
 from instrument.plot import gradient_flow
-from instrument.spec.statistics import USUAL_UPDATE_RATIOS
+from instrument.tables.statistics import USUAL_UPDATE_RATIOS
 
 PARAMETERS = ["0.weight", "0.bias", "3.weight", "3.bias"]
 

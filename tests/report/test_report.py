@@ -24,16 +24,16 @@ from torch import nn
 
 import instrument
 from instrument import InstrumentError
-from instrument.analysis.folders import NoRunError
 from instrument.analysis.tensor_images import maps_in
 from instrument.commands.report import main
-from instrument.pip_extras import pip_command
+from instrument.fields.pip_extras import pip_command
 from instrument.report import Report, make
 from instrument.report.charts import charts
 from instrument.report.numbers import rounded
 from instrument.report.run_history import history_of
 from instrument.report.sweep_page import content
 from instrument.rules.step_rows import location_name
+from instrument.storage.run_search import NoRunError
 
 TOLERANCE = 1e-5  # the page has six digits
 

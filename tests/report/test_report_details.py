@@ -17,8 +17,8 @@ import instrument
 from instrument.report import make
 from instrument.report.charts import metric_curves
 from instrument.report.run_history import history_of
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.tables import TABLES
+from instrument.storage.parquet import ParquetSink
+from instrument.tables.schemas import TABLES
 
 ACTS = {"layers": "**", "kind": "forward", "action": "record"}
 GRADIENTS = {"layers": "**", "kind": "parameter_grad", "action": "record"}

@@ -21,7 +21,7 @@ from torch.optim import LBFGS, SGD, Adadelta, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import instrument
-from instrument.spec.rules import default_rules
+from instrument.config.rules import default_rules
 
 HOOK_SETS = ("inputs", "activations", "gradients", "parameters", "dead_relu")
 ARGUMENTS = {"layers": "**", "kind": "forward_pre", "action": "record", "every": 10}

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers import tiered
 
+from instrument.config.rules import default_rules
 from instrument.rules.rule_set import RuleEvent
-from instrument.spec.rules import default_rules
 from tests.rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, rule_set
 
 WATCH = {"watch": "seen", "stat": "mean", "above": 4.0, "for": 2}

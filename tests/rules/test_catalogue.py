@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from rule_rows import GRADIENT, INPUT, OUTPUT, PARAMETER, UPDATE, Step, feed, fired, rule_set, values
 
+from instrument.config.parse import parse_rules
+from instrument.config.rules import RULES, RuleBase, default_rules
 from instrument.errors import ConfigError
 from instrument.rules.rule import CatalogueRule, Firing
 from instrument.rules.rule_set import MAX_EVENTS, RuleEvent, RuleSet
 from instrument.rules.step_rows import StepRows
-from instrument.spec.parse import parse_rules
-from instrument.spec.rules import RULES, RuleBase, default_rules
 
 NOISE = [1.0, 1.3, 0.8, 1.1, 0.9] * 6
 CONV = {**OUTPUT, "layer": "b", "module_type": "Conv2d"}

@@ -13,10 +13,10 @@ from torch import nn
 
 import instrument
 from instrument import MemorySink
-from instrument.capture.device_copy import Transfer
-from instrument.capture.probe import Probe
+from instrument.config.spec_file import read_rules, read_specs
 from instrument.plan.hook_plan import make_plan
-from instrument.spec.spec_file import read_rules, read_specs
+from instrument.probe.probe import Probe
+from instrument.stats.device_copy import Transfer
 
 WATCH = {"layers": "*", "kind": "forward", "action": "record"}
 INJECT_NAN = {"layers": "0", "kind": "forward", "action": "modify", "fn": "nan", "count": 2, "start": 3}

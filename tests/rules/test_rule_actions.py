@@ -21,17 +21,17 @@ from torch import nn
 
 import instrument
 from instrument.analysis.rule_events import rule_events
-from instrument.capture.probe import Probe
-from instrument.capture.rule_actions import RuleActions
 from instrument.commands.findings import main
 from instrument.commands.sweep import main as list_jobs
+from instrument.config.parse import parse_hooks, parse_rules
+from instrument.config.rules import default_rules
+from instrument.config.spec_file import read_rules
 from instrument.integrations.attached_probe import AttachedProbe
 from instrument.plan.hook_plan import make_plan
+from instrument.probe.probe import Probe
+from instrument.probe.rule_actions import RuleActions
 from instrument.rules.rule_set import RuleEvent, RuleSet
-from instrument.spec.parse import parse_hooks, parse_rules
-from instrument.spec.rules import default_rules
-from instrument.spec.spec_file import read_rules
-from instrument.sweeps.optuna_checks import worst_score
+from instrument.training.sweeps.optuna_checks import worst_score
 
 Cli = Callable[..., Answer]
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from instrument import ConfigError
+from instrument.config.parse import parse_hooks, parse_rules
+from instrument.config.rules import default_rules
 from instrument.rules.requirements import check_rules
-from instrument.spec.parse import parse_hooks, parse_rules
-from instrument.spec.rules import default_rules
 
 HOOKS = parse_hooks(
     {

@@ -9,12 +9,12 @@ import torch
 from test_rule_actions import LARGE, SEEN, attached, net, run_steps
 
 import instrument
-from instrument.capture.probe import Probe
+from instrument.config.parse import parse_hooks, parse_rules
 from instrument.errors import ConfigError
 from instrument.plan.hook_plan import make_plan
+from instrument.probe.probe import Probe
 from instrument.rules.requirements import check_rules
-from instrument.sinks.memory import MemorySink
-from instrument.spec.parse import parse_hooks, parse_rules
+from instrument.storage.memory import MemorySink
 
 BIG = {"big": LARGE}  # fires at the steps 2 and 6
 HALVE = {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5, "when": "big"}

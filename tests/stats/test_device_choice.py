@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import instrument
-from instrument.spec.statistics import ALL, STATISTICS
 from instrument.stats import device_choice, device_kernel
 from instrument.stats.device_kernel import DTYPES, histogram_by_kernel, measure_batch_by_kernel, measure_by_kernel
 from instrument.stats.device_sums import DeviceSums, device_memory
@@ -27,6 +26,7 @@ from instrument.stats.distribution import distribution, distribution_on_device
 from instrument.stats.measure import Measured, measure_statistics
 from instrument.stats.portable import portable_sums
 from instrument.stats.sums import MEASURED_COLUMNS, needs_of
+from instrument.tables.statistics import ALL, STATISTICS
 
 # On a GPU, which Triton's interpreter imitates, operations on NaN do not warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

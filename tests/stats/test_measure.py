@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
-from instrument.spec.statistics import ALL, DEFAULT, MAGNITUDES, STATISTICS
 from instrument.stats import device_kernel, kernel
 from instrument.stats.device_choice import measure_on_device
 from instrument.stats.device_sums import DeviceSums, device_memory
@@ -30,6 +29,7 @@ from instrument.stats.flatten import as_vector
 from instrument.stats.measure import Measured, measure, measure_statistics
 from instrument.stats.portable import further_sums
 from instrument.stats.sums import INDEX, MEASURED_COLUMNS, needs_of
+from instrument.tables.statistics import ALL, DEFAULT, MAGNITUDES, STATISTICS
 
 # On a GPU, which Triton's interpreter imitates, operations on NaN do not warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

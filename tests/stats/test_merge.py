@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from instrument.spec.statistics import ALL, SATURATED, STATISTICS, WEIGHT
 from instrument.stats.distribution import SAMPLE, distribution
 from instrument.stats.measure import measure, measure_statistics
 from instrument.stats.merge import merge_distributions, merge_units, pack_units, sketch
 from instrument.stats.sums import extremes, merged, needs_of, statistics_of, totals
 from instrument.stats.unit_statistics import count_saturated, dead_units
+from instrument.tables.statistics import ALL, SATURATED, STATISTICS, WEIGHT
 
 NAMES = tuple(name for name in ALL if all(need.term is not None for need in STATISTICS[name].needs))
 EXACT = {"numel", "min", "max", "abs_max", "nan_count", "inf_count", "zero_fraction", "negative_fraction", "l0"}

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import instrument
 from instrument.errors import ConfigError
-from instrument.spec.statistics import REGISTERED
 from instrument.stats import sums
 from instrument.stats.measure import measure
 from instrument.stats.sums import INDEX, extremes, merged, needs_of, statistics_of, totals
+from instrument.tables.statistics import REGISTERED
 
 RECORD = {"layers": ".", "kind": "forward", "action": "record"}
 

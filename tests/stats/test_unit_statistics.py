@@ -15,10 +15,10 @@ from torch import nn
 
 import instrument
 from instrument.actions.record import Record
+from instrument.config.parse import parse_hooks
 from instrument.errors import ConfigError
-from instrument.spec.parse import parse_hooks
-from instrument.spec.statistics import ALL, DEFAULT
 from instrument.stats.unit_statistics import count_saturated, dead_units, saturation_limits, unit_dim
+from instrument.tables.statistics import ALL, DEFAULT
 
 RECORD = {"layers": "**", "kind": "forward", "action": "record"}
 

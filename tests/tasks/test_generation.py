@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import instrument
 from instrument import MemorySink, Probe
-from instrument.spec.config import DataConfig
-from instrument.spec.parse import parse_config
+from instrument.config.experiment import DataConfig
+from instrument.config.parse import parse_config
 from instrument.tasks import Generate, Outcome, check_outcome
 from instrument.training.data import loader_options
 from instrument.training.datasets import Prompts

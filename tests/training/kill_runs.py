@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-import instrument.sinks.parquet
-import instrument.sinks.tensors
-from instrument.spec.parse import parse_config
+import instrument.storage.parquet
+import instrument.storage.tensors
+from instrument.config.parse import parse_config
 from instrument.training.loop import Progress
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
@@ -60,9 +60,9 @@ class ReportingTerminal(Terminal):
 
 def child(folder: Path, pipe: int, row_group_bytes: int) -> None:
     torch.set_num_threads(1)
-    instrument.sinks.parquet.ROWS_JOURNAL_BYTES = 30_000
-    instrument.sinks.parquet.TENSORS_JOURNAL_BYTES = 20_000
-    instrument.sinks.tensors.ROW_GROUP_BYTES = row_group_bytes
+    instrument.storage.parquet.ROWS_JOURNAL_BYTES = 30_000
+    instrument.storage.parquet.TENSORS_JOURNAL_BYTES = 20_000
+    instrument.storage.tensors.ROW_GROUP_BYTES = row_group_bytes
     run(parse_config(CONFIG), folder, ReportingTerminal(pipe), raw=CONFIG, overrides={})
 
 

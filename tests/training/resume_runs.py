@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import instrument.sinks.parquet
-from instrument.spec.parse import parse_config
+import instrument.storage.parquet
+from instrument.config.parse import parse_config
 from instrument.training.loop import Progress
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
@@ -130,7 +130,7 @@ def train_in_a_process(config: dict[str, Any], folder: Path, terminal: Terminal)
         return os.waitpid(process, 0)[1]
     try:
         torch.set_num_threads(1)
-        instrument.sinks.parquet.ROWS_JOURNAL_BYTES = 40_000
+        instrument.storage.parquet.ROWS_JOURNAL_BYTES = 40_000
         parsed = parse_config({**config, "resume": str(folder) if folder.exists() else None})
         run(parsed, folder, terminal, raw=config, overrides={})
         os._exit(0)

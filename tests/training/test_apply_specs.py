@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 from torch.nn.utils.parametrize import register_parametrization
 
 from instrument import ConfigError
-from instrument.spec.parse import parse_apply
+from instrument.config.parse import parse_apply
 from instrument.training.apply import apply_specs
 
 CALLS: list[tuple[str, str]] = []

@@ -23,10 +23,10 @@ import instrument
 from instrument import ConfigError, HookError
 from instrument.actions.base import Context
 from instrument.commands import control
-from instrument.folders import control_folder
-from instrument.folders.control_folder import ControlFolder, MessageError, send
-from instrument.sinks.lock import FolderLock
-from instrument.spec.run_changes import RunChange, Settings, parse_changes
+from instrument.config.run_changes import RunChange, Settings, parse_changes
+from instrument.storage import control_folder
+from instrument.storage.control_folder import ControlFolder, MessageError, send
+from instrument.storage.lock import FolderLock
 
 STEPS = 10
 FIRST = ["hooks.acts.every=1", "hooks.tame.norm=0.001", "lr_scale=0.5"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from instrument import ConfigError
-from instrument.spec.config import DataConfig, SliceSpec, TrainConfig
+from instrument.config.experiment import DataConfig, SliceSpec, TrainConfig
 from instrument.training.data import Batches, first_batch, load_data
 from instrument.training.dataset_slices import slice_indices
 from instrument.training.datasets import digits, random_tensors

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from instrument import ConfigError, MemorySink, Probe
-from instrument.dry_run.cost_of_run import dry_run
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.training.dry_run.cost_of_run import dry_run
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
 

@@ -18,8 +18,8 @@ from training_runs import resume_here, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
-from instrument.capture.probe import Probe
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
 from instrument.training import forward
 from instrument.training.checkpoint import Checkpoints

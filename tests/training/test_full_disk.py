@@ -20,7 +20,7 @@ from tiers import tiered
 from waiting import wait_until, wait_until_training
 
 import instrument
-from instrument.spec.tables import TABLES
+from instrument.tables.schemas import TABLES
 
 FEW_STEPS = ["train.steps=60"]
 MANY_STEPS = ["train.steps=10000000"]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from instrument import ConfigError, Context
 from instrument.analysis.tensors_of_earlier_runs import RunArchive
+from instrument.config.parse import parse_hooks
+from instrument.config.schedule import Evaluations
 from instrument.plan.cost import Length
 from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
-from instrument.spec.parse import parse_hooks
-from instrument.spec.schedule import Evaluations
 from instrument.training.hook_trials import HookTrials
 
 CALLS: list[tuple[str, str, int, str]] = []

@@ -16,7 +16,7 @@ from training_runs import resume_here, train_here
 import instrument
 import instrument.training.models
 from instrument import ConfigError
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
 from instrument.training.checkpoint import Checkpoints
 from instrument.training.experiment import Experiment, prepare
 

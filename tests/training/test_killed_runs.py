@@ -13,8 +13,8 @@ from tiers import portions
 
 import instrument
 from instrument.commands import recover
-from instrument.sinks.parts import journals_of
-from instrument.spec.tables import TABLES
+from instrument.storage.parts import journals_of
+from instrument.tables.schemas import TABLES
 
 
 @pytest.fixture(scope="module", params=portions(10, 100, 45))

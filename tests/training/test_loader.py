@@ -25,10 +25,10 @@ from training_runs import resume_here, train_here
 
 import instrument
 from instrument import ConfigError, InstrumentError
-from instrument.distributed.batch_sharding import BatchShard
-from instrument.spec.config import DataConfig, TrainConfig
-from instrument.spec.field_types import Target
+from instrument.config.experiment import DataConfig, TrainConfig
+from instrument.fields.field_types import Target
 from instrument.training.data import Batches, build_sampler, first_batch, load_data, loader_options
+from instrument.training.distributed.batch_sharding import BatchShard
 from instrument.training.loader import Loader, LoaderOptions, Stream, lists
 
 SAMPLES = 11

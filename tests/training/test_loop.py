@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from instrument import ConfigError, MemorySink
-from instrument.capture.probe import Probe
-from instrument.distributed.strategies import Strategy
-from instrument.spec.parse import parse_config
-from instrument.spec.schedule import Evaluations
+from instrument.config.parse import parse_config
+from instrument.config.schedule import Evaluations
+from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
 from instrument.training.data import first_batch
+from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, evaluate, gradient_norm, train, train_step
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from instrument import ConfigError
-from instrument.distributed.batch_sharding import BatchShard
-from instrument.distributed.strategies import Strategy
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
 from instrument.tasks import Outcome, Supervised
+from instrument.training.distributed.batch_sharding import BatchShard
+from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
 
 WEIGHTS = torch.tensor([0.1, 3.0, 20.0, 1.0, 1.0, 1.0, 2.0, 9.0, 0.5, 1.0])

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from instrument import ConfigError, MemorySink, Probe
-from instrument.dry_run.cost_of_run import dry_run
-from instrument.spec.config import RunConfig
-from instrument.spec.parse import parse_config
+from instrument.config.experiment import RunConfig
+from instrument.config.parse import parse_config
 from instrument.tasks import HuggingFace, Outcome
+from instrument.training.dry_run.cost_of_run import dry_run
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.forward import run_forward
 from instrument.training.loop import train
-from instrument.verification.comparison import verify
+from instrument.training.verification.comparison import verify
 
 SAMPLES = 6
 COMMON = """

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from instrument import ConfigError, MemorySink, attach
-from instrument.capture.probe import Probe
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.probe.probe import Probe
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import train
 from instrument.training.per_module_optimizers import PerModule

@@ -15,14 +15,14 @@ from training_runs import compose, resume_here, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
-from instrument.capture.probe import Probe
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.probe.probe import Probe
 from instrument.tasks import Outcome
 from instrument.training.device_and_seed import process_state
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, train
-from instrument.verification.comparison import verify
-from instrument.verification.fingerprints import _fingerprint
+from instrument.training.verification.comparison import verify
+from instrument.training.verification.fingerprints import _fingerprint
 
 MAPS = {"layers": "1", "kind": "forward", "action": "record", "phase": "probe", "every": 2, "tensors": True}
 FLOW = {

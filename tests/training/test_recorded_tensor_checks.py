@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import instrument
 from instrument import ConfigError, MemorySink
 from instrument.analysis.tensors_of_earlier_runs import RunArchive
-from instrument.capture.probe import Probe
-from instrument.dry_run import profiling
-from instrument.dry_run.cost_of_run import dry_run
-from instrument.sinks.parquet import ParquetSink
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.probe.probe import Probe
+from instrument.storage.parquet import ParquetSink
+from instrument.training.dry_run import profiling
+from instrument.training.dry_run.cost_of_run import dry_run
 from instrument.training.experiment import prepare
 from instrument.training.loop import train
 

@@ -18,11 +18,11 @@ from tiers import portions
 
 import instrument
 from instrument import ConfigError
-from instrument.folders.run_folder import RunFolder
-from instrument.kinds.attached_hook import AttachedHook
-from instrument.kinds.reasons import CHECKPOINT
-from instrument.spec.kinds import KINDS
-from instrument.spec.parse import parse_config
+from instrument.config.parse import parse_config
+from instrument.hooks.attached_hook import AttachedHook
+from instrument.storage.run_folder import RunFolder
+from instrument.tables.kinds import KINDS
+from instrument.tables.reasons import CHECKPOINT
 from instrument.training import forward
 from instrument.training.checkpoint import Checkpoints
 from instrument.training.runner import run
@@ -158,7 +158,7 @@ def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, argu
 
 def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.reopen(Path("out"))
-    monkeypatch.setattr("instrument.sinks.lock.LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.1)
     answer = cli("resume=out")
     assert answer.code == 2
     assert "the run is in progress in another process" in answer.err

@@ -14,8 +14,8 @@ from tracker_files import history, make_older, read_tensorboard, read_wandb
 from training_runs import resume_here, train_here
 
 import instrument
-from instrument.pip_extras import pip_command
-from instrument.sinks.step_summary import StepSummary
+from instrument.fields.pip_extras import pip_command
+from instrument.trackers.step_summary import StepSummary
 
 Cli = Callable[..., Any]
 TINY = [
@@ -116,7 +116,7 @@ def test_all_missing_tracker_packages_are_reported_at_once(cli: Cli, monkeypatch
 def test_unavailable_tracker_stops_the_run_and_closes_the_others(
     cli: Cli, local_trackers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from instrument.sinks.tensorboard import TensorBoard
+    from instrument.trackers.tensorboard import TensorBoard
 
     closed: list[str] = []
     monkeypatch.setattr(TensorBoard, "close", lambda self, outcome: closed.append(outcome))
@@ -132,7 +132,7 @@ def test_unavailable_tracker_stops_the_run_and_closes_the_others(
 def test_tracker_failure_is_reported_and_the_run_continues(
     cli: Cli, local_trackers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from instrument.sinks.mlflow import Mlflow
+    from instrument.trackers.mlflow import Mlflow
 
     log = Mlflow.log
 

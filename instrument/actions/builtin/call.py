@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from ...spec.base import ACTIONS, ObservationSpec, implementation
-from ...spec.field_types import Target
+from ...config.base import ACTIONS, ObservationSpec, implementation
+from ...fields.field_types import Target
 
 
 @ACTIONS.register("call")

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from ...spec.base import ACTIONS, InterventionSpec, implementation
-from ...spec.field_types import NonNegative, Number
+from ...config.base import ACTIONS, InterventionSpec, implementation
+from ...fields.field_types import NonNegative, Number
 
 Fraction = Annotated[Number, Field(gt=0, le=1)]
 

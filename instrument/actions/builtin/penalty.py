@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ...spec.field_types import NonNegative
-from ...spec.modify import FUNCTIONS, ModifySpec
+from ...config.modify import FUNCTIONS, ModifySpec
+from ...fields.field_types import NonNegative
 
 if TYPE_CHECKING:
     from torch import Tensor

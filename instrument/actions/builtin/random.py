@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ...spec.field_types import Count, NonNegative, Number, number_to_text
-from ...spec.modify import FUNCTIONS, ModifySpec
+from ...config.modify import FUNCTIONS, ModifySpec
+from ...fields.field_types import Count, NonNegative, Number, number_to_text
 
 if TYPE_CHECKING:
     from torch import Tensor

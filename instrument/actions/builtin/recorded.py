@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from ...spec.base import SELECTION, Misfit
-from ...spec.field_types import Dimension, Index
-from ...spec.modify import FUNCTIONS, ModifySpec
+from ...config.base import SELECTION, Misfit
+from ...config.modify import FUNCTIONS, ModifySpec
+from ...fields.field_types import Dimension, Index
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ...spec.base import Misfit, dimension_misfits
-from ...spec.field_types import Dimension
-from ...spec.modify import FUNCTIONS, ModifySpec
+from ...config.base import Misfit, dimension_misfits
+from ...config.modify import FUNCTIONS, ModifySpec
+from ...fields.field_types import Dimension
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
 
-from ...spec.base import ACTIONS, InterventionSpec, Misfit, implementation
-from ...spec.field_types import Dimension, Number
+from ...config.base import ACTIONS, InterventionSpec, Misfit, implementation
+from ...fields.field_types import Dimension, Number
 
 
 def _factor(value: object) -> float | tuple[float, ...] | dict[int, float]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from ...spec.field_types import Count, Number
-from ...spec.modify import FUNCTIONS, ModifySpec
+from ...config.modify import FUNCTIONS, ModifySpec
+from ...fields.field_types import Count, Number
 
 if TYPE_CHECKING:
     from torch import Tensor

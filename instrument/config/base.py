@@ -1,0 +1,352 @@
+"""Fields that all hook specs share: modules, kind, tensor and schedule."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, IndexList, Indices, Selection
+from ..fields.registry import Registry
+from ..tables.kinds import KINDS, Kind
+from ..tables.statistics import statistic_of
+from .condition import Condition, When
+from .messages import UnknownNameError
+from .schedule import Phase, Schedule
+
+
+def _known_kind(name: str) -> str:
+    if name not in KINDS:
+        raise UnknownNameError("kind", name, tuple(KINDS))
+    return name
+
+
+KindName = Annotated[
+    str, AfterValidator(_known_kind), Field(json_schema_extra=lambda schema: schema.update(enum=[*KINDS]))
+]
+
+
+def parse_slice(text: str) -> tuple[slice | int, ...]:
+    """Convert a text such as `"0:4, :, ::2"`, with or without brackets, to the index of a tensor.
+
+    Raises:
+        ValueError: The text is not a comma-separated list of integers and `start:stop:step`.
+    """
+    parts: list[slice | int] = []
+    for part in re.sub(r"^\s*\[(.*)\]\s*$", r"\1", text).split(","):
+        if not re.fullmatch(r"\s*(-?\d+|-?\d*\s*:\s*-?\d*(\s*:\s*\d*)?)\s*", part):
+            raise ValueError(f"{part.strip()!r} is not a slice such as '0:4, :, ::2'")
+        if ":" not in part:
+            parts.append(int(part))
+            continue
+        bounds = [int(number) if number.strip() else None for number in part.split(":")]
+        if len(bounds) == 3 and bounds[2] == 0:
+            raise ValueError("the step of a slice must not be 0")
+        parts.append(slice(*bounds))
+    return tuple(parts)
+
+
+def _refuse_list(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        raise ValueError("must be text: put the slice, with its brackets, in quotes")
+    return value
+
+
+def _slice_text(text: str) -> str:
+    parse_slice(text)
+    return text
+
+
+SliceText = Annotated[str, AfterValidator(_slice_text), BeforeValidator(_refuse_list)]
+"""A slice in NumPy notation, as text."""
+
+
+SELECTION = ("units", "heads", "positions", "samples", "slice")
+"""The fields that select elements of a tensor."""
+
+
+Misfit = tuple[str, str, str]
+"""A field that does not fit a tensor: its name, the problem up to the name of the tensor, and what is allowed."""
+
+
+def dimension_misfits(field: str, dims: Sequence[int], count: int) -> Iterator[Misfit]:
+    """Yield the problems of a field that names dimensions of a tensor with `count` dimensions."""
+    allowed = f"{-count} to {count - 1}" if count else f"no {field!r}: a scalar has no dimensions"
+    for dim in dims:
+        if not -count <= dim < count:
+            yield field, f"dim {dim} is out of range for", allowed
+    if len({dim % max(1, count) for dim in dims}) < len(dims):
+        yield field, "the same dimension is given twice for", allowed
+
+
+def implementation(name: str) -> Any:
+    """Import an object of `instrument.actions`, which imports torch: `record:Record`."""
+    return resolve_name(f"instrument.actions.{name}")
+
+
+class HookBase(Selection):
+    """The fields that all hook specs share. Each action adds its own.
+
+    Attributes:
+        needs_value: Whether the action requires the tensor that a gradient belongs to.
+        uses_parameters: Whether a hook on the loss gets the parameters of its layers.
+    """
+
+    needs_value: ClassVar[bool] = False
+    uses_parameters: ClassVar[bool] = False
+    if TYPE_CHECKING:
+        action: str
+
+    name: str = Field("", description="The name of the hook: its key in the mapping. An item of a list can set it.")
+    kind: KindName = Field(description="The hook point; see the table of hook kinds.")
+    role: str | None = Field(None, description="Which tensors of the kind. The default is the kind's first role.")
+    path: Glob | None = Field(
+        None,
+        description="Glob on the path of a tensor: '0', 'logits', '1.*' in a nested value, 'add.0.1' in a call of a function. The "
+        "default is all tensors.",
+    )
+    functions: Globs = Field((), description="For function kinds: globs on names of torch functions: softmax, 'add*'.")
+    own: bool = Field(
+        False,
+        description="For function kinds: only calls that the module's own forward makes, without those in its submodules.",
+    )
+    via: Literal["tensor", "module"] = Field(
+        "tensor", description="For full_backward kinds: use tensor hooks, or PyTorch's module hooks."
+    )
+    prepend: bool = Field(False, description="Run before all hooks that the module already has.")
+    always_call: bool = Field(False, description="For forward: also run if the module's forward raises an error.")
+    every: Count = Field(1, description="Run at every N-th step, counted from start.")
+    start: Index = Field(0, description="The first step.")
+    stop: Count | None = Field(None, description="The step after the last one.")
+    steps: tuple[Index, ...] | None = Field(
+        None, min_length=1, description="These steps only. Cannot be combined with every, start or stop."
+    )
+    when: When | None = Field(
+        None,
+        description="Act only where a condition on the tensor holds, {stat: l2, above: 10, times: median}, or in the step after the rule "
+        "of this name fired.",
+    )
+    keep_as: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="Keep the tensor until the step ends, after the action: a hook function finds it in `context.tensors`.",
+    )
+    units: Indices | None = Field(
+        None,
+        description="Act only on these units: channels of an image, features of a vector or of a sequence element, rows of a "
+        "parameter. Negative indices count from the end, here and below.",
+    )
+    unit_dim: Dimension | None = Field(
+        None,
+        description="The dimension of the units, for 'units', dead_fraction, and functions with vectors. The default depends on the layer.",
+    )
+    heads: Heads | None = Field(
+        None,
+        description="Act only on these attention heads: {of: 12, take: [5]} divides the last dimension into 12 heads, as in the input of "
+        "the output projection.",
+    )
+    positions: Indices | None = Field(
+        None, description="Act only on these positions of a sequence: dimension 1 of batch-first tensors [N, T, ...]."
+    )
+    samples: IndexList | None = Field(
+        None, description="Act only on the samples of the batch at these indices of dimension 0."
+    )
+    slice: SliceText | None = Field(
+        None,
+        description="Act only on this slice, in NumPy notation: '0:4, :, ::2' or '[:, -1, 64:128]'. Cannot be combined with "
+        "other selections.",
+    )
+    phase: Phase = Field(
+        "train",
+        description="Run in training steps (train), in evaluations (eval), on the probe batch (probe), or in mode: forward "
+        "(forward, the default there).",
+    )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The steps and the phase in which this hook runs."""
+        steps = None if self.steps is None else frozenset(self.steps)
+        return Schedule(every=self.every, start=self.start, stop=self.stop, steps=steps, phase=self.phase)
+
+    @property
+    def definition(self) -> Kind:
+        """The definition of this hook's kind."""
+        return KINDS[self.kind]
+
+    @property
+    def condition(self) -> Condition | None:
+        """The condition on the tensor; None if the hook has none, or follows a rule."""
+        return self.when if isinstance(self.when, Condition) else None
+
+    @property
+    def follows(self) -> str | None:
+        """The rule that turns the hook on for one step; None if the hook does not wait for a rule."""
+        return self.when if isinstance(self.when, str) else None
+
+    @property
+    def tensor_role(self) -> str:
+        """The role, or the default role of the kind."""
+        return self.role or self.definition.roles[0]
+
+    @property
+    def selection(self) -> tuple[str, ...]:
+        """The fields that select elements of the tensor; empty if the hook acts on the complete tensor."""
+        given = [(name, getattr(self, name)) for name in SELECTION]
+        return tuple(name for name, value in given if value is not None and not isinstance(value, int))
+
+    @model_validator(mode="after")
+    def _validate_elements(self) -> HookBase:
+        others = [name for name in self.selection if name != "slice"]
+        if self.slice is not None and others:
+            raise ValueError(f"'slice' cannot be combined with {' and '.join(map(repr, others))}")
+        if self.selection and self.definition.family == "loss":
+            raise ValueError(f"{self.selection[0]!r} selects elements, but the loss is one number")
+        if self.definition.family != "module":
+            for name in ("samples", "positions"):
+                if name in self.selection:
+                    raise ValueError(f"{name!r} requires a batch, which the tensors of kind {self.kind} do not have")
+            if self.heads is not None:
+                raise ValueError(
+                    "'heads' requires the tensors of a module: select rows with 'units', and columns with 'slice'"
+                )
+        is_of_units = self.condition is not None and self.condition.stat == "dead_fraction"
+        if self.unit_dim is not None and self.units is None and not (self._uses_units or is_of_units):
+            raise ValueError("'unit_dim' requires 'units', dead_fraction in 'stats', or a function of units")
+        return self
+
+    @property
+    def _uses_units(self) -> bool:
+        """Whether a statistic or a function uses the units."""
+        return False
+
+    def build(self, rows: Any, archive: Any) -> Any:
+        """Return the action of this spec.
+
+        Args:
+            rows: An `instrument.actions.base.Rows`: receives the rows of the action.
+            archive: An `instrument.actions.base.Archive`: provides the tensors of other runs.
+
+        Returns:
+            An `instrument.actions.base.Action`.
+
+        Raises:
+            ConfigError: A custom function cannot be imported or cannot be called with its arguments, or the tensors
+                of another run cannot be found.
+        """
+        raise NotImplementedError
+
+    def misfits(self, shape: Sequence[int], complete: Sequence[int]) -> Iterator[Misfit]:  # noqa: ARG002
+        """Yield the fields that do not fit a tensor.
+
+        Args:
+            shape: The shape of the selected part.
+            complete: The shape of the complete tensor.
+        """
+        yield from ()
+
+    @model_validator(mode="after")
+    def _validate_condition(self) -> HookBase:
+        condition = self.condition
+        if condition is not None and not condition.fits(self.kind, self.tensor_role):
+            where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(condition.stat).only)
+            given = f"this hook has kind {self.kind}, role {self.tensor_role}"
+            raise ValueError(f"stat {condition.stat} of 'when' requires {where}; {given}")
+        return self
+
+    @model_validator(mode="after")
+    def _validate_schedule(self) -> HookBase:
+        if self.stop is not None and self.stop <= self.start:
+            raise ValueError(
+                f"stop ({self.stop}) must be larger than start ({self.start}): the window is [start, stop)"
+            )
+        if self.steps is not None and {"every", "start", "stop"} & self.model_fields_set:
+            raise ValueError("'steps' cannot be combined with every, start or stop")
+        if self.phase == "eval" and self.definition.gradient:
+            raise ValueError(f"kind {self.kind} requires gradients, which phase eval does not compute")
+        if self.phase in ("forward", "probe") and self.definition.frequency != "micro_step":
+            makes_step = self.definition.frequency == "step"
+            missing = "an optimizer step" if makes_step else "a state dict that is saved or loaded"
+            fix = "; parameter_grad_micro sees the gradients of parameters without a step" if makes_step else ""
+            raise ValueError(f"kind {self.kind} requires {missing}, which phase {self.phase} does not have{fix}")
+        return self
+
+    @model_validator(mode="after")
+    def _validate_kind(self) -> HookBase:
+        kind = self.definition
+        if self.role is not None and not kind.has_role(self.role):
+            raise ValueError(f"kind {kind.name} has no role {self.role!r}; its roles are {', '.join(kind.roles)}")
+        if kind.of_functions and not self.functions:
+            raise ValueError(
+                f"kind {kind.name} requires 'functions': globs on names of torch functions, such as softmax"
+            )
+        if not kind.of_functions and (self.functions or self.own):
+            raise ValueError(f"'functions' and 'own' require kind function or function_grad, not {kind.name}")
+        if self.via == "module" and kind.name not in ("full_backward", "full_backward_pre"):
+            raise ValueError(f"'via: module' requires kind full_backward or full_backward_pre, not {self.kind}")
+        if self.prepend and (kind.family != "module" or kind.of_functions):
+            raise ValueError(
+                f"'prepend' requires a kind of module hook; PyTorch does not support it for kind {kind.name}"
+            )
+        if self.always_call and kind.name != "forward":
+            raise ValueError(f"'always_call' requires kind forward; PyTorch does not support it for kind {kind.name}")
+        if self.params and kind.family == "module":
+            raise ValueError(
+                f"'params' requires a kind with parameters; the tensors of kind {kind.name} belong to a module call"
+            )
+        if self.path is not None and kind.family != "module":
+            raise ValueError(
+                f"'path' selects tensors in the inputs and outputs of modules; for kind {kind.name} use 'params'"
+            )
+        return self
+
+
+class ObservationSpec(HookBase):
+    """A hook that changes nothing: it records, prints or calls a function."""
+
+
+class InterventionSpec(HookBase):
+    """A hook that changes the tensor it sees.
+
+    Attributes:
+        entrywise: Whether a sparse tensor can be changed by its entries alone: zeros stay zeros, and positions do not matter.
+    """
+
+    entrywise: ClassVar[bool] = False
+
+    def build(self, rows: Any, archive: Any) -> Any:
+        """Return the action, which checks and records what `function` returns."""
+        return implementation("intervention:Intervention")(implementation("modify:Modify")(self, archive), rows)
+
+    def function(self, archive: Any) -> Any:  # noqa: ARG002
+        """Return the function that changes a tensor: `change`, or one that is prepared once."""
+        return self.change
+
+    def change(self, tensor: Any, context: Any) -> Any:
+        """Return the new tensor, same shape and dtype. The given one must not be modified in place.
+
+        Args:
+            tensor: The tensor.
+            context: The call, an `instrument.Context`.
+        """
+        raise NotImplementedError
+
+    @model_validator(mode="after")
+    def _validate_role(self) -> InterventionSpec:
+        kind = self.definition
+        if not kind.can_change(self.tensor_role):
+            others = [other for other in KINDS.values() if other.of_functions == kind.of_functions]
+            supporting = [other.name for other in others if other.can_change(self.tensor_role)]
+            hint = f"; {' and '.join(supporting)} can" if supporting else ""
+            raise ValueError(f"kind {kind.name} cannot change role {self.tensor_role}{hint}")
+        return self
+
+
+ACTIONS: Registry[type[HookBase]] = Registry(
+    "actions",
+    "action",
+    folder="instrument.actions.builtin",
+    check=lambda entry: None if issubclass(entry, HookBase) else "is not a subclass of HookBase",
+)

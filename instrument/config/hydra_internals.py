@@ -1,0 +1,141 @@
+"""All uses of private parts of Hydra 1.3, which has no public way to do these things. `test_hydra_internals.py` has a test of each.
+
+- The loader: `hydra.main` has no parameter for it. `FieldLoader` accepts overrides of known fields that no file sets, refuses a
+  name that two files define, and finds the tasks of installed packages.
+- The jobs of a sweep are listed before they start, and unfinished ones run again: only the sweeper, the overrides and the callbacks
+  of Hydra can expand and report them.
+- The search path of `hydra.main`, for compositions outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import hydra._internal.hydra
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.default_element import ResultDefault
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigError, Problem
+from .experiment import TASKS
+from .known_keys import fields_below
+from .name_clashes import SECTIONS, check_names
+
+BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
+
+
+class TaskRepository(ConfigRepository):
+    """The configuration files, and the tasks of installed packages as options of the group `task`."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Load a configuration. The argument is that of `ConfigRepository.load_config`."""
+        group, _, name = config_path.partition("/")
+        if group == "task" and self._find_object_source(config_path, ObjectType.CONFIG) is None and name in TASKS:
+            task = TASKS[name]
+            target = OmegaConf.create({"_target_": f"{task.__module__}.{task.__qualname__}"})
+            return ConfigResult("instrument.tasks", config_path, target, {"package": None}, [])
+        return super().load_config(config_path)
+
+
+class FieldLoader(ConfigLoaderImpl):
+    """Configuration loader that treats `hooks.tame.every=5` as `++hooks.tame.every=5` if the hook `tame` exists.
+
+    It composes single runs, sweeps and their jobs, also in the processes of a launcher. Overrides are recorded as
+    written.
+    """
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path)
+        self.repository = TaskRepository(config_search_path)
+
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        self._given, repository = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return self._given, repository
+
+    def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
+        results = [repo.load_config(default.config_path or "") for default in defaults]
+        check_names(defaults, [result for result in results if result is not None])
+        config = super()._compose_config_from_defaults_list(defaults, repo)
+        exists: dict[str, bool] = {}  # by key, after the earlier overrides
+        for override in self._given:
+            key, value = override.key_or_group, override.value()
+            if override.type == OverrideType.DEL and key in SECTIONS and value is None:
+                config.pop(key, None)  # Hydra removes only the choice of the group
+            elif override.type == OverrideType.ADD and isinstance(value, dict):
+                _check_new(key, exists, config)
+            elif override.type == OverrideType.CHANGE and _is_known(key, config, exists):
+                override.type = OverrideType.FORCE_ADD
+            exists[key] = override.type != OverrideType.DEL and value is not None
+        return config
+
+
+def _check_new(key: str, exists: Mapping[str, bool], config: DictConfig) -> None:
+    """Check that an override with a plus adds a spec. Hydra would merge it with an existing one."""
+    section, _, name = key.partition(".")
+    if section not in SECTIONS or not name or "." in name:
+        return
+    if exists.get(key, OmegaConf.is_dict(OmegaConf.select(config, key, throw_on_resolution_failure=False))):
+        message = "exists already, and + only adds a new one"
+        fix = f"{key}={{...}} without + changes the given fields; '~{key}' in front of +{key} replaces all"
+        raise ConfigError(Problem(key, message, fix=fix))
+
+
+def _is_known(key: str, config: DictConfig, added: Container[str]) -> bool:
+    """Return whether a key is a known field of a section, or of a spec in the configuration or in an earlier override."""
+    above, _, field = key.rpartition(".")
+    path = above.split(".")
+    if field not in fields_below(path):
+        return False
+    section = ".".join(path[:2]) if path[0] in SECTIONS else path[0]
+    node: Any = OmegaConf.select(config, section, throw_on_resolution_failure=False)
+    return OmegaConf.is_dict(node) or section in added
+
+
+@contextmanager
+def use_field_loader() -> Iterator[None]:
+    """Replace the loader of `hydra.main` by `FieldLoader` during the `with` block."""
+    before = hydra._internal.hydra.ConfigLoaderImpl  # type: ignore[attr-defined]
+    hydra._internal.hydra.ConfigLoaderImpl = FieldLoader  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        hydra._internal.hydra.ConfigLoaderImpl = before  # type: ignore[attr-defined]
+
+
+def loader_of(folder: Path) -> ConfigLoader:
+    """Return a loader with the search path that `hydra.main` has for a folder of configurations."""
+    return FieldLoader(create_config_search_path(str(folder)))
+
+
+def split_sweep(overrides: Sequence[Override]) -> list[list[str]]:
+    """Return the overrides of each job of a sweep, as the basic sweeper of Hydra splits them."""
+    (jobs,) = BasicSweeper.split_arguments(list(overrides), max_batch_size=None)
+    return jobs
+
+
+def plain_value(element: Any) -> Any:
+    """Return the value of an element of a choice, as a job gets it."""
+    return Override._convert_value(element)
+
+
+def launcher_of(config: DictConfig, loader: ConfigLoader, job: TaskFunction) -> Launcher:
+    """Return the launcher that a configuration names. It calls the callbacks of the configuration."""
+    context = HydraContext(config_loader=loader, callbacks=Callbacks(config))
+    return Plugins.instance().instantiate_launcher(hydra_context=context, task_function=job, config=config)

@@ -1,0 +1,294 @@
+"""Conversion of plain mappings to specs. All problems of a file are reported at once, with the keys of the file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import ConfigError, Problem, similar_names
+from ..fields.field_types import Target, nested_values, number_to_text
+from . import apply as apply_specs
+from .apply import ApplySpec
+from .base import ACTIONS
+from .budget import BudgetConfig
+from .experiment import RunConfig
+from .hook_specs import HookSpec
+from .known_keys import fields_of, fields_of_specs, model_at
+from .messages import TARGET, UnknownNameError, message_of
+from .mode_checks import mode_problems
+from .modify import FUNCTIONS, FunctionSpec
+from .record import CustomStatistic, StatisticsSpec
+from .rules import RESERVED, RULES, CustomRule, RuleBase, WatchRule
+from .schedule import Phase
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def parse_config(raw: Mapping[str, Any]) -> RunConfig:
+    """Validate the complete configuration of a run.
+
+    Raises:
+        ConfigError: It is invalid. The error contains every problem.
+    """
+    problems: list[Problem] = []
+    parsed = {}
+    phase: Phase = "forward" if raw.get("mode") == "forward" else "train"
+    sections: dict[str, Callable[[Any], dict[str, Any]]] = {
+        "hooks": partial(parse_hooks, phase=phase),
+        "apply": parse_apply,
+        "rules": parse_rules,
+    }
+    for section, parse in sections.items():
+        try:
+            parsed[section] = parse(raw.get(section))
+        except ConfigError as error:
+            problems += error.problems
+    if not raw.get("model"):
+        fix = "set model=mnist_cnn, another option of conf/model, or a custom model: {_target_: package.Class, ...}"
+        problems.append(Problem("model", "no model is configured", fix=fix))
+    if not raw.get("data"):
+        fix = "set data=mnist, another option of conf/data, or a custom data.dataset: {_target_: ...}"
+        problems.append(Problem("data", "no dataset is configured", fix=fix))
+    for section in ("optimizer", "scheduler"):  # those of PyTorch accept most invalid numbers
+        for where, value in nested_values(raw.get(section), section):
+            if isinstance(value, float) and not math.isfinite(value):
+                problems.append(Problem(where, "must be finite", given=value, allowed="a finite number"))
+    missing = {problem.where for problem in problems}
+    try:
+        config = RunConfig.model_validate({**raw, **{section: {} for section in sections}, **parsed})
+    except ValidationError as error:
+        problems += [problem for problem in _problems(error, "", RunConfig) if problem.where not in missing]
+    else:
+        problems += mode_problems(config)
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def parse_budget(raw: Mapping[str, Any] | None) -> BudgetConfig | None:
+    """Validate the budget; None stays None.
+
+    Raises:
+        ConfigError: It is invalid.
+    """
+    return None if raw is None else _build(BudgetConfig, dict(raw), "budget")
+
+
+def parse_hooks(raw: Any, phase: Phase = "train") -> dict[str, HookSpec]:
+    """Convert a mapping from names to hook specs, or a list of hook specs. Null entries are ignored.
+
+    Raises:
+        ConfigError: A spec is invalid. The error contains every problem.
+    """
+    specs: dict[str, HookSpec] = _parse_section("hooks", raw, _hook_class, {} if phase == "train" else {"phase": phase})
+    if problems := list(_ambiguous_statistics(specs)):
+        raise ConfigError(*problems)
+    return specs
+
+
+def _ambiguous_statistics(specs: Mapping[str, HookSpec]) -> Iterable[Problem]:
+    """Yield a problem for each custom statistic whose column already contains another function."""
+    known: dict[str, tuple[str, CustomStatistic]] = {}
+    for name, spec in specs.items():
+        for custom in spec.custom_statistics if isinstance(spec, StatisticsSpec) else ():
+            first, other = known.setdefault(custom.column.lower(), (name, custom))  # SQL ignores case
+            definitions = [(each.column, each.to_config(), each.function) for each in (custom, other)]
+            if definitions[0] != definitions[1]:
+                message = f"hook {first!r} has another function with the column {custom.column!r}"
+                yield Problem(f"hooks.{name}.stats", message, given=custom.target, fix="set another 'name'")
+
+
+def parse_apply(raw: Any) -> dict[str, ApplySpec]:
+    """Convert a mapping from names to apply specs, or a list of apply specs. Null entries are ignored.
+
+    Raises:
+        ConfigError: A spec is invalid. The error contains every problem.
+    """
+    return _parse_section("apply", raw, _apply_class, {})
+
+
+def parse_rules(raw: Any) -> dict[str, RuleBase]:
+    """Convert a mapping from names to rules, or a list of rules. Null entries are ignored.
+
+    An optional rule of the catalogue, such as a default rule, is left out if another entry has the same rule.
+
+    Raises:
+        ConfigError: A rule is invalid. The error contains every problem.
+    """
+    rules: dict[str, RuleBase] = _parse_section("rules", raw, _rule_class, {})
+    problems = [
+        Problem("rules", "other events have this name", given=name, fix="choose another name for the rule")
+        for name in rules
+        if name in RESERVED
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    given = {getattr(rule, "rule", None) for rule in rules.values() if not rule.optional}
+    return {name: rule for name, rule in rules.items() if not rule.optional or getattr(rule, "rule", None) not in given}
+
+
+def _parse_section(
+    section: str, raw: Any, model_for: Callable[[Mapping[str, Any], str], Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    specs: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in named_specs(section, raw):
+        where = f"{section}.{name}"
+        try:
+            if not isinstance(name, str):
+                raise ConfigError(Problem(section, _not_a_string(name), given=name, fix="put the name in quotes"))
+            if not NAME.fullmatch(name):
+                message = "a name must consist of letters, digits and underscores, and must not start with a digit"
+                raise ConfigError(Problem(section, message, given=name))
+            if not isinstance(value, Mapping):
+                raise ConfigError(Problem(where, "must be a mapping", given=value))
+            if value.get("name") not in (None, "", name):
+                message = "the name differs from the key of the spec"
+                raise ConfigError(Problem(f"{where}.name", message, given=value["name"], fix="remove 'name'"))
+            if name in specs:
+                raise ConfigError(Problem(where, "this name is used twice; names must be unique"))
+            model = _model_of(section, model_for, value, where)
+            specs[name] = _build(model, {**defaults, **value, "name": name}, where)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return specs
+
+
+def _model_of(
+    section: str, model_for: Callable[[Mapping[str, Any], str], Any], value: Mapping[str, Any], where: str
+) -> type[BaseModel]:
+    """Return the model of a spec. If its action is unknown, fields that no action has are reported too."""
+    try:
+        model: type[BaseModel] = model_for(value, where)
+    except ConfigError as error:
+        known = fields_of_specs(section)
+        unknown = [str(key) for key in value if key not in (*known, "name")]
+        raise ConfigError(*error.problems, *(_unknown(key, value[key], known, where) for key in unknown)) from None
+    return model
+
+
+def _unknown(field: str, given: object, fields: Sequence[str], where: str) -> Problem:
+    similar = similar_names(field, fields)
+    fix = "" if where or similar else f"to use a value in several keys, set vars.{field}, and write ${{vars.{field}}}"
+    return Problem(where, f"unknown field '{field}'", f"{field}: {given}", allowed=fields, similar=similar, fix=fix)
+
+
+def _not_a_string(value: object) -> str:
+    return f"YAML reads this as {value!r} ({type(value).__name__}), not as a string"
+
+
+def named_specs(section: str, raw: Any) -> Iterable[tuple[Any, Any]]:
+    """Yield the names and the entries of a section that is a mapping or a list, without those that are null."""
+    if isinstance(raw, list | tuple):
+        names = (value.get("name") if isinstance(value, Mapping) else None for value in raw)
+        items: Iterable[tuple[Any, Any]] = [
+            (name or f"{section}_{i}", value) for i, (name, value) in enumerate(zip(names, raw, strict=True))
+        ]
+    elif isinstance(raw, Mapping | None):
+        items = (raw or {}).items()
+    else:
+        raise ConfigError(Problem(section, "must be a mapping from names to specs, or a list of specs", given=raw))
+    for name, value in items:
+        if value is not None:
+            yield str(name) if isinstance(name, int) and not isinstance(name, bool) else name, value
+
+
+def _hook_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
+    kind = value.get("kind")
+    if kind == "backward":
+        message = "kind backward is deprecated in PyTorch: its gradients are wrong for modules with several operations"
+        raise ConfigError(Problem(where, message, given="kind: backward", similar=["full_backward"]))
+    action = _choice(value, "action", ACTIONS, where)
+    if action != "modify":
+        return ACTIONS[action]
+    fn = value.get("fn")
+    if isinstance(fn, Mapping | Target) or callable(fn):
+        return FunctionSpec
+    return FUNCTIONS[_choice(value, "fn", FUNCTIONS, where, "or {_target_: package.function}")]
+
+
+def _apply_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
+    return apply_specs.ACTIONS[_choice(value, "action", apply_specs.ACTIONS, where)]
+
+
+def _rule_class(value: Mapping[str, Any], where: str) -> type[BaseModel]:
+    if value.get("_target_") is not None:
+        return CustomRule
+    if "watch" in value:
+        return WatchRule
+    name = _choice(value, "rule", RULES, where, "or {watch: HOOK, ...}, or {_target_: package.Class}")
+    fields: type[BaseModel] = RULES[name].fields
+    return fields
+
+
+def _choice(value: Mapping[str, Any], key: str, options: Collection[str], where: str, hint: str = "") -> str:
+    allowed = [*options, hint] if hint else [*options]
+    given = number_to_text(value.get(key))
+    if given is None:
+        similar = similar_names(key, [str(name) for name in value if name != key])
+        raise ConfigError(Problem(f"{where}.{key}", "is missing", allowed=allowed, similar=similar))
+    if not isinstance(given, str) or given not in options:
+        message = f"unknown {key}" if isinstance(given, str) else _not_a_string(given)
+        raise ConfigError(Problem(f"{where}.{key}", message, given, allowed, similar_names(str(given), options)))
+    return given
+
+
+def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(*_problems(error, where, model)) from None
+
+
+def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> list[Problem]:
+    items = error.errors()
+    # An invalid item of a list also makes the list too short.
+    found = [
+        _problem(dict(item), where, model)
+        for item in items
+        if item["type"] != "too_short" or not any(_is_inside(other["loc"], item["loc"]) for other in items)
+    ]
+    return list({(problem.where, problem.message): problem for problem in found}.values())
+
+
+def _is_inside(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:
+    return len(path) > len(parent) and path[: len(parent)] == parent
+
+
+def _problem(item: dict[str, Any], where: str, model: type[BaseModel]) -> Problem:
+    """Convert an error of pydantic."""
+    kind, context = item["type"], item.get("ctx", {})
+    loc = [str(part) for part in item["loc"] if not re.search(r"[\[(]", str(part))]
+    key = ".".join([part for part in (where, *loc) if part])
+    if kind == "extra_forbidden":
+        fields = fields_of(model_at(model, loc[:-1]) or model)
+        return _unknown(loc[-1], item["input"], fields, ".".join([part for part in (where, *loc[:-1]) if part]))
+    if kind == "missing":
+        if loc[-1] != "_target_":
+            return Problem(key, message_of(item))
+        similar = similar_names("_target_", map(str, item["input"]))
+        return Problem(key, message_of(item), allowed="the dotted path of a class or function", similar=similar)
+    cause = context.get("error")
+    if isinstance(cause, UnknownNameError):
+        similar = similar_names(cause.name, cause.allowed)
+        return Problem(key, f"unknown {cause.what}", cause.name, cause.allowed, similar)
+    given = None if isinstance(item["input"], Mapping) else item["input"]
+    if kind == "string_type" and isinstance(given, bool | int | float | list | tuple):
+        return Problem(key, _not_a_string(given), given=given, fix="put the value in quotes")
+    if kind == "literal_error":
+        options = re.findall(r"'([^']+)'", context["expected"])
+        message = "not an allowed value" if isinstance(given, str | None) else _not_a_string(given)
+        return Problem(key, message, given, options, similar_names(str(given), options))
+    if kind == "model_type":
+        is_target = context["class_name"] == Target.__name__
+        allowed = TARGET if is_target else ", ".join(fields_of(model_at(model, loc) or model))
+        return Problem(key, message_of(item) if item["input"] is not None else "is missing", given, allowed)
+    return Problem(key, message_of(item), given=given)

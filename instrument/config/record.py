@@ -1,0 +1,235 @@
+"""The statistics of a spec, and the specs of `action: record` and `action: print`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from ..fields.field_types import Count, IndexList, Target
+from ..tables.schemas import TABLES
+from ..tables.statistics import ALL, COUNTS, DEFAULT, REGISTERED, statistic_of
+from .base import ACTIONS, ObservationSpec, implementation
+from .messages import UnknownNameError, message_of
+
+
+class CustomStatistic(Target):
+    """A custom statistic: a function of the tensor that returns a number, and the name of its column."""
+
+    name: str = Field("", description="The name of the column. The default is the name of the function.")
+
+    @property
+    def column(self) -> str:
+        """The name of its column."""
+        return self.name or self.target.partition(" at ")[0].rpartition(".")[2]
+
+    @model_validator(mode="after")
+    def _validate_column(self) -> CustomStatistic:
+        if not (self.column.isidentifier() and self.column.isascii()):
+            raise ValueError(
+                f"{self.target} requires a name of letters, digits and underscores: {{name: entropy, _target_: ...}}"
+            )
+        if self.column.lower() in ALL:
+            raise ValueError(f"{self.column!r} is the name of a built-in statistic; set another 'name'")
+        return self
+
+
+def names_of_custom_statistics(hooks: Any) -> Iterator[str]:
+    """Yield the names of the custom and registered statistics that hooks record. Invalid specs are ignored."""
+    specs = hooks.values() if isinstance(hooks, Mapping) else hooks if isinstance(hooks, list) else ()
+    for spec in specs:
+        stats = spec.get("stats") if isinstance(spec, Mapping) and spec.get("action") == "record" else None
+        for item in stats if isinstance(stats, list | tuple) else [stats]:
+            if isinstance(item, Mapping):
+                with suppress(ValidationError):
+                    yield CustomStatistic.model_validate(item).column
+            elif isinstance(item, str) and item not in ("default", "all", "none", *ALL):
+                yield item  # a registered statistic, which may not be known here
+
+
+_CUSTOM_SCHEMA = {
+    "type": "object",
+    "properties": {"_target_": {"type": "string", "minLength": 1}, "name": {"type": "string"}},
+    "required": ["_target_"],
+}
+Statistics = Annotated[
+    Literal["default", "all", "none"] | tuple[str | CustomStatistic, ...],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["default", "all", "none", *ALL]},
+                _CUSTOM_SCHEMA,
+                {"type": "array", "items": {"anyOf": [{"enum": ["default", *ALL]}, _CUSTOM_SCHEMA]}},
+            ]
+        }
+    ),
+]
+MAX_KEPT_STEPS = 10_000
+
+
+# The brackets exclude the tags from the keys in messages.
+Samples = Annotated[
+    Annotated[Count, Tag("[number]")] | Annotated[IndexList, Tag("[list]")],
+    Discriminator(lambda value: "[list]" if isinstance(value, list | tuple) else "[number]"),
+]
+
+
+class StatisticsSpec(ObservationSpec):
+    """A hook that measures tensors."""
+
+    stats: Statistics = Field(
+        "default",
+        description="The statistics: default, all, none, or a list of names. 'default' can be an item of the list, and so can a "
+        "custom function of the tensor: {_target_: package.function, name: column}. numel, nan_count and inf_count are always added.",
+    )
+
+    @field_validator("stats", mode="before")
+    @classmethod
+    def _parse_statistics(cls, value: Any) -> Any:
+        is_custom = callable(value) or isinstance(value, Mapping | CustomStatistic)
+        if is_custom or (isinstance(value, str) and value not in ("default", "all", "none")):
+            value = [value]
+        if not isinstance(value, list | tuple):
+            return value
+        return tuple(item for given in value for item in _parse_statistic(given))
+
+    @model_validator(mode="after")
+    def _validate_statistics(self) -> Self:
+        for name in self.stats if isinstance(self.stats, tuple) else ():
+            if isinstance(name, str) and not self._has(name):
+                where = " or ".join(f"kind {kind}, role {role}" for kind, role in statistic_of(name).only)
+                raise ValueError(
+                    f"statistic {name} requires {where}; this hook has kind {self.kind}, role {self.tensor_role}"
+                )
+        return self
+
+    @property
+    def _uses_units(self) -> bool:
+        return "dead_fraction" in self.statistics
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The requested statistics and the counts, in column order. `all` gives those of the kind and role."""
+        requested = (
+            {"default": DEFAULT, "all": ALL, "none": ()}[self.stats] if isinstance(self.stats, str) else self.stats
+        )
+        built_in = [name for name in ALL if (name in requested and self._has(name)) or (requested and name in COUNTS)]
+        others = [name for name in requested if isinstance(name, str) and name not in ALL]
+        return (*built_in, *dict.fromkeys(others))
+
+    @property
+    def custom_statistics(self) -> tuple[CustomStatistic, ...]:
+        """The custom statistics, in the order of the spec."""
+        return tuple(item for item in self.stats if isinstance(item, CustomStatistic))
+
+    def _has(self, statistic: str) -> bool:
+        only = statistic_of(statistic).only
+        return not only or (self.kind, self.tensor_role) in only
+
+
+def _parse_statistic(given: Any) -> tuple[str | CustomStatistic, ...]:
+    """Return the statistics that an item of the list requests."""
+    if callable(given) or isinstance(given, Mapping | CustomStatistic):
+        try:
+            return (CustomStatistic.model_validate(given),)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            message = message_of(first)
+            raise ValueError(f"invalid custom statistic: {place} {message}" if place else message) from None
+    if given not in ("default", *ALL) and given not in REGISTERED:
+        raise UnknownNameError(
+            "statistic", str(given), ("default", *ALL, *REGISTERED, "or {_target_: package.function}")
+        )
+    return DEFAULT if given == "default" else (given,)
+
+
+_fields: Any = {name: (kind, None) for table in TABLES.values() for name, kind in table.fields.items()}
+_WithTableFields: Any = create_model("_WithTableFields", __base__=StatisticsSpec, **_fields)
+
+
+@ACTIONS.register("record")
+class RecordSpec(_WithTableFields):
+    """Record statistics, quantiles, a histogram, or the values of the tensor. Recording changes nothing."""
+
+    action: Literal["record"]
+    tensors: bool = Field(False, description="Also record the values.")
+    samples: Samples | None = Field(  # type: ignore[assignment]  # other actions take no number
+        None,
+        description="A number N: limit the recorded tensors, and a 'slice', to the first N samples (dimension 0). A list: record "
+        "only the samples at these indices.",
+    )
+    keep: Annotated[int, Field(ge=1, le=MAX_KEPT_STEPS)] | None = Field(
+        None,
+        description="Keep the tensors of the last N recorded steps in memory. They are written when the rule of 'when' fires (default: "
+        "each rule non_finite), or when the run fails.",
+    )
+    max_elements: Count | None = Field(None, description="Record at most the first N elements of the flattened tensor.")
+    dtype: Literal["float16", "bfloat16", "float32", "float64"] | None = Field(
+        None, description="Convert the values to this dtype; complex tensors keep theirs."
+    )
+
+    @model_validator(mode="after")
+    def _validate_output(self) -> RecordSpec:
+        if not self.tensors and not self.statistics and not self.tables:
+            others = ", ".join(name for table in TABLES.values() for name in table.fields)
+            raise ValueError(f"records nothing: 'stats' is none, and none of tensors, {others} is requested")
+        for table, values in self.tables.items():
+            roles = TABLES[table].roles
+            if roles and self.tensor_role not in roles:
+                needed = f"{', '.join(values)} requires role {', '.join(roles[:-1])} or {roles[-1]}"
+                raise ValueError(f"{needed}; this hook has kind {self.kind}, role {self.tensor_role}")
+        tensor_options = {"samples", "max_elements", "dtype", "keep"} - {*self.selection} & self.model_fields_set
+        if tensor_options and not self.tensors:
+            raise ValueError(
+                f"{', '.join(sorted(tensor_options))} apply to recorded tensors and require 'tensors: true'"
+            )
+        if self.keep is not None and self.condition is not None:
+            raise ValueError(
+                "'keep' requires the name of a rule in 'when'; the rule {watch: HOOK, stat: ..., above: ...} has the same condition"
+            )
+        return self
+
+    def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
+        """Return the action."""
+        return implementation("record:Record")(self, rows)
+
+    @property
+    def follows(self) -> str | None:
+        """The rule that turns the hook on for one step. A hook that keeps its tensors is always on."""
+        return None if self.keep is not None else super().follows
+
+    @property
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """The further tables that get rows, each with the values of those of its fields that are set."""
+        tables = {table.name: ((name, getattr(self, name)) for name in table.fields) for table in TABLES.values()}
+        given = {
+            table: {name: value for name, value in fields if value is not None} for table, fields in tables.items()
+        }
+        return {table: values for table, values in given.items() if values}
+
+
+@ACTIONS.register("print")
+class PrintSpec(StatisticsSpec):
+    """Print one line per tensor: hook, layer, step, shape, dtype, device and statistics."""
+
+    action: Literal["print"]
+    stats: Statistics = Field(
+        ("mean", "std", "min", "max"),
+        description="The printed statistics, as for record. NaN and infinities are always reported.",
+    )
+
+    def build(self, rows: Any, archive: Any) -> Any:  # noqa: ARG002
+        """Return the action."""
+        return implementation("print:Print")(self, rows)

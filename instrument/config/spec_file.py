@@ -1,0 +1,83 @@
+"""Hook specs from a YAML file, from plain mappings, or from spec objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ..errors import ConfigError, Problem
+from .base import HookBase
+from .hook_specs import HookSpec
+from .parse import parse_hooks, parse_rules
+from .rules import RuleBase, default_rules
+
+YAML_ERRORS = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
+"""The errors of PyYAML for invalid YAML. A date that does not exist, for example, raises ValueError."""
+
+Specs = str | Path | Mapping[str, Any] | Sequence[Any]
+
+
+def read_specs(specs: Specs) -> dict[str, HookSpec]:
+    """Parse hook specs from a file, from plain mappings, or from spec objects.
+
+    Args:
+        specs: The path of a YAML file, a mapping or list with the content of such a file, or spec objects. The specs are at
+            the top level or in a `hooks` section.
+
+    Raises:
+        ConfigError: The file cannot be read or is not YAML, or a spec is invalid.
+    """
+    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list):
+        given = given["hooks"]
+    if isinstance(given, Mapping):
+        return parse_hooks({name: _plain(spec) for name, spec in given.items()})
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        return parse_hooks([_plain(spec) for spec in given])
+    return parse_hooks(given)
+
+
+def read_rules(specs: Specs, rules: Mapping[str, Any] | Literal["default"] | None = "default") -> dict[str, RuleBase]:
+    """Parse the rules of a custom training loop.
+
+    Args:
+        specs: The argument of `read_specs`. The file or mapping can have a section `rules` next to `hooks`.
+        rules: Rules by name, which replace those of the file and the default rules with the same name; None for an entry
+            removes it. `default`: no further rules. None: no rules at all.
+
+    Raises:
+        ConfigError: A rule is invalid.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping) and rules != "default":
+        raise ConfigError(Problem("rules", "must be a mapping, None or 'default'", given=rules))
+    given = _read_file(Path(specs)) if isinstance(specs, str | Path) else specs
+    in_file = (
+        given.get("rules") if isinstance(given, Mapping) and isinstance(given.get("hooks"), Mapping | list) else None
+    )
+    if in_file is not None and not isinstance(in_file, Mapping):
+        raise ConfigError(Problem("rules", "must be a mapping from names to rules", given=in_file))
+    return parse_rules({**default_rules(), **(in_file or {}), **({} if rules == "default" else rules)})
+
+
+def _read_file(path: Path) -> Any:
+    """Read a YAML file."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(Problem("specs", f"the file cannot be read: {error.strerror}", given=str(path))) from None
+    except YAML_ERRORS as error:
+        raise ConfigError(Problem("specs", f"the file is not YAML: {error}", given=str(path))) from None
+
+
+def _plain(spec: Any) -> Any:
+    """Convert a spec object to a mapping. Other values are returned unchanged."""
+    if isinstance(spec, HookBase):
+        # Not a dump of the spec, which would contain the names of functions instead of the functions.
+        given = {name: getattr(spec, name) for name in type(spec).model_fields if name in spec.model_fields_set}
+        return {name: value for name, value in given.items() if name != "name" or value}
+    return spec

@@ -1,0 +1,125 @@
+"""Import and call the dotted paths of `_target_`, with error messages that name the configuration key."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+
+from ..errors import ConfigError, Problem, similar_names
+from .field_types import Target, nested_values
+
+
+def locate(path: str, where: str) -> Any:
+    """Import the callable of a dotted path. `where` is its configuration key, here and below.
+
+    Raises:
+        ConfigError: The path does not exist, its import fails, Hydra's policy forbids it, or it is not callable.
+    """
+    try:
+        found = get_object(path)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_import_problem(path, where, error)) from None
+    if not callable(found):
+        raise ConfigError(Problem(where, f"{path} is a {type(found).__name__}, not a class or function", given=path))
+    return found
+
+
+def argument_names(path: str, where: str) -> frozenset[str]:
+    """Return the parameter names of a target; empty for a built-in function without a signature.
+
+    The constructor of a class that takes `**kwargs` passes them to that of its base class, whose parameters count too.
+
+    Raises:
+        ConfigError: As for `locate`.
+    """
+    found = locate(path, where)
+    inherited = (
+        [vars(base)["__init__"] for base in found.__mro__[1:] if "__init__" in vars(base)]
+        if inspect.isclass(found)
+        else []
+    )
+    names: set[str] = set()
+    try:
+        for function in (found, *inherited):
+            parameters = inspect.signature(function).parameters
+            names.update(parameters)
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+                break
+    except (TypeError, ValueError):
+        pass  # a built-in function without a signature
+    return frozenset(names)
+
+
+def build(target: Target, where: str, *positional: Any, **given: Any) -> Any:
+    """Call a target with its arguments and those of the caller; nested `_target_`s are built first.
+
+    Raises:
+        ConfigError: The target does not exist, or the call fails.
+    """
+    locate(target.target, where)
+    for key, value in nested_values(target.model_extra, where):  # so that an error is reported at its own key
+        if isinstance(value, dict) and isinstance(path := value.get("_target_"), str):
+            locate(path, f"{key}._target_")
+    try:
+        return instantiate(target.to_config(), *positional, **given, _convert_="all")
+    except (InstantiationException, SystemExit) as error:
+        cause = error.__cause__
+        raise ConfigError(
+            Problem(where, f"{target.target} could not be built: {_reason(cause or error)}", given=_arguments(target))
+        ) from error
+
+
+def build_callable(target: Target, where: str) -> Callable[..., Any]:
+    """Return the function of a target with its arguments bound, or the instance if the target is a class.
+
+    Raises:
+        ConfigError: The target does not exist, its construction fails, or its instances cannot be called.
+    """
+    is_class = inspect.isclass(locate(target.target, where))
+    found = build(target if is_class else target.model_copy(update={"_partial_": True}), where)
+    if not callable(found):
+        raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(found).__name__))
+    return found  # type: ignore[no-any-return]
+
+
+def _arguments(target: Target) -> str:
+    return ", ".join(f"{key}: {value}" for key, value in target.to_config().items())
+
+
+def _reason(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text if isinstance(error, InstantiationException) else f"{type(error).__name__}: {text}"
+
+
+def _import_problem(path: str, where: str, error: BaseException) -> Problem:
+    """Return the problem of a failed import: the part of the path that fails, and similar existing names."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, InstantiationException) and "blocklisted" in str(cause):
+            return Problem(where, "Hydra does not allow this target", given=path)
+        cause = cause.__cause__
+    parts = path.split(".")
+    found: Any = None
+    for i, part in enumerate(parts):
+        parent, name = ".".join(parts[:i]), ".".join(parts[: i + 1])
+        try:
+            found = getattr(found, part) if i and hasattr(found, part) else importlib.import_module(name)
+        except ModuleNotFoundError as missing:
+            if missing.name not in (name, part) and not (missing.name or "").startswith(parts[0]):
+                message = f"{name} requires the module {missing.name!r}, which is not installed"
+                return Problem(where, message, given=path)
+            if i:
+                similar = [f"{parent}.{each}" for each in similar_names(part, dir(found))]
+                return Problem(where, f"{parent} has no {part!r}", given=path, similar=similar)
+            message = f"no module named {part!r}; Python also searches the working directory"
+            similar = similar_names(part, [module.name for module in pkgutil.iter_modules()])
+            return Problem(where, message, given=path, similar=similar)
+        except (Exception, SystemExit) as failure:
+            return Problem(where, f"importing {name} failed: {type(failure).__name__}: {failure}", given=path)
+    return Problem(where, f"cannot be imported: {error}", given=path)

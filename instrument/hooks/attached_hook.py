@@ -1,0 +1,406 @@
+"""Attached sites: the action of a site, the state of its schedule, and what happens when it fires."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from ..actions.base import Action, Context, KeptTensors
+from ..actions.condition import SiteCondition
+from ..actions.selection import Selector
+from ..actions.together import Together, path_of_call
+from ..config.base import ObservationSpec
+from ..config.record import RecordSpec
+from ..config.schedule import STEP_PHASES
+from ..errors import InstrumentError
+from ..fields.globs import matches
+from ..plan.dimension_checks import check_shape
+from ..plan.hook_plan import Site
+from ..tables.reasons import INFERENCE, NO_GRAD, NO_GRAPH, NO_TENSOR, not_floating_point
+from ..values.dtensor import full_tensor, is_sharded, local_shard, sharded_like, shards_of
+from ..values.nested import iter_tensors
+from .clock import FIRST_CALL, Clock, FiringIndex
+from .direct import Direct, call_action, check_not_captured, direct_of, failed
+from .distributed_scope import scope_of
+from .gradient_scaling import rescaled, unscaled
+from .hook_coverage import HookCoverage
+from .hook_timer import HookTimer
+from .module_calls import is_first_reentrant_pass, recomputed_segment
+from .plain_calls import firing_of
+
+
+class AttachedHook(HookCoverage):
+    """An attached site: its action, the state of its schedule, and its coverage."""
+
+    __slots__ = (
+        "_composed",
+        "_is_composed",
+        "_scheduled_step_and_phase",
+        "action",
+        "checked_paths",
+        "condition",
+        "direct",
+        "is_paused",
+        "is_record_hook",
+        "is_scheduled",
+        "role",
+        "scheduled_count",
+        "scope",
+        "selector",
+        "subsampling",
+        "together",
+        "was_ever_scheduled",
+    )
+
+    def __init__(self, site: Site, action: Action, clock: Clock, *, shapes_checked: bool = False) -> None:
+        super().__init__(site, clock)
+        # Paths whose shapes were checked; None if shape inference has checked all.
+        self.checked_paths: set[str] | None = None if shapes_checked else set()
+        self.action = action
+        self.direct: Direct | None = None  # what it does with plain tensors while it is scheduled
+        self._composed: Direct | None = None  # the same, also while it is not scheduled
+        self._is_composed = False
+        self.together = action if isinstance(action, Together) else None
+        self.selector = Selector.of(site.spec, site.layer.module)  # None if the action gets complete tensors
+        self.condition = SiteCondition.of(site.spec)
+        # Whether it changes nothing: it records, prints or calls a function.
+        self.is_record_hook = isinstance(site.spec, ObservationSpec)
+        self.role = site.spec.tensor_role
+        self.scope = scope_of(site.spec.definition, self.role, clock.parallel)
+        self.is_scheduled = False
+        self.was_ever_scheduled = False
+        # Whether a record hook is paused in steps, to measure them without it.
+        self.is_paused = False
+        self.subsampling = 1  # with a budget, it runs at every n-th scheduled step
+        self.scheduled_count = 0  # steps at which its schedule is active
+        self._scheduled_step_and_phase: tuple[int, str] | None = None
+
+    def update_schedule(self, scheduled: bool, *, has_new_spec: bool) -> bool:
+        """Update whether the hook runs at the new time of the clock. Return whether that changed.
+
+        Args:
+            scheduled: Whether its schedule is active.
+            has_new_spec: Whether fields of its spec may have changed.
+        """
+        moment = (self.clock.moment.step, self.clock.moment.phase)
+        if scheduled and moment != self._scheduled_step_and_phase:
+            self._scheduled_step_and_phase = moment
+            self.scheduled_count += 1
+        scheduled = scheduled and (self.scheduled_count - 1) % self.subsampling == 0
+        self.was_ever_scheduled |= scheduled
+        is_needed = self.site.spec.keep_as is not None  # by a hook function
+        if scheduled and self.is_paused and not is_needed and self.clock.moment.phase in STEP_PHASES:
+            scheduled = False
+        changed = scheduled != self.is_scheduled
+        self.is_scheduled = scheduled
+        self._is_composed &= not has_new_spec
+        if scheduled and not self._is_composed:
+            self.compose()
+        self.direct = self._composed if scheduled else None
+        return changed
+
+    def compose(self) -> None:
+        """Determine what it does with plain tensors while it is scheduled. Call it after a change of its action."""
+        direct, timer = direct_of(self), self.clock.timer
+        self._composed = direct if direct is None or timer is None else self._timed(direct, timer)
+        self._is_composed = True
+        self.direct = self._composed if self.is_scheduled else None
+
+    def _timed(self, direct: Direct, timer: HookTimer[Any]) -> Direct:
+        def timed(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
+            with timer.measure_time(self):
+                new = direct(tensor, path, firing)
+            timer.firings[self] += new is not None
+            return new
+
+        return timed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the coverage counts and the state of the schedule between two micro-steps."""
+        return {
+            **super().state_dict(),
+            "was_ever_scheduled": self.was_ever_scheduled,
+            "subsampling": self.subsampling,
+            "scheduled_count": self.scheduled_count,
+            "condition": None if self.condition is None else self.condition.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the coverage counts and the state of the schedule."""
+        super().load_state_dict(state)
+        self.was_ever_scheduled = state["was_ever_scheduled"]
+        self.subsampling, self.scheduled_count = state["subsampling"], state["scheduled_count"]
+        if self.site.spec.phase in STEP_PHASES:  # the next step is counted already
+            self._scheduled_step_and_phase = (self.clock.moment.step, self.site.spec.phase)
+        if self.condition is not None:
+            self.condition.load_state_dict(state["condition"])
+
+    def matches_path(self, path: str) -> bool:
+        """Return whether the spec selects the tensor at this path."""
+        pattern = self.site.spec.path
+        return pattern is None or matches(pattern, path)
+
+    def accepts(self, tensor: Tensor, path: str) -> bool:
+        """Return whether the hook acts on this tensor.
+
+        Record hooks accept any dtype, interventions floating-point ones.
+        """
+        return self.matches_path(path) and (self.is_record_hook or tensor.is_floating_point())
+
+    def no_tensor_reason(self, value: Any, root: str = "") -> str:
+        """Return why the hook accepts no tensor of a value, whose path is `root`."""
+        dtypes = {tensor.dtype: None for path, tensor in iter_tensors(value, root) if self.matches_path(path)}
+        return NO_TENSOR if self.is_record_hook or not dtypes else not_floating_point(dtypes)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether each firing writes a row of statistics."""
+        return isinstance(self.site.spec, RecordSpec) and bool(self.site.spec.statistics)
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether it sees gradients that a gradient scaler has multiplied, if there is one."""
+        definition = self.site.spec.definition
+        return definition.gradient and definition.frequency == "micro_step"
+
+    def fire(
+        self,
+        tensor: Tensor,
+        path: str,
+        firing: FiringIndex = FIRST_CALL,
+        *,
+        value: Tensor | Parameter | None = None,
+        amp_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Run the action on one tensor.
+
+        For a sharded tensor, record hooks see the shard. Interventions act on the full tensor: a norm is that of all
+        shards, and all processes draw the same random numbers.
+
+        Args:
+            tensor: The tensor.
+            path: Its path in a nested value, or the name of the parameter.
+            firing: Which of several firings this is.
+            value: The tensor that a gradient belongs to.
+            amp_scale: The factor of a gradient scaler in the tensor.
+
+        Returns:
+            The tensor that replaces it; the same object if it is unchanged.
+
+        Raises:
+            HookError: The action failed or returned an invalid result. The message contains hook, kind, layer and step.
+            ConfigError: The spec does not fit the shape of the site's first tensor.
+        """
+        direct = self.direct if amp_scale is None else None
+        if direct is not None and (new := direct(tensor, path, firing)) is not None:
+            return new
+        shard = is_sharded(tensor)
+        self.check_shape(path, tensor)
+        if shard and value is not None:
+            value = (local_shard if self.is_record_hook else full_tensor)(value)
+        context = self.context(path, firing, value)
+        if is_sharded(tensor):
+            context.scope = "shard" if self.is_record_hook else "averaged"
+            context.shards = shards_of(tensor)
+        if self.is_scaled and self.clock.amp_scale is not None:
+            amp_scale = self.clock.amp_scale()
+        part = tensor if not shard else local_shard(tensor) if self.is_record_hook else full_tensor(tensor)
+        if amp_scale is None:
+            new = self.run(part, context)
+        else:
+            given = unscaled(part, amp_scale)
+            new = rescaled(self.run(given, context), given, part, amp_scale)
+        return _replaced(tensor, part, new)
+
+    def count_and_fire(
+        self, tensor: Tensor, *, value: Parameter | None = None, amp_scale: Tensor | None = None
+    ) -> Tensor | None:
+        """Count an opportunity at the tensor of a parameter or a buffer, and run the action if the tensor can be read.
+
+        Args:
+            tensor: The tensor.
+            value, amp_scale: See `fire`.
+
+        Returns:
+            The tensor that replaces it, the same object if it is unchanged; None if it cannot be read.
+        """
+        firing, path = firing_of(self.opportunities, 0, False, None), self.site.own_name
+        if self.direct is not None and amp_scale is None and (new := self.direct(tensor, path, firing)) is not None:
+            self.opportunities += 1
+            self.firings += 1
+            return new
+        return (
+            self.fire(tensor, path, firing, value=value, amp_scale=amp_scale)
+            if self.count_and_check_readable(tensor)
+            else None
+        )
+
+    def fire_together(
+        self,
+        tensors: Mapping[str, Tensor],
+        firing: FiringIndex = FIRST_CALL,
+        *,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run an action with `together: true` on all tensors of a call; see `fire`.
+
+        Args:
+            tensors: The tensors by path.
+            firing: Which of several firings this is.
+            values: The tensors that gradients belong to, by path. Default: None, unknown or no gradients.
+
+        Returns:
+            The tensors that replace them; the same object for a tensor that is unchanged.
+        """
+        for path, tensor in tensors.items():
+            self.check_shape(path, tensor)
+        context = self.context(path_of_call(self.site.spec.kind, next(iter(tensors))), firing)
+        if any(map(is_sharded, tensors.values())):
+            context.scope = "averaged"
+        context.values = {path: full_tensor(value) for path, value in (values or {}).items() if path in tensors}
+        amp_scale = self.clock.amp_scale() if self.is_scaled and self.clock.amp_scale is not None else None
+        parts = {path: full_tensor(tensor) for path, tensor in tensors.items()}
+        if amp_scale is None:
+            new = self._run_together(parts, context)
+        else:
+            given = {path: unscaled(part, amp_scale) for path, part in parts.items()}
+            changed = self._run_together(given, context)
+            new = {path: rescaled(changed[path], given[path], part, amp_scale) for path, part in parts.items()}
+        return {path: _replaced(tensor, parts[path], new[path]) for path, tensor in tensors.items()}
+
+    def check_shape(self, path: str, tensor: Tensor) -> None:
+        """Check once for each path that the spec fits the shape; see `fire`."""
+        if self.checked_paths is not None and path not in self.checked_paths and not is_sharded(tensor):
+            self.checked_paths.add(path)
+            check_shape(self.site, path, tensor)
+
+    def context(self, path: str, firing: FiringIndex, value: Tensor | Parameter | None = None) -> Context:
+        """Return the context of a call; see `fire`."""
+        spec, layer = self.site.spec, self.site.layer
+        return Context(
+            hook=spec.name,
+            kind=spec.kind,
+            role=spec.tensor_role,
+            layer=layer.name,
+            module=layer.module,
+            path=path,
+            moment=self.clock.boundary if self.frequency == "step" else self.clock.moment,
+            call=firing.call,
+            backward=firing.backward,
+            recompute=firing.recompute,
+            origin=firing.origin,
+            value=value,
+            parameters=self.site.parameters,
+            seed=self.clock.seed,
+            scope=self.scope,
+            rank=self.clock.rank,
+            ids=self.clock.ids,
+            tensors=self._kept_tensors(firing),
+            holds=None if spec.follows is None else True,  # a rule turns the hook on
+        )
+
+    def _kept_tensors(self, firing: FiringIndex) -> KeptTensors:
+        """Return the kept tensors that the action may use."""
+        store = self.clock.kept
+        if not store.original and not firing.recompute:
+            return KeptTensors()
+        if self.is_record_hook or self.site.spec.definition.gradient or self.frequency == "step":
+            return store.all()
+        segment = recomputed_segment() if firing.recompute else None
+        return store.for_intervention(is_recomputed=firing.recompute, segment=segment)
+
+    @property
+    def runs_in_recomputation(self) -> bool:
+        """Whether it also runs when activation checkpointing recomputes a forward pass: it changes or keeps a tensor."""
+        return not self.is_record_hook or self.site.spec.keep_as is not None
+
+    def _keep(self, name: str, tensor: Tensor, context: Context) -> None:
+        """Keep a tensor for hook functions. A gradient belongs to the original pass, also that of a recomputed one."""
+        is_recomputed = context.recompute and not self.site.spec.definition.gradient
+        location = ".".join(part for part in (context.layer, context.path) if part)
+        segment = recomputed_segment() if is_recomputed else None
+        has_lost_graph = not self.site.spec.definition.gradient and is_first_reentrant_pass()
+        self.clock.kept.keep(
+            name, location, tensor, is_recomputed=is_recomputed, segment=segment, has_lost_graph=has_lost_graph
+        )
+
+    def prepare(self, tensors: Sequence[Tensor]) -> None:
+        """Pass all tensors of the spec, or their selected parts, to the action before it is called for each of them."""
+        try:
+            self.action.prepare(tensors if self.selector is None else self.selector.parts(tensors))
+        except InstrumentError:
+            raise
+        except Exception as error:
+            raise failed(error, list(tensors), self.context("", FIRST_CALL)) from error
+
+    def run(self, tensor: Tensor, context: Context) -> Tensor:
+        """Run the action on a tensor that is not a shard and has no factor of a gradient scaler; see `fire`."""
+        if (timer := self.clock.timer) is None:
+            return self._run(tensor, context)
+        with timer.measure_action(self):
+            return self._run(tensor, context)
+
+    def _run(self, tensor: Tensor, context: Context) -> Tensor:
+        check_not_captured(tensor, context)
+        name = self.site.spec.keep_as
+        if context.recompute and self.is_record_hook and not self.site.spec.definition.gradient:
+            if name is not None:
+                self._keep(name, tensor, context)
+            return tensor  # recorded in the original pass
+        action: Callable[[Tensor, Context], Tensor | None] = self.action
+        if self.condition is not None:
+            action = partial(self.condition.apply, action)
+        if self.selector is not None:
+            action = partial(self.selector.apply, action)
+        new = call_action(action, tensor, context)
+        result = tensor if new is None else new
+        if name is not None:
+            self._keep(name, result, context)
+        return result
+
+    def _run_together(self, tensors: Mapping[str, Tensor], context: Context) -> dict[str, Tensor]:
+        assert self.together is not None, "only its hooks get several tensors"
+        with nullcontext() if self.clock.timer is None else self.clock.timer.measure_action(self):
+            for tensor in tensors.values():
+                check_not_captured(tensor, context)
+            change = self.together.change
+            action = change if self.selector is None else partial(self.selector.apply_together, self.together)
+            new = call_action(action, tensors, context)
+            if (name := self.site.spec.keep_as) is not None:
+                for path, tensor in new.items():
+                    self._keep(name, tensor, replace(context, path=path))
+            return new
+
+
+def _replaced(tensor: Tensor, part: Tensor, new: Tensor) -> Tensor:
+    """Return the tensor that replaces a tensor, whose full tensor or shard `part` was changed to `new`."""
+    if new is part:
+        return tensor
+    return sharded_like(new, tensor) if is_sharded(tensor) else new
+
+
+def fire_all(
+    attached_hooks: Iterable[AttachedHook],
+    tensor: Tensor,
+    path: str,
+    firing: FiringIndex = FIRST_CALL,
+    value: Tensor | Parameter | None = None,
+) -> Tensor:
+    """Run several hooks on one tensor in the order of the configuration. Each sees the result of the previous one."""
+    for attached in attached_hooks:
+        tensor = attached.fire(tensor, path, firing, value=value)
+    return tensor
+
+
+def no_gradient_reason() -> str:
+    """Return why a tensor requires no gradient, as far as that is known here."""
+    if torch.is_inference_mode_enabled():
+        return INFERENCE
+    return NO_GRAPH if torch.is_grad_enabled() else NO_GRAD

@@ -1,0 +1,36 @@
+"""The scope of a tensor if several processes train together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..tables.kinds import Kind
+
+Scope = Literal["global", "local", "averaged", "shard"]
+"""The part of the distributed tensor that a row describes.
+
+`global`: the complete batch. `local`: this rank's batch shard. `averaged`: identical on every rank, such as averaged
+gradients, parameters, their updates and states. `shard`: this rank's shard of such a tensor.
+"""
+
+Parallel = Literal["ddp", "fsdp2", "own"]
+"""How several processes train together: with DistributedDataParallel, with fully_shard, or in an unknown way."""
+
+
+def scope_of(kind: Kind, role: str, parallel: Parallel | None) -> Scope:
+    """Return the scope of a kind and role, for tensors that are not sharded.
+
+    Module hooks and hooks on parameter gradients run before DistributedDataParallel averages, so they see values of
+    this rank. At the optimizer boundary, all ranks have the same values, except for buffers such as BatchNorm's running
+    mean.
+
+    Args:
+        kind: The hook kind.
+        role: The role of the tensor.
+        parallel: How the processes train together; None for a single process.
+    """
+    if parallel is None:
+        return "global"
+    if parallel == "own" or kind.frequency == "micro_step" or role == "buffer":
+        return "local"
+    return "averaged"

@@ -1,0 +1,336 @@
+"""Kinds `function` and `function_grad`: the torch functions that a module calls.
+
+Two hooks on the module start and end a `FunctionMode` (`instrument.plan.function_calls`), so that other modules pay nothing.
+Activation checkpointing runs these hooks again. The functions that hooks of this package call are not observed.
+
+An intervention on the result of an in-place function must change the tensor for all code that holds it. The function runs on
+a copy of its first argument, since a change of its own result would invalidate the values that it saved for the backward
+pass. The changed result is then written to the argument.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..actions.intervention import describe
+from ..config.base import HookBase
+from ..errors import HookError
+from ..lazy_compiler import exclude_from_graphs, excluded_method, has_compiled
+from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
+from ..stats.flatten import unreadable
+from ..tables.reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
+from ..values.dtensor import sharding_hooks
+from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arguments
+from .attached_hook import AttachedHook
+from .call_gradients import CallGradients, gradient_groups
+from .clock import Clock
+from .gradient_hooks import LeafHooks, versions_of
+from .hook_group_interface import SuspendableModuleHooks
+from .module_calls import Call, Calls, current_segment
+from .module_tensors import ModuleHooks
+from .plain_calls import current_transform
+from .together import act_together, groups_of, is_together
+
+_UNMEASURED = nullcontext()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class HookedModule(RunningModule):
+    """A call of a module whose functions are hooked. Its observers are the scheduled hooks.
+
+    Attributes:
+        call: The call.
+        leaf_hooks: The gradient hooks on leaf tensors of the module.
+        called: The hooks whose functions were called, by code that is not compiled.
+        fired: The hooks on values that fired.
+        obstacles: Why a hook could not act on a tensor.
+        gradients: The expected gradients of each hook on gradients.
+    """
+
+    call: Call
+    leaf_hooks: LeafHooks
+    called: set[AttachedHook] = field(default_factory=set)
+    fired: set[AttachedHook] = field(default_factory=set)
+    obstacles: dict[AttachedHook, str] = field(default_factory=dict)
+    gradients: dict[AttachedHook, CallGradients] = field(default_factory=dict)
+
+    def update_coverage(self, *, has_raised: bool) -> None:
+        """End the call: count an opportunity for each hook whose functions were called, and the firing or the reason."""
+        for attached in () if self.call.is_recomputed else self.observers.values():
+            gradients = self.gradients.get(attached)
+            if attached in self.fired:
+                attached.opportunities += 1
+                attached.firings += 1
+            elif gradients is not None:
+                gradients.count_opportunities(missing_is_expected=True)
+            elif attached in self.called or has_raised:
+                attached.count_missed_opportunity(self.obstacles.get(attached, RAISED if has_raised else NO_TENSOR))
+            elif attached in self.compiled:
+                attached.count_missed_opportunity(PARTLY_COMPILED)
+            else:
+                no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
+                attached.count_exempt(self.pause_reason or no_function)
+
+
+class HookedFunctions(FunctionMode):
+    """The hooks on the functions that one thread calls.
+
+    Args:
+        specs: The specs of the function kinds.
+        clock: The clock of the probe.
+    """
+
+    def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
+        # The mode of another probe sees what these functions call.
+        of_this_mode = (HookedFunctions._act, HookedFunctions._register, _copy_of, _write, _overwrite)
+        super().__init__(specs, (ModuleHooks.before, ModuleHooks.after, *of_this_mode, *sharding_hooks()))
+        self._clock = clock
+
+    def run(
+        self, function: Any, name: str, owners: Sequence[Owner], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function between the hooks on its arguments and those on its result."""
+        if self._clock.closed:
+            return function(*args, **kwargs)
+        is_transformed = current_transform() is not None
+        by_role: dict[str, list[Owner]] = {"input": [], "output": [], "grad_output": []}
+        for owner in owners:
+            running, attached, _ = owner
+            running.called.add(attached)
+            if is_transformed:
+                running.obstacles[attached] = TRANSFORMED
+            elif not (
+                running.call.is_recomputed
+                and not attached.runs_in_recomputation
+                and not attached.site.spec.definition.gradient
+            ):
+                by_role[attached.role].append(owner)
+        inputs, outputs, gradients = by_role.values()
+        changing = [owner for owner in (*inputs, *outputs) if not owner.observer.is_record_hook]
+        if changing:
+            _check_segment(changing[0])
+        written = written_tensor(function, name, args, kwargs) if changing or outputs or gradients else None
+        target = written if any(_selects_argument(owner, args, kwargs) for owner in changing) else None
+        if target is not None:
+            args = (_copy_of(target), *args[1:])
+        if inputs:
+            joined = join_arguments(args, kwargs)
+            args, kwargs = split_arguments(self._act(inputs, joined), len(args))
+        if target is not None and name in RESHAPING:
+            args = (_write(target, args[0]), *args[1:])
+        versions = versions_of(tensor for _, tensor in iter_tensors((args, kwargs))) if gradients else {}
+        result = function(*args, **kwargs)
+        # `x[i] = y` returns None.
+        new = args[0] if result is None and written is not None else result
+        if target is not None:
+            value = _copy_of(target) if name in RESHAPING else new
+            new = _write(target, self._act(outputs, value))
+        elif outputs:
+            changed = self._act(outputs, new)
+            new = changed if changed is new or kwargs.get("out") is None else _overwrite(result, changed)
+        if gradients:
+            new = self._register(gradients, new, versions, needs_alias=written is None)
+        return None if result is None else new
+
+    def _act(self, owners: Sequence[Owner], value: Any) -> Any:
+        """Run hooks on every tensor of the arguments or the result of a function."""
+
+        def act(group: Sequence[Owner], path: str, tensor: Tensor) -> Tensor:
+            for running, attached, function_path in group:
+                full_path = f"{function_path}.{path}" if path else function_path
+                if not attached.accepts(tensor, full_path):
+                    if not attached.is_record_hook and attached.matches_path(full_path):
+                        running.obstacles[attached] = attached.no_tensor_reason(tensor, full_path)
+                    continue
+                new = None if attached.direct is None else attached.direct(tensor, full_path, running.call.firing())
+                if new is not None:
+                    running.fired.add(attached)
+                    tensor = new
+                    continue
+                if (reason := unreadable(tensor)) is not None:
+                    running.obstacles[attached] = reason
+                    continue
+                running.fired.add(attached)
+                tensor = attached.fire(tensor, full_path, running.call.firing())
+            return tensor
+
+        if not owners:
+            return value
+        with self._clock.timer or _UNMEASURED:
+            for group in groups_of(owners, _is_together):
+                value = (
+                    self._act_together(group[0], value)
+                    if _is_together(group[0])
+                    else map_tensors(value, partial(act, group))
+                )
+            return value
+
+    def _act_together(self, owner: Owner, value: Any) -> Any:
+        """Run a hook with `together: true` on all tensors of the arguments or the result of a function."""
+        running, attached, path = owner
+        value, obstacle = act_together(attached, value, running.call.firing(), path)
+        if obstacle is None:
+            running.fired.add(attached)
+        else:
+            running.obstacles[attached] = obstacle
+        return value
+
+    def _register(self, owners: Sequence[Owner], value: Any, versions: Mapping[int, int], *, needs_alias: bool) -> Any:
+        """Register hooks on the gradients of the result of a function. Return the result for the caller.
+
+        With aliases, the gradient reaches the hook that was registered last first.
+        """
+        needs_alias = needs_alias and any(not owner.observer.is_record_hook for owner in owners)
+        with self._clock.timer or _UNMEASURED:
+            for running, attached, path in reversed(owners) if needs_alias else owners:
+                gradients = running.gradients.get(attached)
+                if gradients is None:
+                    gradients = running.gradients[attached] = CallGradients([attached], running.call, self._clock)
+                gradients.registered.clear()
+                gradients.aliases.clear()
+                if gradient_groups([attached], value, path)[1]:
+                    value = gradients.join(value, path)
+                    continue
+                value = gradients.register_outputs(
+                    value,
+                    versions,
+                    running.leaf_hooks,
+                    needs_alias=needs_alias,
+                    root=path,
+                )
+            for running, attached, _ in owners:
+                running.gradients[attached].finish_registration()
+        return value
+
+
+class FunctionHooks(SuspendableModuleHooks):
+    """The sites of the function kinds at one module.
+
+    Args:
+        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
+        threads: The mode of each thread.
+    """
+
+    early = True
+
+    def __init__(
+        self, attached_hooks: Sequence[AttachedHook], calls: Calls, threads: FunctionThreads, *, suspend: bool
+    ) -> None:
+        super().__init__(attached_hooks, calls, suspend=suspend)
+        self.threads = threads
+        self.leaf_hooks = LeafHooks(self.clock)
+        self.scheduled: dict[str, AttachedHook] = {}
+
+    def attach(self) -> None:
+        """Register both hooks."""
+        enter = MethodType(exclude_from_graphs(FunctionHooks.enter, FunctionHooks.enter_compiled), self)
+        leave = excluded_method(self.leave)
+        self.hooks.add(self.module.register_forward_pre_hook(enter))
+        self.hooks.add(self.module.register_forward_hook(leave, prepend=True, always_call=True))
+
+    def refresh(self) -> None:
+        """Update the scheduled sites."""
+        self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
+        super().refresh()
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        """The forward pre hook: starts to observe functions."""
+        if not self._is_active():
+            return
+        if current_transform() is not None:
+            self.count_missed_call(TRANSFORMED)
+            return
+        with self.clock.timer or _UNMEASURED:
+            frame, _ = module_frame()
+            if frame is not None:
+                call = self.calls.enter(self, args)
+                running = HookedModule(frame, self.scheduled, call=call, leaf_hooks=self.leaf_hooks)
+                self.threads.mode.enter(running)
+
+    def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        """The forward pre hook in compiled code, which calls no functions."""
+        if self._is_active():
+            self.count_missed_call(COMPILED)
+
+    def _is_active(self) -> bool:
+        """Return whether a site is scheduled. Count the sites that are not."""
+        if self.clock.closed:
+            return False
+        self.count_unscheduled()
+        if not self.active:
+            self.hooks.suspend()
+        return self.active
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        """The forward hook: ends the observation, also after an exception."""
+        if self.clock.closed:
+            return
+        with self.clock.timer or _UNMEASURED:
+            frame, has_raised = module_frame()
+            running = self.threads.mode.leave(frame)
+            if isinstance(running, HookedModule):
+                self.calls.leave(self)
+                running.update_coverage(has_raised=has_raised)
+
+    def detach(self) -> None:
+        """Remove both hooks, the hooks on leaf tensors, and the mode of this thread."""
+        super().detach()
+        self.leaf_hooks.release()
+        self.threads.mode.leave_all()
+
+
+class FunctionThreads(threading.local):
+    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread."""
+
+    def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
+        self.mode = HookedFunctions(specs, clock)
+
+
+def _is_together(owner: Owner) -> bool:
+    """Return whether the hook of an owner has `together: true`."""
+    return is_together(owner.observer)
+
+
+def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether an intervention may change this call of an in-place function, whose result is one tensor."""
+    path = owner.path
+    attached: AttachedHook = owner.observer
+    if attached.role == "output":
+        return attached.matches_path(path)
+    return any(attached.matches_path(each) for each, _ in iter_tensors(join_arguments(args, kwargs), path))
+
+
+def _check_segment(owner: Owner) -> None:
+    """Raise `HookError` for an intervention in a checkpoint segment that starts in the module: it would not be repeated."""
+    running, attached, path = owner
+    if current_segment() is not running.call.segment:
+        context = attached.context(path, running.call.firing())
+        raise HookError(
+            f"{describe(context)} changes a function inside an activation checkpoint that this module starts; the "
+            "recomputation would run without the change. Hook the module that the checkpoint runs instead"
+        )
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+def _write(target: Tensor, value: Tensor) -> Tensor:
+    """Write a value to a tensor in place, as part of the graph, and return the tensor."""
+    return target.copy_(value)
+
+
+def _overwrite(result: Any, new: Any) -> Any:
+    """Write changed values to the tensors of a result, which were passed as `out`. They are not part of a graph."""
+    values = dict(iter_tensors(new))
+    with torch.no_grad():
+        return map_tensors(result, lambda path, tensor: tensor.copy_(values[path]))

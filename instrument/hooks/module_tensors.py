@@ -1,0 +1,258 @@
+"""Kinds on a module's tensors: forward_pre, forward, full_backward_pre, full_backward, tensor.
+
+One pre hook and one hook on the module serve all sites, so that several specs run in the order of the configuration.
+Gradients come from hooks on the tensors (`instrument.hooks.tensor_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
+
+from ..fields.field_types import describe_callable
+from ..lazy_compiler import exclude_from_graphs, run_outside_of_graphs
+from ..tables.reasons import TRANSFORMED
+from ..values.containers import copied_containers, write_back
+from ..values.nested import join_arguments, returned_value, split_arguments
+from .attached_hook import AttachedHook
+from .call_gradients import finish_gradient
+from .graph_hooks import GraphHooks, Places
+from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
+from .module_calls import Call, Calls
+from .plain_calls import PlainCalls, Recording, current_transform, firing_of
+from .tensor_gradients import InputGradients, OutputGradients
+from .together import act_on_tensors
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_FORWARD = ("forward_pre", "forward")
+MAX_COMPOSED = 8  # combinations of scheduled hooks that are kept
+
+
+class ModuleHooks(SuspendableModuleHooks):
+    """All sites at one module, served by two hooks.
+
+    They are not suspended if they were prepended, or if any code was compiled: compiled code calls only the hooks that were
+    registered when it was compiled.
+
+    Args:
+        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
+        prepend: Whether the hooks run before those that are registered already.
+        always_call: Whether the forward hook also runs if the forward pass raises an exception.
+        early: Whether the forward hook runs before those of other code that are registered already.
+
+    Attributes:
+        earlier_hooks: The hooks of other code that were prepended later, each with an intervention that changes the output after
+            it.
+    """
+
+    plain_calls: PlainCalls | None = None  # runs calls that need no Python code
+
+    def __init__(
+        self,
+        attached_hooks: Sequence[AttachedHook],
+        calls: Calls,
+        *,
+        prepend: bool = False,
+        always_call: bool = False,
+        suspend: bool = True,
+        early: bool = False,
+    ) -> None:
+        # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
+        only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
+        may_suspend = suspend and not prepend
+        super().__init__(attached_hooks, calls, suspend=may_suspend, note_inputs=not only_values)
+        self.prepend = prepend
+        self.always_call = always_call
+        self.early = early
+        self.pre: list[AttachedHook] = []
+        self.forward_input: list[AttachedHook] = []
+        self.output: Sequence[AttachedHook] = []
+        self.graph = GraphHooks(attached_hooks, calls)
+        self.input_gradients = InputGradients(self.clock)
+        self.output_gradients = OutputGradients(self.clock)
+        self.earlier_hooks: dict[str, AttachedHook | None] = {}
+        # Where the scheduled sites act, and what runs the calls, by what each site does with plain tensors (False: it is not scheduled).
+        self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
+        self.intervenes_first: AttachedHook | None = (
+            None  # a scheduled intervention on outputs that other hooks should get
+        )
+        self._first_hook = self._own_hook = -1  # keys among the forward hooks of the module
+
+    def attach(self) -> None:
+        """Register both hooks."""
+        before, after = self._bound(ModuleHooks.before), self._bound(ModuleHooks.after)
+        options: dict[str, bool] = {"prepend": self.prepend, "with_kwargs": True}
+        self.hooks.add(self.module.register_forward_pre_hook(before, **options))
+        handle = self.module.register_forward_hook(after, **options, always_call=self.always_call)
+        self.hooks.add(handle)
+        registered = cast("OrderedDict[int, Callable[..., Any]]", self.module._forward_hooks)
+        if self.early:
+            others = list(registered.items())[:-1]
+            first = max((index for index, (_, hook) in enumerate(others, 1) if _stays_before(hook)), default=0)
+            for each, _ in others[first:]:
+                registered.move_to_end(each)
+        self._first_hook, self._own_hook = next(iter(registered)), handle.id
+
+    def _bound(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of this object. A copied model gets that of the copied object."""
+        return MethodType(hook if self.graph.obstacle is None else exclude_from_graphs(hook), self)
+
+    def refresh(self) -> None:
+        """Sort the scheduled sites by where they act."""
+        scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
+        key = tuple(attached.is_scheduled and attached.direct for attached in self.attached_hooks)
+        places = self._composed[key][0] if key in self._composed else Places.of(scheduled)
+        self.graph.refresh()
+        super().refresh()
+        self.pre, self.forward_input, self.output, gradients, contributions, totals = places
+        interventions = [attached for attached in self.output if not attached.is_record_hook]
+        self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
+        self.output_gradients.schedule(gradients)
+        self.input_gradients.contribution_hooks, self.input_gradients.total_hooks = contributions, totals
+        if key not in self._composed:
+            if len(self._composed) >= MAX_COMPOSED:
+                self._composed.clear()
+            self._composed[key] = places, self._compose_plain_calls(*places)
+        self.plain_calls = self._composed[key][1]
+
+    def _compose_plain_calls(self, *places: Sequence[AttachedHook]) -> PlainCalls | None:
+        """Return what runs the calls that need no Python code; None if every call needs some."""
+        outputs, gradients = self.output, self.output_gradients.attached_hooks
+        recordings = [each.direct for each in (*outputs, *gradients) if isinstance(each.direct, Recording)]
+        if (
+            not (self.active and self.output_gradients.is_simple)
+            or len(recordings) < sum(map(len, places))
+            or self.calls.is_shared
+        ):
+            return None
+        finish = partial(finish_gradient, gradients, self.clock)
+        of_outputs, of_gradients = recordings[: len(outputs)], recordings[len(outputs) :]
+        return PlainCalls(self.clock, self.calls.indices, tuple(of_outputs), tuple(of_gradients), finish)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """The forward pre hook: runs the hooks on inputs and registers hooks for their gradients."""
+        if is_dynamo_compiling():
+            return self.graph.trace_before(module, args, kwargs) if self.clock.in_graphs else None
+        if self.plain_calls is not None and not self.unscheduled and self.plain_calls.enter():
+            return None
+        if self.clock.closed:
+            return None
+        if self.unscheduled:
+            self.count_unscheduled()
+        if not self.active:
+            self.hooks.suspend()
+            return None
+        if (timer := self.clock.timer) is not None and not timer.is_running:
+            with timer:  # run again, measured
+                return self.before(module, args, kwargs)
+        if current_transform() is not None:
+            self.count_missed_call(TRANSFORMED)
+            return None
+        call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
+        inputs, outputs = self.input_gradients, self.output_gradients
+        if not (self.pre or inputs.contribution_hooks or inputs.total_hooks or outputs.changes):
+            return None
+        original = new = join_arguments(args, kwargs)
+        if self.pre:
+            new = self._act(self.pre, new, call)
+        if inputs.contribution_hooks or inputs.total_hooks:
+            new = inputs.register(module, new, len(args), call)
+        if outputs.changes:
+            outputs.store_inputs(new, call)
+        if new is original:
+            return None
+        call.copies = copied_containers(original, new)
+        return split_arguments(new, len(args))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
+        if is_dynamo_compiling():
+            return self.graph.trace_after(module, args, kwargs, output) if self.clock.in_graphs else None
+        recorded = 0  # how many of the hooks on outputs are done
+        if self.plain_calls is not None and (recorded := self.plain_calls.leave(output)) < 0:
+            return None
+        if self.clock.closed or not self.active or current_transform() is not None:
+            return None
+        if (timer := self.clock.timer) is not None and not timer.is_running:
+            with timer:  # run again, measured
+                return self.after(module, args, kwargs, output)
+        if (call := self.calls.leave(self)) is None:  # its start was not seen
+            return None
+        if self.intervenes_first is not None and next(iter(self.module._forward_hooks)) != self._first_hook:
+            self._note_earlier_hooks()
+        new = given = output if type(output) is Tensor else returned_value(output, args, kwargs)
+        if call.on_output is not None:
+            call.on_output(given)
+        if self.forward_input:
+            self._act(self.forward_input, join_arguments(args, kwargs), call)
+        # The caller reads the containers that it passed, also if the module returns them.
+        in_place = (args, kwargs)
+        if self.output:
+            new = self._act(self.output[recorded:], new, call, in_place)
+        if self.output_gradients.attached_hooks:
+            new = self.output_gradients.register(module, new, call, in_place)
+        if call.copies:
+            write_back(call.copies)
+        return None if new is given or output is None else new
+
+    def _note_earlier_hooks(self) -> None:
+        """Note the hooks of other code that run before this one although they were registered later."""
+        registered = list(self.module._forward_hooks.items())
+        self._first_hook = registered[0][0]
+        for key, hook in registered:
+            if key == self._own_hook:
+                break
+            is_ours = isinstance(getattr(hook, "__self__", None), InertWhenCopied)
+            if key > self._own_hook and not (is_ours or _stays_before(hook)):
+                self.earlier_hooks.setdefault(describe_callable(hook), self.intervenes_first)
+
+    def _act(self, attached_hooks: Sequence[AttachedHook], value: Any, call: Call, in_place: Any = ()) -> Any:
+        """Run hooks on every tensor of a value. A recomputed pass writes no rows a second time."""
+        firing = firing_of(call.index, 0, call.is_recomputed, call.origin)
+        if type(value) is Tensor and not call.is_recomputed:  # most often, it is one plain tensor
+            for at, attached in enumerate(attached_hooks):
+                new = None if attached.direct is None else attached.direct(value, "", firing)
+                if new is None:
+                    attached_hooks = attached_hooks[at:]
+                    break
+                attached.opportunities += 1
+                attached.firings += 1
+                value = new
+            else:
+                return value
+        active_hooks = [
+            attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
+        ]
+        new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
+        if not call.is_recomputed:
+            for attached in attached_hooks:
+                attached.count_opportunity()
+                if attached in fired:
+                    attached.count_firing()
+                else:
+                    attached.count_miss(obstacles.get(attached) or attached.no_tensor_reason(value))
+        return new
+
+    def detach(self) -> None:
+        """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
+        super().detach()
+        self.input_gradients.leaf_hooks.release()
+        self.output_gradients.leaf_hooks.release()
+
+
+for _hook in (ModuleHooks.before, ModuleHooks.after):
+    run_outside_of_graphs(_hook)
+
+
+def _stays_before(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook runs before an early one: it does so too, or it converts the output of a distributed module."""
+    other = getattr(hook, "__self__", None)
+    if isinstance(other, InertWhenCopied):
+        return other.early
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")

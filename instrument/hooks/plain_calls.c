@@ -1,0 +1,642 @@
+/* Runs the hooks of a module in C, if each of them records statistics of its output, which is one plain tensor, or of the gradient of
+   that output. `instrument.hooks.module_tensors.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
+   Python. Plain tensors are those of `Slab.add`.
+
+   connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)
+
+   Sets what this code calls: transform() returns the active transform of torch.func or None, graph task() the number of the backward
+   pass of this thread or -1, is grad enabled() a bool, packing hooks(True) the innermost hooks on saved tensors or None; the class
+   of the dictionary of a tensor's hooks; firing(call, backward, recompute, origin), which returns a `FiringIndex`; and
+   register at base(view, hook), which registers the hook for the case that the view is modified in place.
+
+   FiringCounts: the attributes `opportunities`, `firings`, `expected`, `fired` and `has_notes` of `HookCoverage`.
+
+   update_counts(counts) -> list: for each of the counts in a list that has no notes and at least as many firings as opportunities, of
+   which there are any, adds both to the counts of all micro-steps, and starts at 0 again. Returns the others.
+
+   CallIndices: the index of the next call of a module, and the open call: one that `PlainCalls.enter` began and that has not ended.
+
+   micro_step_index: the micro-step of the latest call. latest: the index of the latest call outside of checkpoint segments; -1 for
+   none. is_open: whether a call is open. open_micro_step: the micro-step in which it began.
+   start_micro_step(micro-step): in another micro-step than before, indices start at 0 again.
+   next_index() -> int: returns the next index.
+   end_open_call() -> int or None: ends the open call, and returns its index. None if there is none, or if it belongs to another thread.
+
+   Recording(slab, counts, clock, slots, module, with_magnitudes, at_boundary, records_recomputation)
+
+   Called with a tensor, its path and the firing, it adds a row with the statistics of the tensor. It returns the tensor. It returns None
+   if the tensor is not plain, or if the pass is recomputed and `records_recomputation` is false. `slots` has the slots of the rows, with
+   a key (path, firing, class of the module).
+
+   PlainCalls(clock, indices, outputs, gradients, finish)
+
+   `outputs` and `gradients` are tuples of recordings. `finish(done, call, backward, gradient)` is called for the recordings of a gradient
+   after the first `done` ones; it returns what the hook of the gradient returns.
+
+   enter() -> bool: begins a call before the module runs. False if hooks are inactive, because the clock is closed or a transform of
+   torch.func runs the module; if the call needs Python code, because it runs in a backward pass, without gradients, or with hooks
+   on saved tensors; or if a call is open, in this micro-step or in another thread.
+   leave(output) -> int: ends the call after the module has run. -1 if no Python code is needed. 0 if this thread has no open call, or if
+   hooks are inactive. Otherwise the call stays open, and the result is the number of recordings in `outputs` that have added a row. */
+
+#include "../stats/native.h"
+#include <structmember.h>
+
+enum { TRANSFORM, GRAPH_TASK, GRAD_ENABLED, PACKING_HOOKS, ORDERED_DICT, FIRING, REGISTER_AT_BASE, FUNCTIONS };
+static PyObject *functions[FUNCTIONS];
+
+#define NAMES(NAME)                                                                                                   \
+    NAME(closed) NAME(micro_step_index) NAME(moment) NAME(boundary) NAME(requires_grad) NAME(grad_fn) NAME(_base)     \
+        NAME(_backward_hooks) NAME(_register_hook_dict) NAME(recompute)
+#define DECLARE(NAME) static PyObject *name_##NAME;
+NAMES(DECLARE)
+
+static PyObject *no_path, *minus_one;
+static PyTypeObject *counts_type, *indices_type, *recording_type, *gradient_type;
+
+static PyObject *connect_torch(PyObject *self, PyObject *args) {
+    PyObject *given[FUNCTIONS];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5],
+                          &given[6]))
+        return NULL;
+    for (int i = 0; i < FUNCTIONS; i++) {
+        PyObject *old = functions[i];
+        functions[i] = Py_NewRef(given[i]);
+        Py_XDECREF(old);
+    }
+    Py_RETURN_NONE;
+}
+
+/* Whether an object is the expected one. -1 if it is NULL, with the exception set. Steals the reference. */
+static int is_object(PyObject *found, PyObject *expected) {
+    Py_XDECREF(found);
+    return found ? found == expected : -1;
+}
+
+static int attribute_is(PyObject *object, PyObject *name, PyObject *expected) {
+    return is_object(PyObject_GetAttr(object, name), expected);
+}
+
+/* What the types that the garbage collector traverses have in common: their first COUNT fields are references. */
+typedef struct {
+    PyObject_HEAD PyObject *references[];
+} Holder;
+
+#define HOLDER(TYPE, COUNT)                                                                                           \
+    static int TYPE##_traverse(PyObject *self, visitproc visit, void *arg) {                                          \
+        for (int i = 0; i < (COUNT); i++)                                                                             \
+            Py_VISIT(((Holder *)self)->references[i]);                                                                \
+        Py_VISIT(Py_TYPE(self));                                                                                      \
+        return 0;                                                                                                     \
+    }                                                                                                                 \
+    static int TYPE##_clear(PyObject *self) {                                                                         \
+        for (int i = 0; i < (COUNT); i++)                                                                             \
+            Py_CLEAR(((Holder *)self)->references[i]);                                                                \
+        return 0;                                                                                                     \
+    }
+
+static void release(PyObject *self, inquiry clear) {
+    PyTypeObject *class = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    clear(self);
+    ((freefunc)PyType_GetSlot(class, Py_tp_free))(self);
+    Py_DECREF(class);
+}
+
+/* ---------------------------------------------------------------------------------------------------------------- counts */
+
+typedef struct {
+    PyObject_HEAD long long opportunities, firings, expected, fired;
+    char has_notes;
+} FiringCounts;
+
+static PyMemberDef counts_members[] = {
+    {"opportunities", T_LONGLONG, offsetof(FiringCounts, opportunities), 0, NULL},
+    {"firings", T_LONGLONG, offsetof(FiringCounts, firings), 0, NULL},
+    {"expected", T_LONGLONG, offsetof(FiringCounts, expected), 0, NULL},
+    {"fired", T_LONGLONG, offsetof(FiringCounts, fired), 0, NULL},
+    {"has_notes", T_BOOL, offsetof(FiringCounts, has_notes), 0, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot counts_slots[] = {
+    {Py_tp_doc, "The opportunities and firings of a site, in the current micro-step and in all earlier ones."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_members, counts_members},
+    {0, NULL},
+};
+
+static PyType_Spec counts_spec = {
+    "instrument.stats.native.FiringCounts", sizeof(FiringCounts), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, counts_slots};
+
+static PyObject *update_counts(PyObject *self, PyObject *list) {
+    (void)self;
+    PyObject *others = PyList_Check(list) ? PyList_New(0) : PyErr_Format(PyExc_TypeError, "update_counts takes a list");
+    for (Py_ssize_t i = 0; others && i < PyList_Size(list); i++) {
+        FiringCounts *counts = (FiringCounts *)PyList_GetItem(list, i);
+        if (!PyObject_TypeCheck((PyObject *)counts, counts_type)) {
+            PyErr_SetString(PyExc_TypeError, "update_counts takes a list of FiringCounts");
+            Py_CLEAR(others);
+        } else if (counts->has_notes || counts->opportunities < 1 || counts->firings < counts->opportunities) {
+            if (PyList_Append(others, (PyObject *)counts))
+                Py_CLEAR(others);
+        } else {
+            counts->expected += counts->opportunities;
+            counts->fired += counts->firings;
+            counts->opportunities = counts->firings = 0;
+        }
+    }
+    return others;
+}
+
+/* ---------------------------------------------------------------------------------------------------------------- indices of calls */
+
+typedef struct {
+    PyObject_HEAD long long micro_step_index, next, latest, open_index, open_micro_step;
+    unsigned long thread; /* of the open call */
+    char is_open;
+} CallIndices;
+
+static int indices_init(CallIndices *self, PyObject *args, PyObject *kwargs) {
+    (void)args;
+    (void)kwargs;
+    self->micro_step_index = self->latest = -1;
+    return 0;
+}
+
+static void start_micro_step(CallIndices *self, long long micro_step_index) {
+    if (self->micro_step_index != micro_step_index) {
+        self->micro_step_index = micro_step_index;
+        self->next = 0;
+        self->latest = -1;
+    }
+}
+
+static PyObject *indices_start_micro_step(CallIndices *self, PyObject *micro_step_index) {
+    const long long number = PyLong_AsLongLong(micro_step_index);
+    if (PyErr_Occurred())
+        return NULL;
+    start_micro_step(self, number);
+    Py_RETURN_NONE;
+}
+
+static PyObject *indices_next(CallIndices *self, PyObject *args) {
+    (void)args;
+    return PyLong_FromLongLong(self->next++);
+}
+
+static int is_open_here(const CallIndices *self) { return self->is_open && self->thread == PyThread_get_thread_ident(); }
+
+static PyObject *indices_end_open_call(CallIndices *self, PyObject *args) {
+    (void)args;
+    if (!is_open_here(self))
+        Py_RETURN_NONE;
+    self->is_open = 0;
+    return PyLong_FromLongLong(self->open_index);
+}
+
+static PyMethodDef indices_methods[] = {
+    {"start_micro_step", (PyCFunction)indices_start_micro_step, METH_O, "start_micro_step(micro-step) -> None"},
+    {"next_index", (PyCFunction)indices_next, METH_NOARGS, "next_index() -> int"},
+    {"end_open_call", (PyCFunction)indices_end_open_call, METH_NOARGS, "end_open_call() -> int or None"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef indices_members[] = {
+    {"micro_step_index", T_LONGLONG, offsetof(CallIndices, micro_step_index), READONLY, NULL},
+    {"latest", T_LONGLONG, offsetof(CallIndices, latest), 0, NULL},
+    {"is_open", T_BOOL, offsetof(CallIndices, is_open), READONLY, NULL},
+    {"open_micro_step", T_LONGLONG, offsetof(CallIndices, open_micro_step), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot indices_slots[] = {
+    {Py_tp_doc, "The index of the next call of a module, and the call that PlainCalls.enter began."},
+    {Py_tp_new, PyType_GenericNew},
+    {Py_tp_init, indices_init},
+    {Py_tp_methods, indices_methods},
+    {Py_tp_members, indices_members},
+    {0, NULL},
+};
+
+static PyType_Spec indices_spec = {
+    "instrument.stats.native.CallIndices", sizeof(CallIndices), 0, Py_TPFLAGS_DEFAULT, indices_slots};
+
+/* ---------------------------------------------------------------------------------------------------------------- recordings */
+
+typedef struct {
+    PyObject_HEAD PyObject *slab, *counts, *clock, *slots, *module, *last_path, *last_firing;
+    PyTypeObject *class;  /* of the module, for which `slots_by_call` is valid */
+    PyTypeObject *last_class;
+    long long last_slot;  /* of the last path, firing and class; they are most often the same objects in the next step */
+    long long *slots_by_call; /* the slot of the output of each call, or of its first gradient; -1 if it was not looked up yet */
+    Py_ssize_t slots_by_call_length;
+    int with_magnitudes, at_boundary, records_recomputation;
+} Recording;
+
+HOLDER(recording, 7)
+
+static PyObject *allocate(PyTypeObject *class) { return ((allocfunc)PyType_GetSlot(class, Py_tp_alloc))(class, 0); }
+
+static PyObject *recording_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
+    PyObject *slab, *counts, *clock, *slots, *module;
+    int with_magnitudes, at_boundary, records_recomputation;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O!O!OOOppp", slab_type, &slab, counts_type, &counts, &clock, &slots, &module,
+                          &with_magnitudes, &at_boundary, &records_recomputation))
+        return NULL;
+    Recording *self = (Recording *)allocate(class);
+    if (!self)
+        return NULL;
+    self->with_magnitudes = with_magnitudes;
+    self->at_boundary = at_boundary;
+    self->records_recomputation = records_recomputation;
+    self->slab = Py_NewRef(slab);
+    self->counts = Py_NewRef(counts);
+    self->clock = Py_NewRef(clock);
+    self->slots = Py_NewRef(slots);
+    self->module = Py_NewRef(module);
+    return (PyObject *)self;
+}
+
+static void recording_dealloc(Recording *self) {
+    PyMem_Free(self->slots_by_call);
+    release((PyObject *)self, recording_clear);
+}
+
+/* 1 if a row was added, 0 if the tensor is not plain, -1 with an exception set. */
+static int record(Recording *self, PyObject *tensor, long long slot) {
+    PyObject *moment = PyObject_GetAttr(self->clock, self->at_boundary ? name_boundary : name_moment);
+    const int added = moment ? add_to_slab(self->slab, tensor, slot, moment, self->with_magnitudes) : -1;
+    Py_XDECREF(moment);
+    return added;
+}
+
+/* Returns the slot of a path and a firing; -1 with an exception set. */
+static long long slot_of(Recording *self, PyObject *path, PyObject *firing) {
+    PyObject *key = firing ? PyTuple_Pack(3, path, firing, Py_TYPE(self->module)) : NULL;
+    PyObject *slot = key ? PyObject_GetItem(self->slots, key) : NULL;
+    const long long number = slot ? PyLong_AsLongLong(slot) : -1;
+    Py_XDECREF(key);
+    Py_XDECREF(slot);
+    return number;
+}
+
+/* Records the output of a call, or its first gradient; see `record`. */
+static int record_call(Recording *self, PyObject *tensor, long long index) {
+    if (self->class != Py_TYPE(self->module) || index >= self->slots_by_call_length) {
+        const Py_ssize_t count = index < self->slots_by_call_length ? self->slots_by_call_length : 2 * (Py_ssize_t)index + 1;
+        long long *slots_by_call = PyMem_Realloc(self->slots_by_call, (size_t)count * sizeof *slots_by_call);
+        if (!slots_by_call) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        const Py_ssize_t kept = self->class == Py_TYPE(self->module) ? self->slots_by_call_length : 0;
+        for (Py_ssize_t i = kept; i < count; i++)
+            slots_by_call[i] = -1;
+        self->class = Py_TYPE(self->module);
+        self->slots_by_call = slots_by_call;
+        self->slots_by_call_length = count;
+    }
+    long long slot = self->slots_by_call[index];
+    if (slot < 0) {
+        PyObject *firing = PyObject_CallFunction(functions[FIRING], "LiOL", index, 0, Py_False, index);
+        slot = slot_of(self, no_path, firing);
+        Py_XDECREF(firing);
+        if (slot < 0)
+            return -1;
+        if (self->class == Py_TYPE(self->module)) /* `slot_of` runs Python code, and with it other threads */
+            self->slots_by_call[index] = slot;
+    }
+    return record(self, tensor, slot);
+}
+
+static PyObject *recording_call(Recording *self, PyObject *args, PyObject *kwargs) {
+    PyObject *tensor, *path, *firing;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OOO", &tensor, &path, &firing))
+        return NULL;
+    const int is_recorded = self->records_recomputation ? 1 : attribute_is(firing, name_recompute, Py_False);
+    if (is_recorded < 0)
+        return NULL;
+    if (!is_recorded)
+        Py_RETURN_NONE;
+    long long slot = self->last_slot;
+    if (path != self->last_path || firing != self->last_firing || self->last_class != Py_TYPE(self->module)) {
+        slot = slot_of(self, path, firing);
+        if (slot < 0)
+            return NULL;
+        PyObject *old_path = self->last_path, *old_firing = self->last_firing;
+        self->last_path = Py_NewRef(path);
+        self->last_firing = Py_NewRef(firing);
+        self->last_class = Py_TYPE(self->module);
+        self->last_slot = slot;
+        Py_XDECREF(old_path);
+        Py_XDECREF(old_firing);
+    }
+    const int added = record(self, tensor, slot);
+    return added < 0 ? NULL : Py_NewRef(added ? tensor : Py_None);
+}
+
+static PyType_Slot recording_slots[] = {
+    {Py_tp_doc, "Adds a row with the statistics of a plain tensor."},
+    {Py_tp_new, recording_new},
+    {Py_tp_call, recording_call},
+    {Py_tp_traverse, recording_traverse},
+    {Py_tp_clear, recording_clear},
+    {Py_tp_dealloc, recording_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec recording_spec = {"instrument.stats.native.Recording", sizeof(Recording), 0,
+                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, recording_slots};
+
+/* ---------------------------------------------------------------------------------------------------------------- calls */
+
+typedef struct {
+    PyObject_HEAD PyObject *clock, *indices, *outputs, *gradients, *finish;
+} PlainCalls;
+
+HOLDER(calls, 5)
+
+/* The hook of the gradient of one output. It refers to no tensor, so that the graph that holds it can be freed. */
+typedef struct {
+    PyObject_HEAD PyObject *calls;
+    long long index, backward;
+    long long task; /* the latest backward pass in which it ran, if it is also registered at the base of a view */
+    char is_at_base;
+} OutputGradientHook;
+
+HOLDER(gradient, 1)
+
+static int are_recordings(PyObject *tuple) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); i++)
+        if (Py_TYPE(PyTuple_GetItem(tuple, i)) != recording_type)
+            return 0;
+    return 1;
+}
+
+static PyObject *calls_new(PyTypeObject *class, PyObject *args, PyObject *kwargs) {
+    PyObject *clock, *indices, *outputs, *gradients, *finish;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "OO!O!O!O", &clock, indices_type, &indices, &PyTuple_Type, &outputs, &PyTuple_Type,
+                          &gradients, &finish))
+        return NULL;
+    if (!are_recordings(outputs) || !are_recordings(gradients) || !functions[0]) {
+        PyErr_SetString(PyExc_TypeError, functions[0] ? "outputs and gradients must be tuples of Recording"
+                                                      : "connect_torch was not called");
+        return NULL;
+    }
+    PlainCalls *self = (PlainCalls *)allocate(class);
+    if (!self)
+        return NULL;
+    self->clock = Py_NewRef(clock);
+    self->indices = Py_NewRef(indices);
+    self->outputs = Py_NewRef(outputs);
+    self->gradients = Py_NewRef(gradients);
+    self->finish = Py_NewRef(finish);
+    return (PyObject *)self;
+}
+
+static void calls_dealloc(PyObject *self) { release(self, calls_clear); }
+
+/* Whether hooks do nothing now: the clock is closed, or a transform of torch.func runs the code. -1 with an exception set. */
+static int are_hooks_inactive(const PlainCalls *self) {
+    const int is_running = attribute_is(self->clock, name_closed, Py_False);
+    const int is_untransformed = is_running == 1 ? is_object(PyObject_CallNoArgs(functions[TRANSFORM]), Py_None) : is_running;
+    return is_untransformed < 0 ? -1 : !is_untransformed;
+}
+
+/* Whether this thread computes a forward pass with gradients, without hooks on saved tensors. -1 with an exception set. */
+static int is_plain_pass(void) {
+    int is_plain = is_object(PyObject_CallNoArgs(functions[GRAD_ENABLED]), Py_True);
+    if (is_plain != 1)
+        return is_plain;
+    PyObject *pass = PyObject_CallNoArgs(functions[GRAPH_TASK]);
+    is_plain = pass ? PyObject_RichCompareBool(pass, minus_one, Py_EQ) : -1;
+    Py_XDECREF(pass);
+    if (is_plain != 1)
+        return is_plain;
+    return is_object(PyObject_CallFunctionObjArgs(functions[PACKING_HOOKS], Py_True, NULL), Py_None);
+}
+
+static PyObject *calls_enter(PlainCalls *self, PyObject *args) {
+    CallIndices *indices = (CallIndices *)self->indices;
+    (void)args;
+    const int inactive = are_hooks_inactive(self), plain = inactive ? 0 : is_plain_pass();
+    if (inactive < 0 || plain < 0)
+        return NULL;
+    if (!plain)
+        Py_RETURN_FALSE;
+    PyObject *number = PyObject_GetAttr(self->clock, name_micro_step_index);
+    const long long micro_step_index = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    if (PyErr_Occurred())
+        return NULL;
+    /* A call of this thread from an earlier micro-step was ended by an exception. */
+    if (indices->is_open && (indices->open_micro_step == micro_step_index || !is_open_here(indices)))
+        Py_RETURN_FALSE;
+    start_micro_step(indices, micro_step_index);
+    indices->open_index = indices->latest = indices->next++;
+    indices->open_micro_step = micro_step_index;
+    indices->thread = PyThread_get_thread_ident();
+    indices->is_open = 1;
+    Py_RETURN_TRUE;
+}
+
+/* Registers an object as a hook of a tensor, as `Tensor.register_hook` does, but without a handle. Its keys are negative, because those
+   of PyTorch's handles are not. */
+static int add_hook(PyObject *tensor, PyObject *node, PyObject *hook) {
+    static long long number;
+    PyObject *hooks = PyObject_GetAttr(tensor, name__backward_hooks), *registered = NULL;
+    if (hooks == Py_None) {
+        Py_DECREF(hooks);
+        hooks = PyObject_CallNoArgs(functions[ORDERED_DICT]);
+        if (hooks && !PyObject_SetAttr(tensor, name__backward_hooks, hooks))
+            registered = PyObject_CallMethodObjArgs(node, name__register_hook_dict, tensor, NULL);
+        if (!registered)
+            Py_CLEAR(hooks);
+        Py_XDECREF(registered);
+    }
+    PyObject *key = hooks ? PyLong_FromLongLong(--number) : NULL;
+    const int result = key ? PyObject_SetItem(hooks, key, hook) : -1;
+    Py_XDECREF(hooks);
+    Py_XDECREF(key);
+    return result;
+}
+
+/* Registers the hook of the gradient, and returns 1. Returns 0 if Python code has to do it: the tensor is a leaf, is not plain, or needs no
+   gradient. Returns -1 with an exception set. */
+static int register_gradient(PlainCalls *self, PyObject *output, long long index) {
+    int is_plain = has_kernel_layout(output) ? attribute_is(output, name_requires_grad, Py_True) : 0;
+    if (is_plain == 1)
+        is_plain = is_object(PyObject_CallNoArgs(functions[GRAD_ENABLED]), Py_True);
+    if (is_plain != 1)
+        return is_plain;
+    PyObject *node = PyObject_GetAttr(output, name_grad_fn);
+    if (!node || node == Py_None) {
+        const int result = node ? 0 : -1;
+        Py_XDECREF(node);
+        return result;
+    }
+    OutputGradientHook *hook = (OutputGradientHook *)allocate(gradient_type);
+    if (hook) {
+        hook->calls = Py_NewRef((PyObject *)self);
+        hook->index = index;
+    }
+    int result = hook ? add_hook(output, node, (PyObject *)hook) : -1;
+    const int has_no_base = result < 0 ? -1 : attribute_is(output, name__base, Py_None);
+    if (result >= 0) {
+        hook->task = -1;
+        hook->is_at_base = !has_no_base;
+    }
+    if (!has_no_base)
+        result = is_object(PyObject_CallFunctionObjArgs(functions[REGISTER_AT_BASE], output, hook, NULL), Py_None);
+    else if (has_no_base < 0)
+        result = -1;
+    Py_DECREF(node);
+    Py_XDECREF((PyObject *)hook);
+    return result < 0 ? -1 : 1;
+}
+
+static PyObject *calls_leave(PlainCalls *self, PyObject *output) {
+    CallIndices *indices = (CallIndices *)self->indices;
+    const int inactive = are_hooks_inactive(self);
+    if (inactive < 0)
+        return NULL;
+    if (inactive || !is_open_here(indices))
+        return PyLong_FromLong(0);
+    const Py_ssize_t outputs = PyTuple_Size(self->outputs), gradients = PyTuple_Size(self->gradients);
+    const long long index = indices->open_index;
+    Py_ssize_t done = 0;
+    int result = 1;
+    for (; done < outputs; done++) {
+        Recording *recording = (Recording *)PyTuple_GetItem(self->outputs, done);
+        result = record_call(recording, output, index);
+        if (result != 1)
+            break;
+        ((FiringCounts *)recording->counts)->opportunities++;
+        ((FiringCounts *)recording->counts)->firings++;
+    }
+    if (result == 1 && gradients)
+        result = register_gradient(self, output, index);
+    if (result < 0)
+        return NULL;
+    if (!result)
+        return PyLong_FromSsize_t(done);
+    for (Py_ssize_t i = 0; i < gradients; i++)
+        ((FiringCounts *)((Recording *)PyTuple_GetItem(self->gradients, i))->counts)->opportunities++;
+    indices->is_open = 0;
+    return PyLong_FromLong(-1);
+}
+
+static PyMethodDef calls_methods[] = {
+    {"enter", (PyCFunction)calls_enter, METH_NOARGS, "enter() -> bool"},
+    {"leave", (PyCFunction)calls_leave, METH_O, "leave(output) -> int"},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot calls_slots[] = {
+    {Py_tp_doc, "The hooks of a module whose calls need no Python code."},
+    {Py_tp_new, calls_new},
+    {Py_tp_methods, calls_methods},
+    {Py_tp_traverse, calls_traverse},
+    {Py_tp_clear, calls_clear},
+    {Py_tp_dealloc, calls_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec calls_spec = {"instrument.stats.native.PlainCalls", sizeof(PlainCalls), 0,
+                                 Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
+
+/* ---------------------------------------------------------------------------------------------------------------- gradients */
+
+static void gradient_dealloc(PyObject *self) { release(self, gradient_clear); }
+
+static PyObject *gradient_call(OutputGradientHook *self, PyObject *args, PyObject *kwargs) {
+    PyObject *gradient;
+    (void)kwargs;
+    if (!PyArg_ParseTuple(args, "O", &gradient))
+        return NULL;
+    PlainCalls *calls = (PlainCalls *)self->calls;
+    /* The gradient is None if an operation has several outputs and this one is unused. */
+    const int is_closed = gradient == Py_None ? 1 : attribute_is(calls->clock, name_closed, Py_True);
+    if (is_closed < 0)
+        return NULL;
+    if (is_closed)
+        Py_RETURN_NONE;
+    if (self->is_at_base) {
+        PyObject *task = PyObject_CallNoArgs(functions[GRAPH_TASK]);
+        self->task = task ? PyLong_AsLongLong(task) : -1;
+        Py_XDECREF(task);
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    const long long backward = self->backward++;
+    const Py_ssize_t count = PyTuple_Size(calls->gradients);
+    Py_ssize_t done = 0;
+    for (; !backward && done < count; done++) {
+        Recording *recording = (Recording *)PyTuple_GetItem(calls->gradients, done);
+        const int result = record_call(recording, gradient, self->index);
+        if (result < 0)
+            return NULL;
+        if (!result)
+            break;
+        ((FiringCounts *)recording->counts)->firings++;
+    }
+    if (done == count)
+        Py_RETURN_NONE;
+    return PyObject_CallFunction(calls->finish, "nLLO", done, self->index, backward, gradient);
+}
+
+static PyMemberDef gradient_members[] = {
+    {"task", T_LONGLONG, offsetof(OutputGradientHook, task), READONLY, "The latest backward pass in which it ran."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot gradient_slots[] = {
+    {Py_tp_doc, "The hook of the gradient of one output."},
+    {Py_tp_call, gradient_call},
+    {Py_tp_members, gradient_members},
+    {Py_tp_traverse, gradient_traverse},
+    {Py_tp_clear, gradient_clear},
+    {Py_tp_dealloc, gradient_dealloc},
+    {0, NULL},
+};
+
+static PyType_Spec gradient_spec = {"instrument.stats.native.OutputGradientHook", sizeof(OutputGradientHook), 0,
+                                    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                    gradient_slots};
+
+/* ---------------------------------------------------------------------------------------------------------------- module */
+
+static PyMethodDef functions_of_module[] = {
+    {"connect_torch", connect_torch, METH_VARARGS,
+     "connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base) -> None"},
+    {"update_counts", update_counts, METH_O, "update_counts(counts) -> list"},
+};
+
+static PyTypeObject *add_type(PyObject *module, const char *name, PyType_Spec *spec) {
+    PyObject *type = PyType_FromSpec(spec);
+    return type && !PyModule_AddObjectRef(module, name, type) ? (PyTypeObject *)type : NULL;
+}
+
+int add_plain_calls(PyObject *module) {
+#define INTERN(NAME) name_##NAME = PyUnicode_InternFromString(#NAME);
+    NAMES(INTERN)
+    no_path = PyUnicode_InternFromString("");
+    minus_one = PyLong_FromLong(-1);
+    for (size_t i = 0; i < sizeof functions_of_module / sizeof *functions_of_module; i++) {
+        PyObject *function = PyCFunction_New(&functions_of_module[i], NULL);
+        if (!function || PyModule_AddObjectRef(module, functions_of_module[i].ml_name, function))
+            return -1;
+        Py_DECREF(function);
+    }
+    counts_type = add_type(module, "FiringCounts", &counts_spec);
+    indices_type = add_type(module, "CallIndices", &indices_spec);
+    recording_type = add_type(module, "Recording", &recording_spec);
+    gradient_type = add_type(module, "OutputGradientHook", &gradient_spec);
+    PyTypeObject *calls_type = add_type(module, "PlainCalls", &calls_spec);
+    return counts_type && indices_type && recording_type && gradient_type && calls_type && !PyErr_Occurred() ? 0 : -1;
+}

@@ -1,0 +1,282 @@
+"""Gradients of a module's inputs and outputs, by hooks on the tensors.
+
+The values are bit-identical to those of PyTorch's module hooks. Unlike these, they also work with in-place operations
+on the module's input or output (`instrument.hooks.gradient_hooks`).
+
+A tensor that several modules use has one gradient, the sum of all contributions. `grad_input` is the contribution of
+one module. To record it, it is computed from the graph (`instrument.hooks.gradient_contribution`); to change it, the module
+receives an alias of the input.
+
+If a module returns its input (`nn.Identity`, disabled dropout) or a parameter, input and output are the same tensor, and
+its gradient sums all uses. Record hooks record this gradient: an alias would separate the contributions, and would change the order
+of the sum and thereby the rounding of the weights. To change the gradient, the caller receives an alias.
+
+The same holds if `full_backward_pre` changes a gradient. In a double backward pass, operations that save their output
+(tanh, softmax) depend on it a second time inside the module. That gradient must not reach the hook, as with PyTorch's
+hooks.
+
+No hook refers to a tensor of the graph: the graph refers to the hook, and neither would ever be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ..tables.reasons import REPEATED_ARGUMENT
+from ..values.nested import iter_tensors
+from .attached_hook import AttachedHook
+from .call_gradients import CallGradients, gradient_groups, gradient_hook
+from .clock import Clock
+from .direct import is_plain_float
+from .gradient_contribution import (
+    Edge,
+    ModuleContribution,
+    StoredTensors,
+    edge_of,
+    find_contributions,
+    next_sequence_number,
+)
+from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
+from .module_calls import Call
+from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
+from .separate_gradients import SeparateGradients
+from .together import is_together
+
+
+class PendingInputGradients:
+    """The inputs of one call whose gradients are expected, until the module has run."""
+
+    def __init__(self, stored: Callable[[], StoredTensors]) -> None:
+        self.since = next_sequence_number()
+        self.stored = stored
+        self.graph: Graph | None = None  # of the call, if a hook on a leaf needs it
+        self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
+        self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
+        self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
+        self.repeated: list[SeparateArguments] = []
+
+    def add_contribution(self, contribution: ModuleContribution, tensor: Tensor) -> None:
+        """Register the module's contribution to an input's gradient."""
+        self.contributions[edge_of(tensor)] = contribution, tensor
+        if (base := ViewBase.of(tensor)) is not None:
+            self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
+
+    def register(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
+        """Register a hook on an input."""
+        if tensor.is_leaf:
+            self.graph = self.graph or Graph()
+            self.graph.register(leaf_hooks, tensor, hook)
+        else:
+            TensorGradientHook(tensor, hook).finish_registration()
+
+    def complete(self, output: Any) -> None:
+        """Complete the registration after the module has run.
+
+        Find its contributions. If it modified or returned an alias, also register a hook on the base.
+        """
+        if self.graph is not None:
+            self.graph.watch(tensor for _, tensor in iter_tensors(output))
+        if self.contributions:
+            stored = self.stored()
+            self._find_contributions(output, stored())
+            for arguments in self.repeated:
+                arguments.evaluate(output, stored)
+        returned = {
+            id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
+        }
+        for alias, hook in self.aliases:
+            hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
+
+    def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
+        outputs = [tensor for _, tensor in iter_tensors(output)]
+        find_contributions(
+            [*outputs, *stored],
+            {edge: contribution for edge, (contribution, _) in self.contributions.items()},
+            self.views,
+            self.since,
+        )
+        bases = {id(tensor._base) for tensor in outputs if tensor._base is not None}
+        for contribution, tensor in self.contributions.values():
+            if not bases.isdisjoint((id(tensor), id(tensor._base))):
+                contribution.note_returned_view(tensor)
+        for tensor in outputs:
+            if tensor.requires_grad and (entry := self.contributions.get(edge_of(tensor))) is not None:
+                entry[0].is_returned = True
+
+
+class InputGradients:
+    """The gradients of a module's inputs: its own contribution (`full_backward`), or the total (`tensor`)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.contribution_hooks: list[AttachedHook] = []
+        self.total_hooks: list[AttachedHook] = []
+        self.leaf_hooks = LeafHooks(clock)
+        self.stored: StoredTensors | None = None
+        self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
+
+    def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
+        """Register hooks for all input tensors. Return the input with which to call the module.
+
+        Args:
+            module, value, positional: See `Inputs`.
+            call: The call.
+        """
+        groups, joins = gradient_groups(self.contribution_hooks, value)
+        in_place = _writes_to_its_input(module)
+        totals = CallGradients(self.total_hooks, call, self.clock)
+        pending = PendingInputGradients(partial(self._stored_tensors, module))
+        call.on_output = pending.complete
+        for path, tensor in totals.tensors_with_gradient(value):
+            if call.is_recomputed and tensor in self.hooked:  # checkpointing passes the same tensor object again
+                continue
+            if (hook := totals.hook(path, tensor)) is not None:
+                self.hooked[tensor] = True
+                pending.register(self.leaf_hooks, tensor, hook)
+        # The hook that is next to the module sees its gradients first.
+        for group in reversed(groups):
+            contributions = CallGradients(group, call, self.clock)
+            if not in_place:
+                contributions.separate = repeated_tensors(value)
+            if joins and is_together(group[0]):
+                value = contributions.join(value)
+            else:
+                inputs = Inputs(module, value, positional)
+                value = self._register_contributions(contributions, inputs, pending, in_place=in_place)
+            contributions.count_opportunities(missing_is_expected=True)
+        totals.count_opportunities(missing_is_expected=True)
+        return value
+
+    def _register_contributions(
+        self, contributions: CallGradients, inputs: Inputs, pending: PendingInputGradients, *, in_place: bool
+    ) -> dict[str, Any]:
+        """Register hooks for the contributions of a module to the gradients of its inputs. Return its inputs."""
+        read_only = all(attached.is_record_hook for attached in contributions.attached_hooks)
+        repeated: dict[int, dict[str, tuple[Tensor, Hook]]] = {}
+        for path, tensor in contributions.tensors_with_gradient(inputs.arguments):
+            if (hook := contributions.hook(path, tensor)) is None:
+                continue
+            if in_place and not tensor._is_view():  # only the module uses this version of the tensor
+                tensor.register_hook(hook)
+            elif not read_only or in_place:  # an in-place module uses its input once
+                alias = contributions.alias(path, tensor)
+                pending.aliases.append((alias, TensorGradientHook(alias, hook)))
+            elif id(tensor) in contributions.separate:
+                repeated.setdefault(id(tensor), {})[path] = tensor, hook
+            else:
+                contribution = ModuleContribution(hook)
+                self._add_contribution(tensor, contribution, contribution.complete, pending)
+        for separate in repeated.values():
+            tensor = next(tensor for tensor, _ in separate.values())
+            hooks = {path: hook for path, (_, hook) in separate.items()}
+            gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
+            contribution = ModuleContribution()
+            self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
+            pending.repeated.append(SeparateArguments(inputs, tensor, gradients))
+        return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
+
+    def _stored_tensors(self, module: nn.Module) -> StoredTensors:
+        """Return the tensors that the module stores. The attributes are those with tensors after its first call."""
+        self.stored = self.stored or StoredTensors(module)
+        return self.stored
+
+    def _add_contribution(
+        self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
+    ) -> None:
+        """Collect the contribution of the module to the gradient of a tensor, and register a hook, which gets it complete."""
+        pending.register(self.leaf_hooks, tensor, hook)
+        pending.add_contribution(contribution, tensor)
+
+
+class OutputGradients:
+    """The gradients of a module's outputs."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.attached_hooks: Sequence[AttachedHook] = ()
+        self.changes = False  # whether any hook changes the gradient
+        self.leaf_hooks = LeafHooks(clock)
+        self.is_simple = True  # whether the hooks can act on each gradient alone, without an alias or the output
+
+    def schedule(self, attached_hooks: Sequence[AttachedHook]) -> None:
+        """Set the scheduled hooks, in order."""
+        self.attached_hooks = attached_hooks
+        self.changes = not all(attached.is_record_hook for attached in attached_hooks)
+        self.is_simple = not any(
+            attached.site.spec.needs_value
+            or is_together(attached)
+            or not attached.matches_path("")
+            or _needs_alias(attached)
+            for attached in attached_hooks
+        )
+
+    def store_inputs(self, value: Any, call: Call) -> None:
+        """Store the versions of the input tensors, to detect outputs that are inputs."""
+        call.versions = versions_of(tensor for _, tensor in iter_tensors(value))
+
+    def _register_simple(self, output: Any, call: Call) -> bool:
+        """Register the hooks on an output that is one plain tensor: no view, no leaf, no input. Return false for others."""
+        is_simple = (
+            self.is_simple
+            and is_plain_float(output)
+            and output.requires_grad
+            and torch.is_grad_enabled()
+            and output.grad_fn is not None
+            and output._base is None
+            and not call.repeats
+            and not (self.changes and (call.versions or {}).get(id(output)) == output._version)
+        )
+        if is_simple:
+            for attached in self.attached_hooks:
+                attached.opportunities += 1
+            output.register_hook(gradient_hook(self.attached_hooks, "", call, self.clock, set()))
+        return is_simple
+
+    def register(self, module: nn.Module, output: Any, call: Call, inputs: tuple[Any, ...]) -> Any:
+        """Register hooks for all output tensors. Return the output for the caller.
+
+        Args:
+            module: The module.
+            output: Its output.
+            call: The call.
+            inputs: The arguments of the module, of which the caller reads the containers; see `map_tensors`.
+        """
+        if self._register_simple(output, call):
+            return output
+        groups, joins = gradient_groups(self.attached_hooks, output)
+        # The hook that is next to the caller sees its gradients first.
+        for group in reversed(groups):
+            gradients = CallGradients(group, call, self.clock, inputs)
+            if joins and is_together(group[0]):
+                output = gradients.join(output)
+            else:
+                needs_alias = any(map(_needs_alias, gradients.attached_hooks))
+                output = gradients.register_outputs(
+                    output, call.versions or {}, self.leaf_hooks, needs_alias=needs_alias
+                )
+                gradients.finish_registration()
+            missing_is_expected = (
+                not gradients.expected_paths
+                and next(module.parameters(), None) is None
+                and not any(tensor.requires_grad for _, tensor in iter_tensors(inputs))
+            )
+            gradients.count_opportunities(missing_is_expected=missing_is_expected)
+        return output
+
+
+def _needs_alias(attached: AttachedHook) -> bool:
+    """Return whether a hook changes a gradient before operations in the module get it."""
+    return not attached.is_record_hook and attached.site.spec.kind == "full_backward_pre"
+
+
+def _writes_to_its_input(module: nn.Module) -> bool:
+    """Return whether a module works in place. Disabled dropout returns its input unchanged."""
+    is_disabled = isinstance(module, _DropoutNd) and not (module.training and module.p)
+    return getattr(module, "inplace", False) is True and not is_disabled

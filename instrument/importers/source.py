@@ -1,0 +1,148 @@
+"""Reading a configuration file of another tool: no field is lost without a note."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config.spec_file import YAML_ERRORS
+from ..errors import ConfigError, Problem
+from .experiment import ConvertedExperiment
+
+UNKNOWN = "no counterpart"
+MAX_NUMBERS = 10_000  # of several ranges
+_STRING_OR_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+def read_source(path: Path) -> Any:
+    """Read a YAML file, or a JSON file with the suffix `.json`, which may contain comments.
+
+    Raises:
+        ConfigError: The file cannot be read, or is not valid.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(Problem("FILE", f"cannot be read: {error.strerror}", given=str(path))) from None
+    except UnicodeDecodeError:
+        raise ConfigError(Problem("FILE", "is not a text file in UTF-8", given=str(path))) from None
+    is_json = path.suffix.lower() == ".json"
+    try:
+        if is_json:
+            return json.loads(_STRING_OR_COMMENT.sub(lambda match: match[1] or "", text))
+        return yaml.safe_load(text)
+    except YAML_ERRORS as error:
+        message = f"is not valid {'JSON' if is_json else 'YAML'}: {error}"
+        raise ConfigError(Problem("FILE", message, given=str(path))) from None
+
+
+class Fields:
+    """The fields of a mapping in the source, each of which is taken once.
+
+    Args:
+        value: The mapping; None for an empty one.
+        where: Its key in the source.
+        experiment: The experiment to which notes are added.
+
+    Raises:
+        ConfigError: The value is not a mapping.
+    """
+
+    def __init__(self, value: Any, where: str, experiment: ConvertedExperiment) -> None:
+        self.experiment = experiment
+        if not isinstance(value, Mapping | None):
+            raise ConfigError(Problem(where, "must be a mapping", given=value))
+        self.where = where
+        self.left = {str(key): item for key, item in (value or {}).items()}
+
+    def key(self, name: str) -> str:
+        """Return the key of a field in the source."""
+        return f"{self.where}.{name}" if self.where else name
+
+    def note(self, name: str, message: str) -> None:
+        """Add a note about a field to the experiment."""
+        self.experiment.note(self.key(name), message)
+
+    def note_given(self, messages: Mapping[str, str]) -> None:
+        """Take the fields with these names, and add the note of each that has a value."""
+        for name, message in messages.items():
+            if self.take(name) not in (None, False, "", [], {}):
+                self.note(name, message)
+
+    def skip(self, message: str) -> None:
+        """Take all fields, and add one note about the mapping."""
+        self.left.clear()
+        self.experiment.note(self.where, message)
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Return the value of a field; the default if it is missing or null."""
+        value = self.left.pop(name, None)
+        return default if value is None else value
+
+    def number(self, name: str, default: int | None = None) -> int | None:
+        """Return a whole number, which may be written as text."""
+        value = self.take(name)
+        if value is None:
+            return default
+        try:
+            number = int(value)
+            if isinstance(value, bool) or (isinstance(value, float) and number != value):
+                raise ValueError
+            return number
+        except (TypeError, ValueError, OverflowError):
+            raise ConfigError(Problem(self.key(name), "must be a whole number", given=value)) from None
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return a boolean, which may be written as text."""
+        value = self.take(name, default)
+        if isinstance(value, bool):
+            return value
+        if str(value).strip().lower() in ("true", "false"):
+            return str(value).strip().lower() == "true"
+        raise ConfigError(Problem(self.key(name), "must be true or false", given=value))
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of strings. A string is a list separated by commas."""
+        value = self.take(name, [])
+        items = value.split(",") if isinstance(value, str) else value
+        if not isinstance(items, Sequence):
+            raise ConfigError(Problem(self.key(name), "must be a list", given=value))
+        return [str(item).strip() for item in items if str(item).strip()]
+
+    def mappings(self, name: str) -> list[Mapping[str, Any]]:
+        """Return a list of mappings."""
+        value = self.take(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise ConfigError(Problem(self.key(name), "must be a list of mappings", given=value))
+        return value
+
+
+@contextmanager
+def reading(value: Any, where: str, experiment: ConvertedExperiment) -> Iterator[Fields]:
+    """Yield the fields of a mapping, and add a note for each that was not taken when the block ends."""
+    fields = Fields(value, where, experiment)
+    yield fields
+    fields.note_given(dict.fromkeys([*fields.left], UNKNOWN))
+
+
+def read_ranges(value: Any, where: str) -> list[range]:
+    """Return the numbers of a list of numbers and ranges such as "3-5", which include both ends.
+
+    Raises:
+        ConfigError: An item is something else, or there are too many numbers.
+    """
+    found = []
+    for item in value if isinstance(value, list) else [value]:
+        bounds = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(item))
+        if bounds is None:
+            raise ConfigError(Problem(where, "must contain numbers or ranges such as '3-5'", given=item))
+        found.append(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
+    if len(found) > 1 and sum(map(len, found)) > MAX_NUMBERS:
+        raise ConfigError(Problem(where, f"contains more than {MAX_NUMBERS:,} numbers", given=value))
+    return found

@@ -1,0 +1,61 @@
+"""Heat map of the similarity of layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from ..analysis.layer_abbreviations import short_names
+from ..plot.axes_and_scales import (
+    LONGEST,
+    add_hatch,
+    add_legend,
+    colour_bar,
+    height_of,
+    label_columns,
+    label_locations,
+    new_figure,
+    plain,
+    width_of,
+    write_numbers,
+)
+from ..plot.style import MAGNITUDE
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CELL, WIDEST = 0.38, 9.0  # width of a cell, and maximum width of the chart without labels, in inches
+
+
+def layer_similarity(table: pd.DataFrame) -> Figure:
+    """Plot the similarity of layers as a heat map, from 0 to 1.
+
+    Args:
+        table: The result of `instrument.analysis.layer_similarity`.
+
+    Returns:
+        The matplotlib figure.
+
+    Raises:
+        InstrumentError: matplotlib is not installed.
+    """
+    rows, columns = ([str(name) for name in names] for names in (table.index, table.columns))
+    values = table.to_numpy(np.float64)
+    width = min(WIDEST, max(2.0, CELL * len(columns)))
+    height = max(height_of(len(rows)), min(WIDEST, CELL * len(rows)))
+    figure = new_figure(width + width_of(rows) + 1.3, height + width_of(columns) + 0.8)
+    axes = figure.subplots()
+    cells = axes.pcolormesh(np.ma.masked_invalid(values), cmap=MAGNITUDE, vmin=0.0, vmax=1.0)
+    label_locations(axes, rows, middle=0.5)
+    short = short_names(columns, LONGEST)
+    label_columns(axes, [plain(short[name]) for name in columns], width)
+    if np.isnan(values).any():
+        add_hatch(axes, 0, len(columns), "constant or not finite")
+    write_numbers(axes, values, cells, width)
+    colour_bar(axes, cells, "linear CKA", height)
+    add_legend(figure)
+    samples = table.attrs.get("samples")
+    axes.set_title("similarity of layers" + (f", {samples:,} samples" if samples else ""), fontsize=10)
+    return figure

@@ -1,0 +1,239 @@
+"""The processes that train together, and their collective operations on statistics.
+
+With `reduce: global`, each process contributes the statistics of its part of a tensor, and rank 0 writes the row. At the
+end of a step, this requires one maximum and one sum over all tensors, and one gathering for quantiles,
+histograms, spectra and dead units. Hooked tensors are never sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from math import nan
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..hooks.distributed_scope import Parallel
+from ..stats.device_sums import DeviceSums
+from ..stats.measure import Measured
+from ..tables.sink_interface import Row
+
+
+def own_rank() -> int:
+    """Return the rank of this process, from 0: that of the process group, or before it exists that of torchrun."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+class Piece(NamedTuple):
+    """The contribution of one process to one row.
+
+    Attributes:
+        table: The table of the row.
+        key: The identity columns of the row, without the rank and the scope. Equal in all processes.
+        shape: Determines how many numbers there are. Equal in all processes. For a table with a `Measure`, the measure.
+        part: Numbers that are merged by sums and maxima; a float64 tensor if they are on a device, or the sums of a tensor; None
+            for those of a tensor that this process has not seen.
+        gathered: Numbers that are gathered from all processes; float64, possibly empty. Or what computes them, before `agree`.
+    """
+
+    table: str
+    key: Row
+    shape: Any
+    part: Sequence[float] | Tensor | Measured | None
+    gathered: Any
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether any numbers are on a device."""
+        part = self.part.on_device if isinstance(self.part, Measured) else self.part
+        tensors = (part.row if isinstance(part, DeviceSums) else part, self.gathered)
+        return any(isinstance(each, Tensor) and not each.is_cpu for each in tensors)
+
+
+class Reducer(Protocol):
+    """The interface of collective operations."""
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which writes the rows that are the same in all processes."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device on which numbers are merged; None for their own device."""
+
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
+        """Return the sum over all processes, in every process."""
+
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Return the maximum over all processes, in every process."""
+
+    def gather(self, numbers: Tensor) -> Tensor | None:
+        """Return [ranks, numbers] on rank 0, None on the others."""
+
+
+class LocalReducer:
+    """Collective operations of a single process."""
+
+    is_rank_zero, world_size, device = True, 1, None
+
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
+        """Return the numbers."""
+        return numbers
+
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Return the numbers."""
+        return numbers
+
+    def gather(self, numbers: Tensor) -> Tensor | None:
+        """Return the numbers, [1, numbers]."""
+        return numbers[None]
+
+
+class Ranks:
+    """The processes of a distributed training. Created in all of them at once, with an initialized process group.
+
+    Args:
+        parallel: How they train together.
+        reduces: Whether rank 0 writes rows for all of them.
+        control: A gloo group of all processes. Default: None, a new one if required.
+        merged_metrics: Whether the loop passes the same metrics in all processes, so that one row is sufficient.
+
+    Attributes:
+        rank: The rank of this process, from 0.
+        bytes_sent: Bytes that this process has sent for statistics. A reduction counts twice, as in a ring.
+        differences: Messages about tensors that not all processes have seen, by hook, layer and rank.
+    """
+
+    def __init__(self, parallel: Parallel, *, reduces: bool, merged_metrics: bool = False, control: Any = None) -> None:
+        self.parallel = parallel
+        self.reduces = reduces
+        self.merged_metrics = merged_metrics
+        self.rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self.bytes_sent = 0
+        self._device = torch.device("cpu")
+        self.differences: dict[tuple[str, str, int], str] = {}
+        self._control: Any = None
+        if reduces:
+            # The group is never destroyed separately: if it ends before or after the process group, the process may
+            # abort.
+            self._control = control or dist.new_group(backend="gloo")
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which writes the rows that are the same in all processes."""
+        return self.rank == 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self._world_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the numbers of this step are merged."""
+        return self._device
+
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
+        """Return the sum over all processes, in every process."""
+        return self._reduce(numbers, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Return the maximum over all processes, in every process."""
+        return self._reduce(numbers, dist.ReduceOp.MAX)
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is set in any process."""
+        if self._control is None:
+            self._control = dist.new_group(backend="gloo")
+        merged = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(merged, dist.ReduceOp.MAX, group=self._control)
+        return [bool(flag) for flag in merged.tolist()]
+
+    def gather(self, numbers: Tensor) -> Tensor | None:
+        """Return [ranks, numbers] on rank 0, None on the others."""
+        parts = [torch.empty_like(numbers) for _ in range(self._world_size)] if self.is_rank_zero else None
+        dist.gather(numbers, parts, group=self._group(numbers))
+        self.bytes_sent += numbers.nbytes
+        return None if parts is None else torch.stack(parts)
+
+    def _reduce(self, numbers: Tensor, operation: Any) -> Tensor:
+        result = numbers.clone()
+        dist.all_reduce(result, operation, group=self._group(result))
+        self.bytes_sent += 2 * result.nbytes
+        return result
+
+    def _group(self, numbers: Tensor) -> Any:
+        return self._control if numbers.is_cpu else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that is required to resume between two steps."""
+        return {"differences": [(*key, message) for key, message in self.differences.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        self.differences = {(hook, layer, rank): message for hook, layer, rank, message in state["differences"]}
+
+    # ------------------------------------------------------------------------------------------------ agreement
+
+    def agree(self, pieces: Sequence[Piece], other: object, *, on_device: bool) -> bool:
+        """Return whether all processes have the same pieces in the same order. Set the device on which numbers are merged.
+
+        Args:
+            pieces: The pieces of a step.
+            other: What else has to be the same, by its `repr`.
+            on_device: Whether any numbers besides those of the pieces are on a device.
+        """
+        moment = pieces[0].key[:4] if pieces else ()
+        fingerprint = repr((moment, [(piece.key[1], self._number(piece)) for piece in pieces], other))
+        digest = int.from_bytes(hashlib.blake2b(fingerprint.encode(), digest_size=7).digest(), "little")
+        summary = torch.tensor([digest, -digest, on_device or any(piece.is_on_device for piece in pieces)])
+        dist.all_reduce(summary, dist.ReduceOp.MAX, group=self._control)
+        self._device = torch.device("cuda", torch.cuda.current_device()) if summary[2] else torch.device("cpu")
+        return bool(summary[0] == -summary[1])
+
+    def align(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Sort the pieces of a step in the same order in all processes.
+
+        Add empty pieces for tensors that this one has not seen.
+        """
+        blank = [
+            piece._replace(part=None, gathered=torch.full_like(piece.gathered, nan, device="cpu")) for piece in pieces
+        ]
+        all_pieces: list[list[Piece]] = [[] for _ in range(self._world_size)]
+        dist.all_gather_object(all_pieces, blank, group=self._control)
+        union = {_name(piece): piece for pieces_of_rank in all_pieces for piece in pieces_of_rank}
+        for rank, names in enumerate({_name(piece) for piece in pieces_of_rank} for pieces_of_rank in all_pieces):
+            for piece in (piece for name, piece in union.items() if name not in names):
+                self._note(piece, rank)
+        local_pieces = {_name(piece): piece for piece in pieces}
+        return [local_pieces.get(name, piece) for name, piece in union.items()]
+
+    def _note(self, piece: Piece, rank: int) -> None:
+        step, hook, layer = piece.key[0], piece.key[4], piece.key[5] or "."
+        message = f"hook '{hook}' recorded nothing at '{layer}' on rank {rank} in step {step}, but other ranks did"
+        self.differences.setdefault((hook, layer, rank), message)
+
+    def _number(self, piece: Piece) -> int:
+        """Return a hash of a piece that does not depend on its moment. Equal in all processes."""
+        of = (piece.table, *piece.key[3:], piece.shape)
+        number = self._numbers.get(of)
+        if number is None:
+            number = int.from_bytes(hashlib.blake2b(repr(of).encode(), digest_size=8).digest(), "little")
+            self._numbers[of] = number
+        return number
+
+
+def _name(piece: Piece) -> tuple[Any, ...]:
+    return piece.table, piece.key, piece.shape

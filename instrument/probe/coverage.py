@@ -1,0 +1,143 @@
+"""The coverage table: which hooks fired as often as expected, and why others did not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ..hooks.attached_hook import AttachedHook
+from ..plan.modules import Layers
+from ..tables.reasons import (
+    INLINED,
+    NEVER_DUE,
+    NO_FUNCTION,
+    NO_VISIBLE_FUNCTION,
+    NOT_CALLED,
+    NOT_CALLED_COPIED,
+    NOT_TURNED_ON,
+    ONLY_IN_OTHER_MODULES,
+    SCRIPT,
+    default_reason,
+    fused_attention_reason,
+    in_another_phase,
+    is_incomplete,
+    phase_never_entered,
+)
+from ..tables.sink_interface import EventWriter
+from .recorder import Recorder, count_at_site
+
+
+def coverage_rows(
+    attached_hooks: Sequence[AttachedHook],
+    layers: Layers,
+    dropped: Mapping[tuple[str, str, str], int],
+    *,
+    running: bool,
+    never_turned_on: Collection[str] = (),
+) -> list[dict[str, Any]]:
+    """Return one row per site, with the columns of the coverage table.
+
+    Args:
+        attached_hooks: The sites.
+        layers: The modules of the model.
+        dropped: The number of dropped tensors, by hook, layer and path.
+        running: Whether a step is incomplete. Its scheduled hooks are not counted as missed.
+        never_turned_on: The hooks that wait for a rule that did not fire.
+    """
+    firing = {attached.site.spec.name for attached in attached_hooks if attached.fired}
+    return [
+        {
+            "hook": attached.site.spec.name,
+            "layer": attached.site.layer.name,
+            "module_type": attached.site.layer.type,
+            "kind": attached.site.spec.kind,
+            "role": attached.site.spec.tensor_role,
+            "path": attached.site.own_name,
+            "rank": attached.clock.rank,
+            "expected": attached.expected,
+            "fired": attached.fired,
+            "dropped": count_at_site(dropped, attached),
+            "cause": ""
+            if running and attached.is_scheduled and not attached.expected
+            else NOT_TURNED_ON
+            if attached.site.spec.name in never_turned_on
+            else _reason(attached, layers, firing),
+        }
+        for attached in attached_hooks
+    ]
+
+
+def _reason(attached: AttachedHook, layers: Layers, firing: Collection[str]) -> str:
+    """Return why a site fired less often than expected, or was not expected to fire. Empty if it fired as expected.
+
+    The most frequent reason comes first. `firing` has the names of the hooks that fired at any site.
+    """
+    if attached.expected:
+        silent = attached.fired < attached.expected
+        return "; ".join(
+            dict.fromkeys(
+                _refined_reason(reason, attached, layers) for reason, _ in attached.reasons.most_common() if silent
+            )
+        )
+    if attached.exemptions:
+        if attached.exemptions.keys() <= {NO_FUNCTION, NO_VISIBLE_FUNCTION} and attached.site.spec.name in firing:
+            return ONLY_IN_OTHER_MODULES
+        return "; ".join(reason for reason, _ in attached.exemptions.most_common())
+    phase = attached.site.spec.phase
+    return NEVER_DUE if attached.was_ever_scheduled or phase in attached.clock.phases else phase_never_entered(phase)
+
+
+def _refined_reason(reason: str, attached: AttachedHook, layers: Layers) -> str:
+    """Refine a reason by what is known at the end of the run."""
+    if (elsewhere := in_another_phase(reason, attached.site.spec.phase, attached.other_phases)) is not None:
+        return elsewhere
+    if attached.site.layer.is_script and reason == default_reason(attached.site.spec.definition):
+        return SCRIPT if attached.site.parameter is None else reason
+    if reason != NOT_CALLED:
+        return reason
+    layer = attached.site.layer
+    if layers.is_inlined(layer):
+        return INLINED
+    return fused_attention_reason(layer.module, layers.parents(layer)) or (
+        NOT_CALLED_COPIED if attached.copied else reason
+    )
+
+
+def write_coverage(rows: Sequence[dict[str, Any]], recorder: Recorder, event: EventWriter) -> None:
+    """Write the coverage table, and the events about hooks that fired too rarely and about dropped tensors."""
+    recorder.write("coverage", [(*row.values(),) for row in rows])
+    for message, layer in coverage_warnings(rows):
+        event("coverage", message, layer=layer)
+    for message in drop_warnings(rows):
+        event("dropped", message)
+
+
+def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | None]]:
+    """Return one warning per hook and reason with the affected layers, and the layer if it is only one."""
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if is_incomplete(row):
+            groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
+    warnings: list[tuple[str, str | None]] = []
+    for (hook, kind, reason), found in groups.items():
+        locations = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
+        shown = ", ".join(locations[:5]) + (f" and {len(locations) - 5} more" if len(locations) > 5 else "")
+        fired, expected = sum(row["fired"] for row in found), sum(row["expected"] for row in found)
+        summary = f"fired {fired} of {expected} times" if expected else "did not fire"
+        layer = found[0]["layer"] if len(found) == 1 else None
+        warnings.append((f"hook '{hook}' ({kind}) {summary} on {shown}: {reason}", layer))
+    return warnings
+
+
+def drop_warnings(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one warning per hook with dropped tensors."""
+    dropped: Counter[str] = Counter()
+    for row in rows:
+        dropped[row["hook"]] += row["dropped"]
+    return [
+        f"hook '{hook}': {count} recorded tensors were dropped, because they arrived faster than they could be written, or "
+        "because a custom sink refused them; set sink.when_full: wait to wait for the disk"
+        for hook, count in dropped.items()
+        if count
+    ]

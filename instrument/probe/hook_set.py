@@ -1,0 +1,243 @@
+"""The hooks of a plan on a model and its optimizers, attached and removed together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..hooks.attached_hook import AttachedHook
+from ..hooks.clock import Clock
+from ..hooks.functions import FunctionHooks, FunctionThreads
+from ..hooks.hook_group_interface import HookGroup
+from ..hooks.loss import LossHooks
+from ..hooks.module_tensors import ModuleHooks
+from ..hooks.optimizer import StepHooks
+from ..hooks.parameter_gradients import BoundaryHooks, GradientHooks
+from ..hooks.site_grouping import group_sites
+from ..lazy_compiler import has_compiled
+from ..plan.hook_plan import HookPlan
+from ..tables.reasons import OTHER_STEP, SKIPPED_STEP
+from ..tables.sink_interface import EventWriter
+from .deferred_interrupts import uninterrupted
+from .optimizer_checks import optimizers_of
+from .optimizer_step_watch import AnnouncedSteps, ScalerWatch, StepWatch
+from .phase_watch import PhaseWatch
+from .replacement_watch import LoadWatch, ModuleWatch
+
+
+class HookSet:
+    """All hooks of a plan.
+
+    Args:
+        plan: The plan.
+        attached_hooks: The sites of the plan with their actions.
+        optimizers: The optimizers whose steps the hooks observe.
+        scaler: The gradient scaler, if the loop uses one.
+        clock: The current step and phase.
+        event: Writes a row of the `events` table.
+        steps_by_loop: Whether the loop calls `before_optimizer_step` itself.
+
+    Attributes:
+        steps: Observes the optimizer steps while the hooks are attached; None without an optimizer.
+    """
+
+    def __init__(
+        self,
+        plan: HookPlan,
+        attached_hooks: Sequence[AttachedHook],
+        optimizers: Sequence[Optimizer],
+        scaler: GradScaler | None,
+        clock: Clock,
+        event: EventWriter,
+        *,
+        steps_by_loop: bool,
+    ) -> None:
+        self.model = plan.layers.model
+        self.attached_hooks = attached_hooks
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.clock = clock
+        self.event = event
+        self.steps_by_loop = steps_by_loop
+        self.steps: StepWatch | None = None
+        self._groups: list[HookGroup] = []
+        self._gradient_groups: list[GradientHooks] = []
+        self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
+        self._acting_first: list[ModuleHooks] = []  # also after the hooks were removed
+        self._attached = ExitStack()  # detaches what was attached
+        self._functions: FunctionThreads | None = None
+        self._scaler_watch: ScalerWatch | None = None
+        self._announced: AnnouncedSteps | None = None
+        self._module_watch = ModuleWatch(self.model, attached_hooks)
+
+    def attach(self) -> None:
+        """Attach all hooks. After an exception, `detach` removes those that were attached.
+
+        A signal that arrives meanwhile is handled afterwards, as in `refresh` and `detach`.
+
+        Raises:
+            ConfigError: PyTorch does not support a hook at this module or parameter.
+        """
+        with uninterrupted():
+            if self.scaler is not None and self.scaler.is_enabled():
+                self._scaler_watch = ScalerWatch(self.scaler, self.optimizers)
+                self._attach(self._scaler_watch)
+                self.clock.amp_scale = self._scaler_watch.scale
+            if self.optimizers:
+                self.steps = StepWatch(self.optimizers)
+                self._attach(self.steps)
+                if self.steps_by_loop:
+                    self._announced = AnnouncedSteps(self.optimizers)
+                    self._attach(self._announced)
+            self._attach_groups()
+            if self._gradient_groups:
+                self._attach(LoadWatch(self.model, self.clock, self.report_replacements))
+
+    def _attach_groups(self) -> None:
+        # An encoder layer without hooks takes PyTorch's fast path, which rounds differently. All batches take the same path.
+        encoders = [part for part in self.model.modules() if isinstance(part, nn.TransformerEncoderLayer)]
+        for group in group_sites(
+            self.attached_hooks,
+            self.optimizers,
+            self.clock,
+            steps_by_loop=self.steps_by_loop,
+            never_suspended={part for encoder in encoders for part in encoder.modules()},
+        ):
+            self._groups.append(group)
+            if isinstance(group, GradientHooks):
+                self._gradient_groups.append(group)
+            if isinstance(group, ModuleHooks) and (group.early or group.prepend):
+                self._acting_first.append(group)
+            self._attach(group)
+            if isinstance(group, FunctionHooks):
+                self._functions = group.threads
+
+    def _attach(self, hooks: HookGroup | LoadWatch | ScalerWatch | StepWatch | AnnouncedSteps) -> None:
+        self._attached.callback(hooks.detach)
+        hooks.attach()
+
+    def watch_phase(self, watch: PhaseWatch) -> None:
+        """Add the hooks that set the phase, after `attach`.
+
+        The other hooks on their modules stay registered: PyTorch selects the hooks of a call before the phase changes.
+        """
+        modules = {*watch.modules}
+        for group in self._groups:
+            if isinstance(group, ModuleHooks | FunctionHooks) and group.attached_hooks[0].site.layer.module in modules:
+                group.hooks.keep_registered()
+        self._groups.append(watch)
+        with uninterrupted():
+            self._attach(watch)
+
+    def detach(self) -> None:
+        """Remove all hooks in reverse order."""
+        with uninterrupted():
+            self._groups.clear()
+            self._gradient_groups.clear()
+            self._attached.close()
+
+    def refresh(self) -> None:
+        """Notify the hooks that some of them start or stop being scheduled, or that code was compiled.
+
+        Code that was compiled without a suspended hook is discarded, since it would never call the hook.
+        """
+        was_suspended = any(
+            isinstance(group, ModuleHooks | FunctionHooks) and group.hooks.is_suspended for group in self._groups
+        )
+        with uninterrupted():
+            for group in self._groups:
+                group.refresh()
+            if was_suspended and has_compiled():
+                torch.compiler.reset()
+
+    def end_step(self) -> None:
+        """Report replaced modules and hooks of other code, and end the calls of modules that an interrupt left unfinished."""
+        self.report_replacements()
+        self.report_hook_order()
+        if self._functions is not None:
+            self._functions.mode.leave_all()
+        if self._announced is not None:
+            self._announced.end_step()
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Pass the loss through the hooks of kind `loss`; see `Probe.loss`."""
+        for group in self._groups:
+            if isinstance(group, LossHooks):
+                loss = group.apply(loss)
+        return loss
+
+    def before_optimizer_step(self, optimizer: Optimizer | None) -> None:
+        """Run the hooks before the step of an optimizer; see `Probe.before_optimizer_step`."""
+        if not self.steps_by_loop:
+            raise ValueError(
+                "before_optimizer_step requires steps_by_loop=True; otherwise optimizer.step() runs these hooks itself"
+            )
+        selected = self.optimizers if optimizer is None else optimizers_of(optimizer)
+        if (optimizer is None and len(selected) > 1) or not set(selected) <= set(self.optimizers):
+            problem = "is required, since there are several" if optimizer is None else "was not passed to this probe"
+            raise ValueError(f"before_optimizer_step(optimizer): the optimizer {problem}")
+        if self._announced is not None:
+            self._announced.announce(selected)
+        for group in self._groups:
+            if isinstance(group, BoundaryHooks | StepHooks) and group.optimizer in selected:
+                group.before_step()
+
+    def pop_step_skipped(self) -> Tensor | float | None:
+        """Return whether the gradient scaler skipped the step; None without a scaler or an optimizer."""
+        return None if self._scaler_watch is None or not self.optimizers else self._scaler_watch.take()
+
+    def update_step_coverage(self, row: Mapping[str, float | None]) -> None:
+        """Update the coverage of hooks around optimizer steps.
+
+        With several optimizers, not all make a step in every step of the loop.
+
+        Args:
+            row: The row of the `metrics` table, which says whether the step was skipped.
+        """
+        stepped, several = self.steps is not None and self.steps.take_stepped(), len(self.optimizers) > 1
+        scheduled = [attached for attached in self._step_hooks if attached.is_scheduled]
+        without_opportunity = [attached for attached in scheduled if not attached.has_opportunities]
+        skipped = False
+        if without_opportunity and self._scaler_watch is not None:
+            skipped = several and self._scaler_watch.backed_off() if stepped else bool(row["skipped"])
+        if stepped and several and not skipped:
+            for attached in without_opportunity:
+                attached.count_exempt(OTHER_STEP)
+        for attached in scheduled:
+            attached.update_coverage(SKIPPED_STEP if skipped else None)
+
+    def report_hook_order(self) -> None:
+        """Report each hook of other code that got an output before an intervention changed it, once for each module."""
+        for group in self._acting_first:
+            for hook, attached in group.earlier_hooks.items():
+                if attached is not None:
+                    group.earlier_hooks[hook] = None  # reported
+                    site = attached.site
+                    self.event(
+                        "hook_order",
+                        f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {hook} gets the unchanged output, because it "
+                        "was registered later, with prepend=True; attach the intervention after that hook is registered",
+                        layer=site.layer.name,
+                    )
+
+    def report_replacements(self) -> None:
+        """Report modules and parameters that were replaced during training, and attach parameter hooks again."""
+        for attached in self._module_watch.replaced():
+            site = attached.site
+            message = f"hook '{site.spec.name}' ({site.spec.kind}) on {site.label}: {attached.default_reason}"
+            self.event("replaced", message, layer=site.layer.name)
+        for group in self._gradient_groups:
+            if not group.is_lost():
+                continue
+            was_found = group.parameter is not None
+            with uninterrupted():
+                group.attach()
+            if was_found and group.parameter is not None:
+                site = group.site.site
+                message = f"parameter {site.label} was replaced; its hooks were attached to the new parameter"
+                self.event("replaced", message, layer=site.layer.name, severity="info")

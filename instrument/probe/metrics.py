@@ -1,0 +1,144 @@
+"""The `metrics` table: one row per training step or evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from ..hooks.clock import Clock
+from ..stats.device_copy import PendingMetrics, Transfer
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Row
+from .collectives import Ranks
+from .optimizer_step_watch import StepWatch
+from .recorder import Recorder
+
+USER_METRICS = ("loss", "accuracy", "lr", "grad_norm")
+METRICS = (*USER_METRICS, "seconds", "samples_per_second")
+_KNOWN = frozenset((*METRICS, "skipped"))
+_RESERVED = frozenset((*TABLES["metrics"].names, "run", "seed", "samples")) - {*USER_METRICS}
+
+
+def checked_metrics(metrics: Mapping[str, Any], *internal: str) -> dict[str, Tensor | float | None]:
+    """Check the names and values of metrics, and convert NumPy arrays and sequences of one number.
+
+    Args:
+        metrics: The metrics by name. A name without its own column is a custom metric.
+        internal: Names of computed columns that are allowed, for calls by this package.
+
+    Returns:
+        The metrics as numbers, or as tensors with one element, which can be on a device.
+
+    Raises:
+        TypeError: A name is that of a computed column, differs from a column in case only, or is not a name; or a value is not one
+            number.
+    """
+    for name in metrics:
+        if name in USER_METRICS or name in internal:
+            continue
+        if name.lower() in _RESERVED or name.lower() in USER_METRICS:
+            raise TypeError(f"{name}: the metrics table has its own column {name.lower()!r}; use another name")
+        if not name.isidentifier():
+            raise TypeError(
+                f"{name!r} is not a valid name of a metric: use letters, digits and underscores, such as 'episode_return'"
+            )
+    return {name: _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any) -> Tensor | float | None:
+    """Return a metric as a number, or as a tensor with one element."""
+    if value is None or type(value) is float:
+        return value
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach()
+        raise TypeError(f"{name} must be one real number, but is a tensor of shape {list(value.shape)}, {value.dtype}")
+    try:
+        array = np.asarray(value)
+    except ValueError:  # a list of lists of different lengths
+        array = np.asarray(None)
+    if array.size == 1 and array.dtype.kind in "fiub":
+        return float(array.item())
+    given = f"of shape {list(array.shape)}" if array.dtype.kind in "fiub" else repr(value)
+    raise TypeError(f"{name} must be one real number, but is a {type(value).__name__} {given}")
+
+
+def custom_metrics_in(row: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the custom metrics in a row of the `metrics` table."""
+    return {name: row[name] for name in row if name not in _KNOWN} if len(row) > len(_KNOWN) else {}
+
+
+class Metrics:
+    """Writes the rows of the `metrics` table.
+
+    Args:
+        recorder: Receives the rows.
+        clock: Provides step, epoch and phase.
+        ranks: The processes that train together; None for a single one.
+
+    Attributes:
+        steps: Provides the learning rate; None without an optimizer.
+    """
+
+    def __init__(self, recorder: Recorder, clock: Clock, ranks: Ranks | None) -> None:
+        self.recorder = recorder
+        self.clock = clock
+        self.ranks = ranks
+        self.steps: StepWatch | None = None
+        self._logged: dict[str, dict[str, Tensor | float | None]] = {}  # by phase, for the next row
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Add metrics to the next row of the current phase; see `Probe.log`."""
+        numbers = checked_metrics(metrics)
+        kept = {name: each.clone() if isinstance(each, Tensor) else each for name, each in numbers.items()}
+        self._logged.setdefault(self.clock.moment.phase, {}).update(kept)
+
+    @property
+    def has_logged(self) -> bool:
+        """Whether metrics were logged in the current phase since its last row."""
+        return self.clock.moment.phase in self._logged
+
+    @property
+    def unwritten(self) -> list[str]:
+        """The names of metrics that were logged and are in no row."""
+        return [name for logged in self._logged.values() for name in logged]
+
+    def write(
+        self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """Write a row for the current step and phase; see `Probe.write_metrics`."""
+        if self._logged:
+            metrics = self._logged.pop(self.clock.moment.phase, {}) | {
+                name: value for name, value in metrics.items() if value is not None
+            }
+        metrics |= {"seconds": seconds, "samples_per_second": None if samples is None else samples / seconds}
+        if metrics.get("lr") is None and self.steps is not None and self.clock.moment.phase == "train":
+            metrics["lr"] = self.steps.take_rate()
+        transfer = Transfer([value for value in metrics.values() if isinstance(value, Tensor)])
+
+        def read() -> dict[str, Any]:
+            numbers = transfer.read()
+            read = {name: next(numbers)[0] if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            return {**dict.fromkeys((*METRICS, "skipped")), **read}
+
+        row = read() if transfer.is_complete else PendingMetrics(read)
+        if self.ranks is None or self.ranks.is_rank_zero or not self.ranks.merged_metrics:
+            self._keep(row, now=transfer.is_complete)
+        return row
+
+    def _keep(self, row: Mapping[str, Any], *, now: bool) -> None:
+        moment = self.clock.moment
+
+        def cells() -> Row:
+            skipped = None if row["skipped"] is None else bool(row["skipped"])
+            place, values = (moment.step, moment.epoch, moment.phase, self.clock.rank), (row[name] for name in METRICS)
+            return (*place, *values, skipped, custom_metrics_in(row) or None)
+
+        self.recorder.note_metrics((moment.step, moment.phase, row))
+        if now:
+            self.recorder.write("metrics", [cells()])
+        else:
+            self.recorder.write_deferred("metrics", cells)

@@ -1,0 +1,121 @@
+"""Checks of the optimizers: one exists if hooks require it, holds their parameters, and keeps the requested state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..errors import ConfigError, Problem, similar_names
+from ..hooks.optimizer_owners import parameter_ids
+from ..plan.hook_plan import HookPlan
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
+
+
+def optimizers_of(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    """Return one optimizer, several or none as a tuple of the optimizers that make the steps.
+
+    Wrappers of libraries are replaced by the wrapped optimizer.
+
+    Raises:
+        ConfigError: An item is not an optimizer.
+    """
+    several = tuple(optimizers) if isinstance(optimizers, list | tuple) else () if optimizers is None else (optimizers,)
+    plain = [_plain(optimizer) for optimizer in several]
+    for optimizer in plain:
+        if not isinstance(optimizer, Optimizer):
+            message = "is not an optimizer"
+            allowed = "a torch.optim.Optimizer, or a list of them"
+            raise ConfigError(Problem("optimizer", message, type(optimizer).__name__, allowed))
+    return tuple(dict.fromkeys(part for optimizer in plain for part in flatten_optimizer(optimizer)))
+
+
+def flatten_optimizer(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Return the optimizers that make the steps: those in `parts`, as in `PerModule`, or the given one."""
+    parts = getattr(optimizer, "parts", None)
+    if not (isinstance(parts, Mapping) and parts and all(isinstance(part, Optimizer) for part in parts.values())):
+        return (optimizer,)
+    return tuple(each for part in parts.values() for each in flatten_optimizer(part))
+
+
+def _plain(optimizer: Optimizer) -> Optimizer:
+    """Return the wrapped optimizer of a library's wrapper. The one of accelerate has no hooks."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def check_optimizers(plan: HookPlan, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse hooks that require a missing optimizer, or a state that no optimizer keeps.
+
+    Raises:
+        ConfigError: With every problem.
+    """
+    problems = []
+    for name, spec in plan.specs.items():
+        role = spec.tensor_role
+        if not optimizers:
+            if spec.definition.frequency == "step" or role.startswith("state."):
+                message = f"kind {spec.kind} with role {role} requires the optimizer"
+                problems.append(Problem(f"hooks.{name}.kind", message, fix="pass optimizer="))
+        elif role.startswith("state."):
+            state_names = [optimizer_state_names(optimizer) for optimizer in optimizers]
+            names = frozenset[str]().union(*(names for names in state_names if names is not None))
+            if None not in state_names and role.removeprefix("state.") not in names:
+                roles = sorted(f"state.{key}" for key in names)
+                types = list(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+                options = "does not keep with its" if len(types) == 1 else "do not keep with their"
+                message = f"role {role!r} requires optimizer state that {' and '.join(types)} {options} current options"
+                problems.append(
+                    Problem(
+                        f"hooks.{name}.role",
+                        message,
+                        given=role,
+                        allowed=", ".join(roles) or "none",
+                        similar=similar_names(role, roles),
+                    )
+                )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def stale_optimizer(model: nn.Module, optimizers: Sequence[Optimizer]) -> str | None:
+    """Return a message if the optimizers hold none of the model's parameters; None otherwise."""
+    optimized_ids = {key for optimizer in optimizers for key in parameter_ids(optimizer)}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not optimizers or not trainable or any(id(parameter) in optimized_ids for parameter in trainable):
+        return None
+    which = "the optimizer holds" if len(optimizers) == 1 else "the optimizers hold"
+    return (
+        f"{which} none of the model's {len(trainable)} parameters, so the model is not trained; it was created for another "
+        "model, or before the parameters were replaced (fully_shard, to_empty, apply)"
+    )
+
+
+def optimizer_state_names(optimizer: Optimizer) -> frozenset[str] | None:
+    """Return the names of the optimizer's state for a parameter, found by a step of a copy with a temporary parameter.
+
+    None if they cannot be found, because the optimizer requires more than a gradient (a closure, a certain shape).
+    """
+    names = {str(key) for state in optimizer.state.values() for key in state}
+    try:
+        for group in optimizer.param_groups:
+            names |= _state_names_of_group(optimizer, group)
+    # The optimizer's own code, which can raise anything for a parameter that it does not support.
+    except Exception:
+        return frozenset(names) or None
+    return frozenset(names)
+
+
+def _state_names_of_group(optimizer: Optimizer, group: dict[str, object]) -> set[str]:
+    """Return the names of the state with the options of a parameter group."""
+    like = next((parameter for parameter in optimizer.param_groups[0]["params"]), None)
+    options = {key: value for key, value in group.items() if key != "params"}
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        parameter = torch.nn.Parameter(torch.zeros(2, 2, device=None if like is None else like.device))
+        parameter.grad = torch.zeros_like(parameter)
+        copy = type(optimizer)([{**options, "params": [parameter]}], **optimizer.defaults)
+        copy.step()
+    return {str(key) for key in copy.state.get(parameter, {})}

@@ -1,0 +1,751 @@
+"""The probe: attaches the hooks of a plan to a model for the duration of a `with` block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..actions.base import Archive, StepContext
+from ..actions.record import Record
+from ..config.budget import BudgetConfig
+from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
+from ..config.rules import RuleBase
+from ..config.schedule import Phase
+from ..errors import AlreadyAttachedError, HookError
+from ..hooks.attached_hook import AttachedHook
+from ..hooks.clock import Clock
+from ..hooks.together import JOINED_IN_PLACE_ERROR, joined_in_place_message
+from ..hooks.via_module_backward import IN_PLACE_ERROR, in_place_message
+from ..plan.hook_plan import HookPlan
+from ..plan.remarks import remarks
+from ..rules.rule_set import RuleEvent, RuleSet
+from ..stats.device_choice import BY_KERNEL, measured_by
+from ..tables.sink_interface import Row, Sink
+from .budget import Budget
+from .collectives import Ranks, own_rank
+from .coverage import coverage_rows, write_coverage
+from .deferred_interrupts import deferred_signals
+from .hook_set import HookSet
+from .metrics import Metrics, checked_metrics
+from .optimizer_checks import Optimizers, check_optimizers, optimizers_of, stale_optimizer
+from .overhead import Overhead
+from .phase_watch import PhaseWatch
+from .recorder import Recorder
+from .row_cells import frozen_layers, has_lazy_parameters, layer_rows
+from .rule_actions import RuleActions
+from .rule_rows import update_rules
+from .samples import SampleBatch, checked_ids, checked_targets, targets_of
+from .scheduled_hooks import ScheduledHooks
+from .slab_rows import check_custom_columns
+
+PHASES = (*get_args(Phase), "sanity")
+
+
+class Probe:
+    """Attaches hooks to a model and records what they measure. `instrument.attach` yields one.
+
+    A probe is a context manager. It attaches all hooks when the block starts and removes all of them when the block
+    ends, also after an exception. Call `end_step` after each optimizer step; all other methods are optional.
+
+        with Probe(plan, sink, optimizer=optimizer) as probe:
+            for batch in loader:
+                ...
+                optimizer.step()
+                probe.end_step(loss=loss)
+
+    Args:
+        plan: The hooks and the tensors that they select.
+        sink: The sink that receives all rows. The probe closes it at the end of the block.
+        optimizer: One optimizer, or a sequence of several. The kinds `parameter_grad`, `step_pre` and `step_post`
+            require it and run when the optimizer that holds the parameter makes its step. The learning rate of the
+            first one is recorded.
+        scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
+        seed: The seed of all random numbers that interventions draw. Default: 0.
+        archive: The tensors of other runs, for `replace` and `patch`. Default: none available.
+        steps_by_loop: Whether the loop calls `before_optimizer_step` itself. Required if the forward and backward
+            passes run in the closure of `optimizer.step(closure)`. Default: False.
+        budget: Limits for the cost of record hooks. Default: no limits.
+        steps: The number of training steps, if known. A budget of bytes is spread over them.
+        ranks: The processes that train together. Default: None, a single process.
+        ids: The batches whose samples are written to the table `samples`: those in which a tensor is recorded
+            (`recorded`, default), or `all`.
+        print_line: Prints a line of `action: print`. Default: to stdout.
+        rules: The rules that read the rows of each step. Default: none.
+
+    Attributes:
+        sink: The sink that receives all rows.
+        warnings: The messages of all events of severity `warning`, in order.
+        recorder: Collects the rows of a step and passes them to the sink.
+
+    Raises:
+        ConfigError: A kind or role requires an optimizer that is missing or that keeps no such state, a custom function
+            cannot be imported or called, a custom statistic has the name of a column, or a spec requires the tensors of
+            a run that cannot be found.
+        AlreadyAttachedError: The probe is entered a second time.
+        HookError: A hook failed; see `instrument.attach`.
+    """
+
+    def __init__(
+        self,
+        plan: HookPlan,
+        sink: Sink,
+        *,
+        optimizer: Optimizers = None,
+        scaler: GradScaler | None = None,
+        seed: int = 0,
+        archive: Archive | None = None,
+        steps_by_loop: bool = False,
+        budget: BudgetConfig | None = None,
+        steps: int | None = None,
+        ranks: Ranks | None = None,
+        ids: Literal["recorded", "all"] = "recorded",
+        print_line: Callable[[str], None] = print,
+        rules: Mapping[str, RuleBase] | None = None,
+    ) -> None:
+        check_custom_columns(plan.specs)
+        self.plan = plan
+        self.sink = sink
+        self.optimizers = optimizers_of(optimizer)
+        self.scaler = scaler
+        self.steps_by_loop = steps_by_loop
+        self.rules = RuleSet(rules or {}, self._write_rule_event, frozen_layers(plan))
+        self.ranks = ranks
+        self._rule_actions = RuleActions(self.rules, plan.specs, ranks, self._write_kept)
+        self.recorder = Recorder(
+            sink,
+            partial(update_rules, self.rules) if rules else None,
+            ranks,
+            all_samples=ids == "all",
+            print_line=print_line,
+            keep={name: spec.keep for name, spec in plan.specs.items() if isinstance(spec, RecordSpec) and spec.keep},
+        )
+        parallel = None if ranks is None else ranks.parallel
+        self.clock = Clock(StepContext(0, 0, 0, "train"), seed, parallel=parallel, rank=own_rank())
+        tensors = archive or Archive()
+        actions = {name: spec.build(self.recorder, tensors) for name, spec in plan.specs.items()}
+        self.attached_hooks = [
+            AttachedHook(site, actions[site.spec.name], self.clock, shapes_checked=plan.shapes_checked)
+            for site in plan.sites
+        ]
+        self.budget: Budget | None = None
+        if budget is not None and (budget.time is not None or budget.bytes is not None):
+            self.budget = Budget(budget, self.attached_hooks, self.recorder, steps, self._report_budget)
+            self.clock.timer = self.budget.timer
+        self._overhead = Overhead()
+        self._disabled: frozenset[str] = frozenset()
+        self._scheduled = ScheduledHooks(
+            self.attached_hooks,
+            plan.specs,
+            self.clock,
+            self._on_schedule_change,
+            is_sampled=self.budget is not None,
+            is_on=self._is_on,
+        )
+        self._hooks = HookSet(
+            plan, self.attached_hooks, self.optimizers, scaler, self.clock, self.event, steps_by_loop=steps_by_loop
+        )
+        self._metrics = Metrics(self.recorder, self.clock, ranks)
+        self.warnings: list[str] = []
+        self._stop_reason: str | None = None
+        self._entered = False
+        self._is_resumed = False  # whether it continues the recording of an earlier probe
+        self._layers_pending = False
+        self._step_started_at = time.perf_counter()
+        check_optimizers(plan, self.optimizers)
+
+    # ------------------------------------------------------------------------------------------------ attaching
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise AlreadyAttachedError("this probe was already attached; create a new probe for each loop")
+        self._entered = True
+        try:
+            self._hooks.attach()
+            self._metrics.steps = self._hooks.steps
+            if not self._is_resumed:
+                self._layers_pending = self._is_rank_zero
+                self._write_layers()
+                for remark in remarks(self.plan):
+                    self.event(remark.rule, remark.message, severity=remark.severity, layer=remark.layer)
+                if message := stale_optimizer(self.plan.layers.model, self.optimizers):
+                    self.event("optimizer", message)
+            self._scheduled.advance(update_all=True)
+            return self
+        except BaseException:
+            try:
+                self.detach()
+            finally:  # a signal can arrive before `detach` defers it
+                self.detach()
+                self.sink.close()
+            raise
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        try:
+            self.detach()
+        finally:  # a signal can arrive before `detach` defers it
+            with deferred_signals():
+                self.detach()
+                try:
+                    self._finish(exc)
+                finally:
+                    self.sink.close()
+        messages = {IN_PLACE_ERROR: in_place_message, JOINED_IN_PLACE_ERROR: joined_in_place_message}
+        for part, message in messages.items() if isinstance(exc, RuntimeError) else ():
+            if part in str(exc):
+                raise HookError(message([attached.site for attached in self.attached_hooks], self.step)) from exc
+
+    def detach(self) -> None:
+        """Remove all hooks before the end of the block. Nothing is recorded from then on."""
+        self._hooks.detach()
+        self.clock.closed = True
+
+    @property
+    def _is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which writes the rows that are the same in all processes."""
+        return self.ranks is None or self.ranks.is_rank_zero
+
+    # ------------------------------------------------------------------------------------------------ time
+
+    @property
+    def step(self) -> int:
+        """The current optimizer step, from 0. Equal to the number of completed steps."""
+        return self.clock.moment.step
+
+    @property
+    def phase(self) -> str:
+        """The current phase: `train`, `forward`, `eval`, `probe` or `sanity`.
+
+        A hook runs in the phase of its spec. `train` is the phase of training steps and `forward` that of a loop that
+        does not train; `end_step` ends their steps. `eval` is an evaluation and `probe` the pass of a probe batch, both
+        between two steps; see `in_phase`. `sanity` is a check before the training; no hook runs in it.
+
+        The loop can assign it. This ends the current micro-step.
+
+        Raises:
+            ValueError: The assigned value is not a phase.
+        """
+        return self.clock.moment.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if phase not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(map(repr, PHASES))}, not {phase!r}")
+        if phase != self.phase:
+            self.recorder.samples.end()
+        self._scheduled.set_phase(phase)
+
+    def follow_model(self) -> PhaseWatch:
+        """From now on, set the phase from the mode of the model at each call. For the callbacks of trainers.
+
+        Returns:
+            The object that sets it, which has to be notified of steps.
+        """
+        watch = PhaseWatch(self.plan.layers.model, self.clock, self._scheduled, partial(setattr, self, "phase"))
+        self._hooks.watch_phase(watch)
+        return watch
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Set the phase to `eval` for the duration of a `with` block; see `in_phase`."""
+        with self.in_phase("eval"):
+            yield
+
+    @contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Set the phase for the duration of a `with` block between two steps, and restore it afterwards.
+
+            with probe.in_phase("probe"):
+                loss_of(model(fixed_batch)).backward()
+
+        The rows of the block are written when it ends.
+
+        Args:
+            phase: The phase: `eval` for an evaluation, `probe` for a probe batch.
+
+        Raises:
+            ValueError: It is not a phase.
+        """
+        started_at = time.perf_counter()
+        previous_phase = self.phase
+        self.phase = phase
+        any_scheduled = bool(self._scheduled.names)
+        try:
+            yield
+            if self._metrics.has_logged:
+                self._metrics.write(seconds=time.perf_counter() - started_at)
+        finally:
+            self.phase = previous_phase
+        self.recorder.end_step(any_scheduled=any_scheduled)
+        if self.ranks is None:  # the other processes may not evaluate; all of them end the next step
+            self._rule_actions.act(self.step)
+        seconds = time.perf_counter() - started_at
+        self._step_started_at += seconds  # the block is not part of the step that it interrupts
+        if self.budget is not None and not any_scheduled:
+            self.budget.exclude(seconds)
+
+    @contextmanager
+    def saving_checkpoint(self) -> Iterator[None]:
+        """Mark the code that saves a checkpoint of the run.
+
+        Interventions leave the state dicts of this checkpoint unchanged. Record hooks record them.
+        """
+        self.clock.in_checkpoint = True
+        try:
+            yield
+        finally:
+            self.clock.in_checkpoint = False
+        if self._scheduled.end_checkpoint():
+            self.recorder.end_step()
+
+    @property
+    def overhead(self) -> float | None:
+        """The relative overhead of hooks, as the mean over all steps so far. 0.05 means that steps take 5% longer.
+
+        Steps with scheduled hooks are compared with steps without. None if there are too few steps of either type.
+        With a time budget, it is the overhead of record hooks since the budget last changed them, and is estimated from the
+        time in the hooks if there are too few steps of either type.
+        """
+        if self.budget is not None and self.budget.config.time is not None:
+            return self.budget.relative_overhead
+        return self._overhead.relative
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run should stop: a rule with `then: stop` or `then: prune` fired, or it was requested. The loop should end
+        after this step.
+        """
+        return self.stop_reason is not None
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Why the run should stop: the request, or the rule and its message; None if it should continue."""
+        return self._stop_reason or self._rule_actions.stop_reason
+
+    def stop(self, reason: str) -> None:
+        """Request that the loop ends after this step; see `should_stop`.
+
+        Args:
+            reason: The reason, for run.json.
+        """
+        self._stop_reason = reason
+
+    @property
+    def is_pruned(self) -> bool:
+        """Whether the rule that stops the loop has `then: prune`: the result counts as the worst one of a search."""
+        return self._rule_actions.is_pruned
+
+    @property
+    def fired_rules(self) -> frozenset[str]:
+        """The names of the rules that fired in the last step, or in an evaluation after it.
+
+        With several processes, rules without actions can differ between them.
+        """
+        return self._rule_actions.fired
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether a rule with `then: checkpoint` fired in the last step. The loop should save a checkpoint."""
+        return self._rule_actions.should_checkpoint
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, from 0. The loop can assign it."""
+        return self.clock.moment.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.clock.moment = self.clock.moment._replace(epoch=epoch)
+
+    def set_step(self, step: int) -> None:
+        """Set the current step to any number. Dry runs use it to run selected steps.
+
+        Args:
+            step: The optimizer step, from 0.
+        """
+        self._scheduled.advance(step=step, micro_step=0, update_all=True)
+
+    def change_hooks(self, specs: Mapping[str, HookSpec], disabled: Collection[str]) -> None:
+        """Change hooks between two steps.
+
+        Args:
+            specs: The specs with changed schedules, bounds or factors, by name. Other fields are equal.
+            disabled: The names of all hooks that do not run.
+        """
+        for name, spec in specs.items():
+            # The sites and the action of the hook share this object.
+            self.plan.specs[name].__dict__.update(spec.__dict__)
+        self._disabled = frozenset(disabled)
+        if self._entered:
+            self._scheduled.advance(update_all=True)
+
+    def _is_on(self, hook: str, step: int) -> bool:
+        return hook not in self._disabled and self._rule_actions.is_on(hook, step)
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """Pass the loss through the hooks of kind `loss`.
+
+        Args:
+            loss: The loss: a scalar, before a gradient scaler multiplies it.
+
+        Returns:
+            The loss to call `backward` on. It differs from the argument if a hook changes it, for example adds a
+            penalty.
+        """
+        return self._hooks.loss(loss)
+
+    def before_optimizer_step(self, optimizer: Optimizer | None = None) -> None:
+        """Run the hooks at the optimizer boundary. Only for loops that set `steps_by_loop`.
+
+        Call it when all gradients are complete, before the optimizer uses them.
+
+        Args:
+            optimizer: The optimizer that makes its step next. Required if there are several.
+
+        Raises:
+            ValueError: The argument is missing although there are several optimizers, or is not an optimizer of this
+                probe; or `steps_by_loop` is not set.
+            HookError: It is called twice before a step. `optimizer.step()` raises it if this call is missing.
+        """
+        self._hooks.before_optimizer_step(optimizer)
+
+    def batch(self, *, ids: Any, targets: Any = None) -> None:
+        """Name the samples of the next batch. Call it before the forward pass of each micro-step.
+
+        If a hook records a tensor in the micro-step, the table `samples` gets one row for each sample. Then
+        `features` of the run returns the tensors with these ids and targets.
+
+        Args:
+            ids: One id for each sample, in the order of dimension 0: different integers, such as indices in the
+                dataset, or different strings. A list, an array or a tensor, [samples]. The ids of a tensor on a GPU are
+                not compared with each other.
+            targets: One number for each sample: a list, an array or a tensor, [samples]. The values of a tensor on a
+                GPU are copied when the step ends. Default: None, no targets.
+
+        Raises:
+            ConfigError: An argument has the wrong type or shape, an id occurs twice, or the batch of this micro-step is
+                named already. At the end of the micro-step: dimension 0 of no recorded tensor has as many entries as there are ids.
+        """
+        names = checked_ids(ids)
+        numbers = checked_targets(targets, len(names))
+        self.clock.name_samples(names)
+        if self.recorder.samples.are_kept:
+            batch = SampleBatch(self.clock.moment, self.clock.rank, names, numbers, is_checked=True)
+            self.recorder.samples.begin(batch)
+
+    def begin_micro_step(self, indices: Sequence[int], batch: Any) -> None:
+        """Name the samples of the next batch, for loops that load batches from a dataset.
+
+        Args:
+            indices: The index of each sample of this process in the complete dataset.
+            batch: The batch of the data loader, or a mapping with its targets; see `targets_of`.
+        """
+        self.clock.name_samples(indices)
+        if self.recorder.samples.are_kept:
+            moment, ids = self.clock.moment, torch.tensor(indices, dtype=torch.int64)
+            named = SampleBatch(moment, self.clock.rank, ids, targets_of(batch, len(indices)), is_checked=False)
+            self.recorder.samples.begin(named)
+
+    def end_micro_step(self) -> None:
+        """End the current micro-step: the forward and backward pass of a micro-batch, or one batch of an evaluation.
+
+        Required only in loops that accumulate gradients over several micro-batches.
+
+        Raises:
+            ConfigError: The loop named another number of samples than the recorded tensors have; see `batch`.
+        """
+        self.recorder.samples.end()
+        self._scheduled.end_micro_step()
+
+    def end_step(
+        self, *, loss: Tensor | float | None = None, samples: int | None = None, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """End the current optimizer step: pass its rows to the sink and start the next step.
+
+        Values on a GPU are copied asynchronously and passed to the sink at the end of the next step.
+
+        Args:
+            loss: The loss of the step: a number or a tensor with one element.
+            samples: The number of samples in the step. `samples_per_second` is computed from it.
+            **metrics: Further columns of the `metrics` table: `accuracy`, `grad_norm`, `lr`, and numbers of any other name.
+                `lr` defaults to the learning rate of the first optimizer. With several processes, the table has the numbers of
+                each process, or those of rank 0 if its rows are merged.
+
+        Returns:
+            The row of the `metrics` table: `loss`, `accuracy`, `lr`, `grad_norm`, `seconds`, `samples_per_second`,
+            `skipped`, and the custom metrics. Values on a GPU are awaited when the row is first read.
+
+        Raises:
+            TypeError: A name is that of a computed column, or a value is not one number.
+        """
+        checked = checked_metrics({"loss": loss, **metrics})
+        with self.clock.timer or nullcontext(), deferred_signals():
+            has_pending_rows = self.recorder.has_pending_rows
+            row = self._end_step(samples, checked)
+            self._rule_actions.act(self.step + 1)
+            if self.budget is not None:
+                self.budget.end_step(
+                    self.step + 1, time.perf_counter() - self._step_started_at, has_pending_rows=has_pending_rows
+                )
+            now = time.perf_counter()
+            self._overhead.add(self._scheduled.names, now - self._step_started_at, has_pending_rows=has_pending_rows)
+            self._step_started_at = now
+            self._scheduled.advance(step=self.step + 1, micro_step=0)
+            return row
+
+    def _end_step(self, samples: int | None, metrics: dict[str, Tensor | float | None]) -> Mapping[str, float | None]:
+        if not self.clock.moment.micro_step or self._scheduled.has_opportunities:
+            self.end_micro_step()
+        else:
+            self.recorder.samples.end()
+        skipped = self._hooks.pop_step_skipped()
+        seconds = time.perf_counter() - self._step_started_at
+        row = self._metrics.write(samples=samples, seconds=seconds, skipped=skipped, **metrics)
+        self._write_layers()
+        self._hooks.update_step_coverage(row)
+        self._hooks.end_step()
+        self.recorder.end_step(any_scheduled=bool(self._scheduled.names))
+        return row
+
+    def write_metrics(
+        self, *, seconds: float, samples: int | None = None, **metrics: Tensor | float | None
+    ) -> Mapping[str, float | None]:
+        """Write a row of the `metrics` table for the current step and phase.
+
+        `end_step` calls it for training steps. Call it for an evaluation.
+
+        Args:
+            seconds: The duration of the step or evaluation, in seconds.
+            samples: The number of samples. `samples_per_second` is computed from it.
+            **metrics: Further columns: `loss`, `accuracy`, `grad_norm`, `lr`, and numbers of any other name.
+
+        Returns:
+            The row. Values on a GPU are awaited when the row is first read.
+
+        Raises:
+            TypeError: A name is that of a computed column, or a value is not one number.
+        """
+        return self._metrics.write(seconds=seconds, samples=samples, **checked_metrics(metrics))
+
+    def log(self, **metrics: Tensor | float | None) -> None:
+        """Add numbers to the next row of the `metrics` table: that of the step, or of the evaluation in whose block it is called.
+
+            probe.log(discriminator_loss=loss)
+
+        If a name is logged several times before the row is written, or also passed to `end_step`, the last value counts. Values on a
+        GPU are copied when the row is written.
+
+        Args:
+            **metrics: Numbers by name: of Python, NumPy arrays or tensors with one element.
+
+        Raises:
+            TypeError: A name is that of a computed column, or a value is not one number.
+        """
+        self._metrics.log(metrics)
+
+    def write_generated(self, generated: Sequence[tuple[str | None, str | None, Sequence[int], Sequence[int]]]) -> None:
+        """Write rows of the `generated` table for the current micro-step.
+
+        Args:
+            generated: For each sample of the batch: the prompt and the generated text (None without a tokenizer), the
+                token ids of the prompt, and the generated token ids.
+        """
+        place = (*self.clock.moment, self.clock.rank)
+        if generated:
+            self.recorder.write("generated", [(*place, index, *cells) for index, cells in enumerate(generated)])
+
+    def _on_schedule_change(self, scheduled: list[AttachedHook]) -> None:
+        if self.budget is not None:
+            self.budget.set_scheduled(scheduled)
+        self.recorder.samples.expects_tensors = any(
+            isinstance(attached.action, Record) and attached.action.keeps_tensors for attached in scheduled
+        )
+        self._hooks.refresh()
+
+    def _write_layers(self, *, at_the_end: bool = False) -> None:
+        """Write the `layers` table once.
+
+        Lazy modules delay it until their first forward pass, when their sizes are known.
+        """
+        if self._layers_pending and (at_the_end or not has_lazy_parameters(self.plan.layers.model)):
+            self._layers_pending = False
+            self.recorder.write("layers", layer_rows(self.plan))
+
+    # ------------------------------------------------------------------------------------------------ the record
+
+    def event(
+        self,
+        rule: str,
+        message: str,
+        *,
+        severity: str = "warning",
+        layer: str | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Write a row of the `events` table.
+
+        Args:
+            rule: The type of the event, such as `coverage` or `non_finite`; see the column `rule`.
+            message: The message.
+            severity: `info`, `warning` (default) or `error`. Warnings are also appended to `warnings`.
+            layer: The name of the layer that the event is about, if any.
+            step: The optimizer step. Default: the current step.
+        """
+        at = self.step if step is None else step
+        self._write_event((at, self.clock.rank, layer, rule, message, severity, None, None, None))
+
+    def _write_rule_event(self, event: RuleEvent) -> None:
+        about = (event.location, event.value, event.threshold)
+        self._write_event((event.step, self.clock.rank, event.layer, event.rule, event.message, event.severity, *about))
+
+    def _write_event(self, row: Row) -> None:
+        message, severity = row[4:6]
+        if severity == "warning":
+            self.warnings.append(message)
+        self.recorder.write("events", [row])
+
+    def _write_kept(self, hook: str, reason: str) -> None:
+        """Write the tensors that a hook with `keep` has in memory, and an event. The sink has them when this returns."""
+        recorded = self.recorder.write_kept(hook)
+        if not recorded:
+            return
+        steps = sorted({one.context.step for one in recorded})
+        at = f"step {steps[0]}" if len(steps) == 1 else f"the steps {steps[0]} to {steps[-1]}"
+        message = f"hook {hook!r} wrote {len(recorded):,} tensors of {at}: {reason}"
+        self.event("flight_recorder", message, severity="info")
+        self.sink.end_step()
+
+    def _report_budget(self, message: str, attached: AttachedHook | None) -> None:
+        """Write an event: the budget samples one site less often (`attached`), or all sites (None)."""
+        self.event("budget", message, severity="info", layer=None if attached is None else attached.site.layer.name)
+
+    def coverage(self) -> list[dict[str, Any]]:
+        """Return the coverage so far: how often each hook fired at each site.
+
+        Returns:
+            One dictionary per site with the columns of the `coverage` table: `hook`, `layer`, `module_type`, `kind`,
+            `role`, `path`, `rank`, `expected`, `fired`, `dropped`, `cause`.
+        """
+        return self._coverage(running=self._scheduled.has_opportunities)
+
+    def _coverage(self, *, running: bool) -> list[dict[str, Any]]:
+        on = self._rule_actions.never_turned_on
+        return coverage_rows(
+            self.attached_hooks, self.plan.layers, self.recorder.dropped, running=running, never_turned_on=on
+        )
+
+    def _finish(self, error: BaseException | None) -> None:
+        """Write the remaining rows: those of an incomplete step, the coverage table, and the warnings about it."""
+        moment = self.clock.moment
+        is_unfinished = self._scheduled.has_opportunities or (moment.phase == "train" and moment.micro_step > 0)
+        if is_unfinished and not self.step and error is None:
+            message = "end_step was never called: all rows have step 0, and no schedule advanced"
+            self.event("no_end_step", f"{message}; call probe.end_step() after each optimizer step")
+        if self._metrics.unwritten and error is None:
+            names = ", ".join(self._metrics.unwritten)
+            self.event(
+                "metrics", f"metrics that were logged after the last end_step are missing in the metrics table: {names}"
+            )
+        self._hooks.report_hook_order()
+        self.recorder.samples.end(is_checked=error is None)
+        if isinstance(error, Exception):
+            for hook in self.recorder.flight_recorder.steps:
+                self._write_kept(hook, f"the run failed with {type(error).__name__}")
+        self.recorder.end_step(local_only=error is not None)
+        self.flush()
+        if error is None:
+            if self.ranks is None:  # with several processes, some may have ended already
+                self._rule_actions.act(self.step)
+            self.recorder.end_step(any_scheduled=False)
+            self.flush()
+            self._report_unfired()
+        self._write_layers(at_the_end=True)
+        for message in [] if self.ranks is None else self.ranks.differences.values():
+            self.event("ranks", message)
+        self._scheduled.end_training()
+        running = self._scheduled.has_opportunities or error is not None
+        write_coverage(self._coverage(running=running), self.recorder, self.event)
+        for message in [] if self.budget is None else self.budget.summary():
+            self.event("budget", message)
+        for device, way in measured_by().items():
+            if way != BY_KERNEL:
+                self.event("device_statistics", f"{device} is measured with {way}", severity="info")
+        if error is not None:
+            rule = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+            self.event(rule, f"{type(error).__name__}: {error}", severity="error")
+        self.sink.end_step()
+
+    def _report_unfired(self) -> None:
+        """Write an event for each rule that could not fire, and for each hook whose tensors no rule wrote."""
+        for message in self.rules.unread:
+            self.event("metrics", message)
+        for hook in self.recorder.flight_recorder.unwritten:
+            rule = f"rule {self.plan.specs[hook].when or 'non_finite'} did not fire"
+            message = f"hook {hook!r} kept tensors in memory, and they were not written: {rule}"
+            self.event("flight_recorder", message, severity="info")
+
+    def flush(self) -> None:
+        """Pass the rows of all completed steps to the sink and to the rules.
+
+        This waits for values that are still being copied from a GPU.
+        """
+        self.recorder.flush()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a probe with the same plan requires to resume after the current step.
+
+        Returns:
+            Numbers, strings, lists and dictionaries of them.
+        """
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "phases": sorted(self.clock.phases),
+            "warnings": list(self.warnings),
+            "recorder": self.recorder.state_dict(),
+            "rules": self.rules.state_dict(),
+            "rule_actions": self._rule_actions.state_dict(),
+            "hooks": [attached.state_dict() for attached in self.attached_hooks],
+            "budget": None if self.budget is None else self.budget.state_dict(),
+            "ranks": None if self.ranks is None else self.ranks.state_dict(),
+        }
+
+    def begin_at(self, step: int, epoch: int) -> None:
+        """Set the first step of a recording that begins within a training. Call it before entering the `with` block.
+
+        Args:
+            step: The optimizer step, from 0.
+            epoch: The epoch, from 0.
+        """
+        self.clock.moment = self.clock.moment._replace(step=step, epoch=epoch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state of an earlier probe with the same plan. Call it before entering the `with` block.
+
+        Args:
+            state: The result of `state_dict`.
+        """
+        self._is_resumed = True
+        self.begin_at(state["step"], state["epoch"])
+        self.clock.phases = set(state["phases"])
+        self.warnings = list(state["warnings"])
+        self.recorder.load_state_dict(state["recorder"])
+        self.rules.load_state_dict(state["rules"])
+        self._rule_actions.load_state_dict(state["rule_actions"])
+        for attached, hook_state in zip(self.attached_hooks, state["hooks"], strict=True):
+            attached.load_state_dict(hook_state)
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
+        if self.ranks is not None:
+            self.ranks.load_state_dict(state["ranks"])

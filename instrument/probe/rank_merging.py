@@ -1,0 +1,414 @@
+"""Merging of the parts of several processes into one row, which rank 0 writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..actions.base import EFFECT, Context, Effect
+from ..stats.device_copy import HostCopy
+from ..stats.exact_integers import remainders
+from ..stats.measure import Measured, sums_on_device
+from ..stats.merge import Array, merge_units, pack_units
+from ..stats.sums import COLUMNS, INDEX, extremes, merged, totals
+from ..stats.table_rows import Measure
+from ..tables.kinds import KINDS
+from ..tables.sink_interface import Row
+from ..tables.statistics import DEAD, UNITS
+from .collectives import LocalReducer, Piece, Ranks, Reducer, own_rank
+from .row_cells import identity_columns
+from .slab_rows import MOMENT_INDEX, Keys, Layout, Slots, Taken
+
+_RANK_AT = 4  # the index of the rank among the identity columns
+_NOTHING = torch.empty(0, dtype=torch.float64)
+_NO_KEYS: Keys = np.empty(0, np.int64)
+_UNCONDITIONAL = -1.0  # stands for no condition in a maximum over `held`, which is 0 or 1
+
+
+@dataclass
+class MergedRow:
+    """A row of the tables `stats` or `effects` that is merged from all processes; see `Taken.others`.
+
+    Attributes:
+        table: The table.
+        identity: The identity columns.
+        names: The requested statistics.
+        values: The numbers, set when they are on the host.
+        custom: The remainders of 64-bit integers, set together with `values`.
+    """
+
+    table: str
+    identity: Row
+    names: tuple[str, ...]
+    values: Array | None = None
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    numbers: ClassVar[tuple[Tensor, ...]] = ()
+    """The numbers on a device: all rows together have them, see `MergedRows`."""
+
+    def complete(self, row: Array, fetched: object) -> Mapping[str, float]:  # noqa: ARG002
+        """Write the numbers to the row."""
+        row[:] = self.values
+        return self.custom
+
+
+@dataclass
+class MergedRows:
+    """The merged rows of a step. Their numbers may still be on a device.
+
+    Attributes:
+        pieces: This process's part of each row that is not in the block.
+        identities: The identity columns of the row of each piece.
+        rows: The rows of the pieces in the tables `stats` and `effects`.
+        copies: The sums [rows, COLUMNS], those of the block first, the effects [rows, EFFECT], and what is gathered [ranks, numbers].
+        ranks: The number of processes.
+        block: The rows of the block, without their numbers; None without a block.
+    """
+
+    pieces: Sequence[Piece]
+    identities: Sequence[Row]
+    rows: list[MergedRow]
+    copies: tuple[HostCopy, HostCopy, HostCopy]
+    ranks: int
+    block: Taken | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all numbers can be read without waiting."""
+        return all(copy.is_complete for copy in self.copies)
+
+    def fetch(self, stats_rows: Array) -> Iterator[tuple[str, Row]]:
+        """Set the numbers of the rows, and return the rows of other tables. Waits for the copies.
+
+        Args:
+            stats_rows: The numbers of the rows of the table `stats`, float64 [rows, COLUMNS]. The rows of the block are the last ones.
+        """
+        stats, effects, gathered = (copy.wait().numpy() for copy in self.copies)
+        sums, changes = iter(stats.reshape(-1, len(COLUMNS))), iter(effects.reshape(-1, len(EFFECT)))
+        if self.block is not None:
+            stats_rows[len(stats_rows) - len(self.block) :] = [next(sums) for _ in range(len(self.block))]
+        columns, rows = gathered.reshape(self.ranks, -1), iter(self.rows)
+        others: list[tuple[str, Row]] = []
+        for piece, identity in zip(self.pieces, self.identities, strict=True):
+            own, columns = np.split(columns, [len(piece.gathered)], axis=1)
+            if piece.table == "stats":
+                (names, units, extreme_count), row = piece.shape, next(rows)
+                row.values = next(sums)
+                extremes_of_ranks, dead = np.split(own, [extreme_count], axis=1)
+                if units:
+                    row.values[[INDEX[DEAD.name], INDEX[UNITS.name]]] = merge_units(dead), units
+                if extreme_count:
+                    row.custom = remainders(extremes_of_ranks.tolist(), names, row.values)
+            elif piece.table == "effects":
+                next(rows).values = next(changes)
+            else:
+                others.append((piece.table, (*identity, *piece.shape.merged(own))))
+        return iter(others)
+
+
+@dataclass
+class Block:
+    """This process's parts of the rows of a slab.
+
+    Attributes:
+        taken: The rows.
+        layout: Their layout.
+    """
+
+    taken: Taken
+    layout: Layout
+
+    @property
+    def key(self) -> object:
+        """A value whose `repr` is the same in all processes that have the same rows in the same order."""
+        return self.layout.digest, self.taken.moments, self.taken.keys[:, MOMENT_INDEX].tobytes()
+
+    @cached_property
+    def sums(self) -> list[tuple[Keys, Tensor]]:
+        """The numbers by device: the indices of rows, and float64 [rows, COLUMNS]."""
+        device_rows = [(each.rows, each.device_numbers(self.taken.numbers)) for each in self.taken.device_rows]
+        on_host = np.setdiff1d(
+            np.arange(len(self.taken)), np.concatenate([_NO_KEYS, *(rows for rows, _ in device_rows)])
+        )
+        return [(on_host, torch.from_numpy(self.taken.numbers[on_host])), *device_rows]
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of any numbers; None if all are on the host."""
+        return next((each.device for each in self.taken.device_rows if each.device.type != "cpu"), None)
+
+    def matrix(self, device: torch.device | None) -> Tensor:
+        """Return all numbers on a device, float64 [rows, COLUMNS]."""
+        found = torch.empty((len(self.taken), len(COLUMNS)), dtype=torch.float64, device=device)
+        for rows, numbers in self.sums:
+            found[torch.from_numpy(rows).to(found.device)] = numbers.to(found.device)
+        return found
+
+    def pieces(self) -> list[Piece]:
+        """Return each row as a piece."""
+        parts: dict[int, Tensor] = {}
+        for rows, numbers in self.sums:
+            parts.update(zip(rows.tolist(), numbers, strict=True))
+        rows_of_layout = zip(self.taken.moments_of_rows, self.layout.sites, self.layout.names, strict=True)
+        return [
+            Piece("stats", (*moment, *site[1:]), (names, 0, 0), parts[row], _NOTHING)
+            for row, (moment, site, names) in enumerate(rows_of_layout)
+        ]
+
+    def merged(self, slots: Slots, *, is_local: bool) -> Taken:
+        """Return the merged rows, without their numbers.
+
+        Args:
+            slots: The identities of the merged rows.
+            is_local: Whether they are merged from the parts of this process only.
+        """
+        merged_slots = None if is_local else self.layout.merged_slots
+        if merged_slots is None:
+            sites = self.layout.sites if is_local else [(0, *site[1:-1], "global") for site in self.layout.sites]
+            merged_slots = np.array([*map(slots.slot, sites, self.layout.names)], np.int64)
+            if not is_local:
+                self.layout.merged_slots = merged_slots
+        keys = np.full_like(self.taken.keys, -1)
+        keys[:, 0], keys[:, MOMENT_INDEX] = merged_slots, self.taken.keys[:, MOMENT_INDEX]
+        return Taken(np.full_like(self.taken.numbers, math.nan), keys, _NO_KEYS, self.taken.moments)
+
+
+class LocalRowMerger:
+    """Merger for the rows of a single process, or of processes that each write their own rows."""
+
+    def identity(self, context: Context) -> Row:
+        """Return the identity columns of a row."""
+        return identity_columns(context)
+
+    def merges(self, context: Context) -> bool:  # noqa: ARG002
+        """Return whether the row is computed from the pieces of all processes."""
+        return False
+
+    def is_duplicate(self, context: Context) -> bool:  # noqa: ARG002
+        """Return whether another process writes the same row."""
+        return False
+
+    def add(self, piece: Piece) -> None:  # noqa: ARG002
+        """Add this process's part of a row. Only called if `merges` is true."""
+        raise AssertionError("rows of a single process have no parts")
+
+    def add_rows(self, taken: Taken, layout: Layout) -> None:  # noqa: ARG002
+        """Add this process's parts of the rows of a slab. Only called if `merges` is true."""
+        raise AssertionError("rows of a single process have no parts")
+
+    @property
+    def statistics_on_device(self) -> int:
+        """The number of pieces of the table `stats` whose sums are on a device."""
+        return 0
+
+    def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:  # noqa: ARG002
+        """Merge the pieces of the step; None if there are none, or if another process writes the rows."""
+        return None
+
+
+class GlobalRowMerger(LocalRowMerger):
+    """Merger for rows that rank 0 writes for all processes: `reduce: global`.
+
+    Args:
+        ranks: The processes.
+        slots: The identities of the rows of the table `stats`.
+    """
+
+    def __init__(self, ranks: Ranks, slots: Slots) -> None:
+        self.ranks = ranks
+        self._slots = slots
+        self._pieces: list[Piece] = []
+        self._block: Block | None = None
+
+    def identity(self, context: Context) -> Row:
+        """Return the identity columns. The scope is global if one row stands for identical tensors in all processes."""
+        columns = identity_columns(context)
+        return (*columns[:-1], "global") if context.scope == "averaged" else columns
+
+    def merges(self, context: Context) -> bool:
+        """Return whether all processes contribute to one row.
+
+        Each process has a batch shard of a module's tensors, and its shard of a sharded tensor. Parameter gradients
+        that are not averaged yet, losses and buffers are not merged: each rank writes its own row.
+        """
+        is_part = context.scope == "local" and KINDS[context.kind].family == "module"
+        return is_part or context.scope == "shard"
+
+    def is_duplicate(self, context: Context) -> bool:
+        """Return whether rank 0 writes the same row."""
+        return not self.ranks.is_rank_zero and context.scope == "averaged"
+
+    def add(self, piece: Piece) -> None:
+        """Add this process's part of a row."""
+        self._pieces.append(piece)
+
+    @property
+    def statistics_on_device(self) -> int:
+        """The number of pieces of the table `stats` whose sums are on a device."""
+        return sum(piece.table == "stats" and piece.is_on_device for piece in self._pieces)
+
+    def add_rows(self, taken: Taken, layout: Layout) -> None:
+        """Add this process's parts of the rows of a slab."""
+        self._block = Block(taken, layout)
+
+    def merge(self, *, any_scheduled: bool, local_only: bool) -> MergedRows | None:
+        """Merge the pieces of the step over all processes.
+
+        Args:
+            any_scheduled: Whether any hook was scheduled; equal in all processes.
+            local_only: Whether the other processes are gone. Rows are then computed from the pieces of this one.
+        """
+        block = self._block
+        if not any_scheduled and not self._pieces and block is None:
+            return None
+        pieces = [
+            piece._replace(gathered=piece.gathered()) if callable(piece.gathered) else piece for piece in self._pieces
+        ]
+        key, on_device = (None, False) if block is None else (block.key, block.device is not None)
+        if not local_only and not self.ranks.agree(pieces, key, on_device=on_device):
+            pieces, block = self.ranks.align([*pieces, *(() if block is None else block.pieces())]), None
+        merged_rows = merge(pieces, LocalReducer() if local_only else self.ranks, block, self._slots)
+        self._pieces, self._block = [], None  # not cleared earlier, since other processes may fail
+        return merged_rows
+
+
+def identity_without_rank(context: Context) -> Row:
+    """Return the identity columns without the rank."""
+    row = identity_columns(context)
+    return row[:_RANK_AT] + row[_RANK_AT + 1 :]
+
+
+def statistics_piece(context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> Piece:
+    """Return this process's part of a row of statistics; see `instrument.actions.base.Rows.add_part`."""
+    integers = _NOTHING if part.exact_extremes is None else part.exact_extremes
+    units = _NOTHING if dead is None else pack_units(dead)
+    gathered = torch.cat([each for each in (integers, units) if len(each)] or [_NOTHING])
+    shape = names, 0 if dead is None else len(dead), len(integers)
+    return Piece("stats", identity_without_rank(context), shape, part, gathered)
+
+
+def measured_piece(table: str, context: Context, measure: Measure, tensor: Tensor) -> Piece:
+    """Return this process's part of a row that a measure computes."""
+    return Piece(table, identity_without_rank(context), measure, (), measure.part(tensor, context.shards))
+
+
+def effect_piece(context: Context, effect: Effect) -> Piece:
+    """Return this process's part of a row of effects: numbers in the order of `EFFECT`, NaN for None."""
+    changed, *both = effect.measures
+    if isinstance(changed, Tensor):
+        # Does not wait for the device, unlike a copy.
+        part = changed.new_full((len(EFFECT),), effect.numel, dtype=torch.float64)
+        part[1] = changed
+        part[2], part[3] = (each.statistic("l2") for each in both if isinstance(each, Measured))
+        part[4], part[5] = (math.nan if number is None else number for number in (effect.factor, effect.held))
+        return Piece("effects", identity_without_rank(context), (), part, _NOTHING)
+    # A factor can be a tensor in the memory of the host.
+    numbers = effect.row(iter([number.reshape(-1).tolist() for number in effect.numbers]))
+    return Piece("effects", identity_without_rank(context), (), numbers, _NOTHING)
+
+
+def merge(pieces: Sequence[Piece], reducer: Reducer, block: Block | None, slots: Slots) -> MergedRows | None:
+    """Merge the parts of a step over all processes. None if another process writes the rows.
+
+    Args:
+        pieces: The pieces, in the same order in all processes.
+        reducer: The processes. `LocalReducer` uses only the parts of this one.
+        block: Further rows, the same in all processes.
+        slots: See `GlobalRowMerger`.
+    """
+    stats, effects = ([piece for piece in pieces if piece.table == table] for table in ("stats", "effects"))
+    has_numbers = stats or effects or block is not None
+    sums, changed = _numbers(stats, effects, block, reducer) if has_numbers else (_NOTHING, _NOTHING)
+    gathered = _gathered(pieces, reducer)
+    if not reducer.is_rank_zero or not (pieces or has_numbers):
+        return None
+    is_local = isinstance(reducer, LocalReducer)
+    identities = [
+        (*key[:_RANK_AT], own_rank() if is_local else 0, *key[_RANK_AT:-1], key[-1] if is_local else "global")
+        for key in (piece.key for piece in pieces)
+    ]
+    rows = [
+        MergedRow(piece.table, identity, piece.shape[0] if piece.table == "stats" else ())
+        for piece, identity in zip(pieces, identities, strict=True)
+        if piece.table in ("stats", "effects")
+    ]
+    copies = HostCopy(sums), HostCopy(changed), HostCopy(gathered)
+    merged_block = None if block is None else block.merged(slots, is_local=is_local)
+    return MergedRows(pieces, identities, rows, copies, reducer.world_size, merged_block)
+
+
+def _numbers(
+    stats: Sequence[Piece], effects: Sequence[Piece], block: Block | None, reducer: Reducer
+) -> tuple[Tensor, Tensor]:
+    """Return sums, float64 [rows, COLUMNS], and changes, [rows, EFFECT], by one maximum and one sum over all parts.
+
+    The sums of the block come first. The factor is NaN if it differs between processes. A condition held if it held in any process.
+    """
+    device = reducer.device or next((_device(piece) for piece in (*stats, *effects) if piece.is_on_device), None)
+    if device is None and block is not None:
+        device = block.device
+    stat_parts, effect_parts = _stacked(stats, len(COLUMNS), device), _stacked(effects, len(EFFECT), device)
+    if block is not None:
+        stat_parts = torch.cat([block.matrix(device), stat_parts])
+    factors = effect_parts[:, 4:5].nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf)
+    held = effect_parts[:, 5:].nan_to_num(nan=_UNCONDITIONAL)
+    factor_ends = torch.cat([factors, torch.where(factors.isinf(), factors, -factors), held], dim=1)
+    maxima, factor_ends = _reduce_two(reducer.all_reduce_max, extremes(stat_parts), factor_ends)
+    counts = torch.cat([effect_parts[:, :2], effect_parts[:, 2:4].square()], dim=1).nan_to_num(nan=0.0)
+    total, counts = _reduce_two(reducer.all_reduce_sum, totals(stat_parts, maxima), counts)
+    factor = torch.where(factor_ends[:, 0] == -factor_ends[:, 1], factor_ends[:, 0], math.nan)
+    held = torch.where(factor_ends[:, 2:] == _UNCONDITIONAL, math.nan, factor_ends[:, 2:])
+    return merged(maxima, total), torch.cat([counts[:, :2], counts[:, 2:4].sqrt(), factor[:, None], held], dim=1)
+
+
+def _device(piece: Piece) -> torch.device | None:
+    part = piece.part.on_device if isinstance(piece.part, Measured) else piece.part
+    return part.device if isinstance(part, Tensor) else None if part is None else part.row.device  # type: ignore[union-attr]
+
+
+def _reduce_two(reduce: Callable[[Tensor], Tensor], one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Reduce two tensors in one collective operation."""
+    reduced = reduce(torch.cat([one.flatten(), other.flatten()]))
+    first, second = reduced.split([one.numel(), other.numel()])
+    return first.view_as(one), second.view_as(other)
+
+
+def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None) -> Tensor:
+    """Stack the pieces, float64 [rows, numbers]. Numbers on the host are copied to the device at once."""
+    missing = [math.nan] * numbers
+    on_host = [part.row if isinstance(part, Measured) else part for part in (piece.part for piece in pieces)]
+    found = (
+        torch.tensor(
+            np.array([missing if part is None or isinstance(part, Tensor) else part for part in on_host], np.float64)
+        )
+        .view(-1, numbers)
+        .to(device)
+    )
+    on_device = {
+        at: piece.part if isinstance(piece.part, Tensor) else sums_on_device([piece.part])[0]
+        for at, piece in enumerate(pieces)
+        if isinstance(piece.part, Tensor) or (isinstance(piece.part, Measured) and piece.part.on_device is not None)
+    }
+    if on_device:
+        found[[*on_device]] = torch.stack([*on_device.values()]).to(found)
+    return found
+
+
+def _gathered(pieces: Sequence[Piece], reducer: Reducer) -> Tensor:
+    """Gather the numbers of all pieces, concatenated, float64 [ranks, numbers].
+
+    Empty if another process receives them.
+    """
+    parts = [piece.gathered for piece in pieces if len(piece.gathered)]
+    if not parts:
+        return _NOTHING
+    device = reducer.device or parts[0].device
+    gathered = reducer.gather(torch.cat([part.to(device) for part in parts]))
+    return _NOTHING if gathered is None else gathered

@@ -1,0 +1,525 @@
+"""Collects the rows of the current step.
+
+Numbers on a device stay there until the step ends. They are then copied asynchronously, all at once, and read when the
+next step ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..actions.base import EFFECT, Context, Effect, StepContext
+from ..actions.print import line_of
+from ..hooks.attached_hook import AttachedHook
+from ..hooks.clock import take
+from ..stats.device_copy import HostCopy, Transfer
+from ..stats.device_sums import DeviceMemory
+from ..stats.exact_integers import remainders
+from ..stats.kernel import Slab, is_connected
+from ..stats.measure import Measured, as_cell, on_host
+from ..stats.sums import BASE, COLUMNS, statistics_of
+from ..stats.table_rows import Measure, Values
+from ..tables.sink_interface import Row, Sink
+from ..values.nested import shape_of
+from .collectives import Ranks
+from .flight_recorder import FlightRecorder, RecordedTensor, period_of
+from .rank_merging import (
+    GlobalRowMerger,
+    LocalRowMerger,
+    MergedRows,
+    effect_piece,
+    measured_piece,
+    statistics_piece,
+)
+from .samples import SampleBatch, SampleRows, Samples
+from .slab_rows import EffectRows, Matrix, StatisticsRows, StepSlab, Taken
+
+MetricsRow = tuple[int, str, Mapping[str, Any]]
+"""Step, phase, and the values of the other columns of a row of metrics."""
+Decisions = tuple[Tensor, ...]
+"""Whether the condition of a hook holds, if a device decides it. Otherwise empty."""
+UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
+"""The call, the shape of the complete tensor, a copy on the device, and the decision."""
+NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
+# The columns after the first one that a device fills.
+_DEVICE_SUMS = len(BASE) - 1
+_DEVICE_EFFECTS = EFFECT.index("norm_after")
+MeasuredRow = tuple[str, Row, Any, Callable[[Sequence[float | None]], Row], Decisions]
+"""Table, identity, the values of a `Measure` or a function that computes them, and what converts the values to cells."""
+
+
+class Recorder:
+    """Collects the results of a step's actions and passes them to the sink at the end of the step. Several threads may add results.
+
+    Args:
+        sink: Receives the rows.
+        on_rows: Called with the rows of each step, after all of them were passed to the sink.
+        ranks: The processes that train together; None for a single one.
+        all_samples: Whether the table `samples` has the samples of all batches. Default: those of batches in which a
+            tensor is stored.
+        print_line: Prints a line of `action: print`, when the values of its step are read.
+        keep: The number of steps whose tensors stay in memory, for hooks with `keep`. Default: none.
+
+    Attributes:
+        samples: The samples of the batches.
+        flight_recorder: The tensors of hooks with `keep`.
+        batched_launch: See `Rows`.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        on_rows: Callable[[StatisticsRows | None, Sequence[MetricsRow], Sequence[SampleRows]], None] | None = None,
+        ranks: Ranks | None = None,
+        *,
+        all_samples: bool = False,
+        print_line: Callable[[str], None] = print,
+        keep: Mapping[str, int] | None = None,
+    ) -> None:
+        self.sink = sink
+        self.on_rows = on_rows
+        self.print_line = print_line
+        reduces = ranks is not None and ranks.reduces
+        self.rows_written = 0
+        self.dropped: Counter[tuple[str, str, str]] = Counter()  # dropped tensors, by hook, layer and path
+        self.bytes: Counter[tuple[str, str, str]] = Counter()  # of tensors and measured rows, by the same keys
+        self.samples = Samples(of_all_batches=all_samples)
+        self.flight_recorder = FlightRecorder(keep or {})
+        self._stats, self._effects = StepSlab(len(COLUMNS), _DEVICE_SUMS), StepSlab(len(EFFECT), _DEVICE_EFFECTS)
+        self._merger = (
+            GlobalRowMerger(ranks, self._stats.slots) if ranks is not None and ranks.reduces else LocalRowMerger()
+        )
+        self._merged_stats = StepSlab(
+            len(COLUMNS), _DEVICE_SUMS
+        )  # this process's sums of rows that are merged from all processes
+        self.batched_launch = self._stats.batched_launch
+        self._reduces = reduces
+        self._memory = DeviceMemory()
+        self._measured: list[MeasuredRow] = []
+        self._lines: list[tuple[str, _Values]] = []
+        self._tensors: list[UndecidedTensor] = []
+        self._metrics: list[MetricsRow] = []  # of this step
+        self._deferred: list[tuple[str, Callable[[], Row]]] = []
+        self._copied_from: set[torch.device] = set()  # CUDA devices of the tensors that this step passed to the sink
+        self._pending: _Step | None = None
+
+    def merges(self, context: Context) -> bool:
+        """Return whether the row is merged from all ranks."""
+        return self._merger.merges(context)
+
+    def memory(self, device: torch.device) -> Tensor | None:
+        """Return memory for the sums of a tensor on a device; None for the CPU."""
+        return None if device.type == "cpu" else self._memory.row(device)
+
+    def add_part(self, context: Context, names: tuple[str, ...], part: Measured, dead: Tensor | None) -> None:
+        """Add this process's part of a row of statistics."""
+        self._merger.add(statistics_piece(context, names, part, dead))
+
+    def add_stats(
+        self,
+        context: Context,
+        shape: tuple[int, ...],
+        names: tuple[str, ...],
+        measured: Measured,
+        custom: Mapping[str, float | Tensor | None],
+    ) -> None:
+        """Add the statistics of one tensor."""
+        if not self._merger.is_duplicate(context):
+            is_complete = measured.on_device is None and measured.exact_extremes is None and not custom
+            other = None if is_complete else _Values(measured, custom, names)
+            self._stats.add(self._merger.identity(context), measured.row, shape, names, other)
+
+    def record_plain_effect(
+        self,
+        before: Tensor,
+        after: Tensor,
+        slot: int,
+        moment: StepContext,
+        factor: float | Tensor | None,
+        held: bool | None,
+    ) -> bool:
+        """Add the effect of an intervention on a plain tensor. Return false if the tensors are not, or if processes merge their rows."""
+        if self._reduces:
+            return False
+        if isinstance(factor, Tensor):
+            return self._effects.add_effect(before, after, slot, moment, None, held, other=_Factor(factor.detach()))
+        # In a row of the slab, NaN means no factor.
+        other = _Factor(factor) if factor is not None and math.isnan(factor) else None
+        return self._effects.add_effect(before, after, slot, moment, factor, held, other=other)
+
+    def slab_of(self, context: Context) -> Slab | None:
+        """Return the slab for the statistics of plain tensors; see `Rows`."""
+        return None if not is_connected or self._merger.is_duplicate(context) else self._slab_of("stats", context).slab
+
+    def slot(self, table: str, context: Context, names: tuple[str, ...], *, is_scaled: bool = False) -> int:
+        """Return the slot of the rows of a call; see `Rows`."""
+        site = self._merger.identity(context)[len(context.moment) :]
+        return self._slab_of(table, context).slots.slot(site, names, is_scaled=is_scaled)
+
+    def set_scale(self, scale: Tensor) -> bool:
+        """Set the scale of this step; see `Rows`."""
+        return self._stats.set_scale(scale)
+
+    def _slab_of(self, table: str, context: Context) -> StepSlab:
+        if table == "effects":
+            return self._effects
+        return self._merged_stats if self._merger.merges(context) else self._stats
+
+    def add_row(self, table: str, context: Context, measure: Measure, tensor: Tensor) -> None:
+        """Measure a tensor for a table other than `stats`, and add a row, or this process's part of it."""
+        if self._merger.is_duplicate(context):
+            return
+        if self._merger.merges(context):
+            self._merger.add(measured_piece(table, context, measure, tensor))
+        else:
+            cells = partial(measure.cells, shape=shape_of(tensor))
+            row = self._merger.identity(context)
+            self._measured.append((table, row, measure.values(tensor), cells, _undecided(context)))
+        self.bytes[context.hook, context.layer, context.path] += NUMBER_BYTES * measure.size
+
+    def add_line(
+        self,
+        context: Context,
+        text: str,
+        names: tuple[str, ...],
+        measured: Measured,
+        custom: Mapping[str, float | Tensor | None],
+    ) -> None:
+        """Add a line to print for one tensor."""
+        if not self._merger.is_duplicate(context):
+            self._lines.append((text, _Values(measured, custom, names)))
+
+    def add_tensor(
+        self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None
+    ) -> None:
+        """Pass the values of a tensor to the sink, which copies them. A dropped tensor is counted.
+
+        If a device decides whether the tensor is recorded, a copy stays there until the numbers of the step are read.
+        """
+        if self._merger.is_duplicate(context):
+            return
+        if context.hook in self.flight_recorder.steps:
+            has_pending_step = self._pending is not None
+            self.flight_recorder.add(
+                context.without_tensors(), source_shape, tensor, dtype, has_pending_step=has_pending_step
+            )
+            self.samples.note_tensor(context, source_shape, is_kept=True)
+        elif decisions := _undecided(context):
+            copy = tensor.to(dtype or tensor.dtype, copy=True)
+            self._tensors.append((context.without_tensors(), source_shape, copy, decisions))
+            self.samples.note_tensor(context, source_shape)
+        elif self._store(context, source_shape, tensor, dtype):
+            self.samples.note_tensor(context, source_shape)
+
+    def _store(self, context: Context, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> bool:
+        """Pass the values of a tensor to the sink. Return whether it stored them."""
+        stored = self.sink.keep(self._merger.identity(context), source_shape, tensor, dtype)
+        if stored is None:
+            self.dropped[context.hook, context.layer, context.path] += 1
+            return False
+        self.rows_written += 1
+        self.bytes[context.hook, context.layer, context.path] += stored
+        if tensor.is_cuda:
+            self._copied_from.add(tensor.device)
+        return True
+
+    def write_kept(self, hook: str) -> list[RecordedTensor]:
+        """Pass the tensors that a hook with `keep` has in memory to the sink, and return them."""
+        recorded = self.flight_recorder.take(hook)
+        self.samples.write_kept({period_of(one.context) for one in recorded})
+        for one in recorded:
+            self._store(one.context, one.source_shape, one.copy.wait(), None)
+        return recorded
+
+    def add_effect(self, context: Context, effect: Effect) -> None:
+        """Add the effect of one intervention."""
+        if self.merges(context):
+            self._merger.add(effect_piece(context, effect))
+        elif not self._merger.is_duplicate(context):
+            is_complete = not effect.numbers and not (effect.factor is not None and math.isnan(effect.factor))
+            other = None if is_complete else _EffectValues(effect)
+            self._effects.add(self._merger.identity(context), effect.row(), other=other)
+
+    def bytes_of(self, attached: AttachedHook) -> int:
+        """Return the bytes of a site's tensors, and approximately those of its measured rows."""
+        return count_at_site(self.bytes, attached)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and the hooks whose kept tensors were never written, as numbers and lists."""
+        counts = {"dropped": self.dropped, "bytes": self.bytes}
+        first = {"rows_written": self.rows_written, "unwritten": self.flight_recorder.unwritten}
+        return first | {name: [[*key, count] for key, count in counter.items()] for name, counter in counts.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state."""
+        self.rows_written = state["rows_written"]
+        self.flight_recorder.unwritten = list(state["unwritten"])
+        self.dropped, self.bytes = (
+            Counter({(hook, layer, path): count for hook, layer, path, count in state[name]})
+            for name in ("dropped", "bytes")
+        )
+
+    def write(self, table: str, rows: Sequence[Row]) -> None:
+        """Write rows of a table without actions directly to the sink."""
+        self.sink.write(table, rows)
+        self.rows_written += len(rows)
+
+    def end_step(self, *, any_scheduled: bool = True, local_only: bool = False) -> None:
+        """Pass the rows of the step to the sink: at the end of the next step, if numbers or tensors are on a GPU.
+
+        Args:
+            any_scheduled: Whether any hook was scheduled; equal in all processes.
+            local_only: Whether the other processes are gone. Rows are then computed from the parts of this one.
+        """
+        self.flush()
+        if self.flight_recorder.steps:
+            self.samples.limit_kept(self.flight_recorder.periods())
+        if len(parts := self._merged_stats.take(rows_elsewhere=self._merger.statistics_on_device)):
+            self._merger.add_rows(parts, self._merged_stats.slots.layout(parts.keys[:, 0]))
+        merged = self._merger.merge(any_scheduled=any_scheduled, local_only=local_only)
+        for row in () if merged is None else merged.rows:
+            (self._stats if row.table == "stats" else self._effects).add(row.identity, (), None, row.names, row)
+        stats, effects = self._stats.take(), self._effects.take()
+        if merged is not None and merged.block is not None:
+            stats = stats.followed_by(merged.block)
+        lines, tensors = take(self._lines), take(self._tensors)
+        waiting = [*stats.others.values(), *effects.others.values(), *(values for _, values in lines)]
+        on_device = [number for each in waiting for number in each.numbers]
+        measured = [
+            (table, row, values() if callable(values) else values, cells, decisions)
+            for table, row, values, cells, decisions in take(self._measured)
+        ]
+        for *_, found, _, decisions in measured:
+            on_device += [each for each in (found, *decisions) if isinstance(each, Tensor)]
+        batches = self.samples.take()
+        for batch in batches:
+            on_device += batch.numbers
+        for *_, decisions in tensors:
+            on_device += decisions
+        deferred, metrics = take(self._deferred), take(self._metrics)
+        devices, self._copied_from = self._copied_from, set()
+        sums = [(rows, HostCopy(memory)) for rows, memory in self._memory.take()]
+        transfer = Transfer(on_device, devices)
+        self._pending = _Step(
+            stats, effects, measured, merged, batches, lines, tensors, deferred, metrics, sums, transfer
+        )
+        is_complete = transfer.is_complete and (merged is None or merged.is_complete)
+        if is_complete and not (sums or deferred or stats.device_rows or effects.device_rows):
+            self.flush()
+
+    @property
+    def has_pending_rows(self) -> bool:
+        """Whether rows of hooks are still being copied. Writing them will take time in the current step."""
+        step = self._pending
+        if step is None:
+            return False
+        rows = len(step.stats) + len(step.effects) or step.measured or step.merged or step.lines or step.tensors
+        return bool(rows or step.transfer.devices)
+
+    def write_deferred(self, table: str, row: Callable[[], Row]) -> None:
+        """Write a row that is computed when the rows of the step are passed to the sink."""
+        self._deferred.append((table, row))
+
+    def note_metrics(self, row: MetricsRow) -> None:
+        """Add a row of metrics for `on_rows`. It is passed on when the rows of the step are passed to the sink."""
+        self._metrics.append(row)
+
+    def flush(self) -> None:
+        """Write the rows of the previous step. Waits for the copy."""
+        step, self._pending = self._pending, None
+        if step is None:
+            return
+        fetched = step.transfer.read()
+        merged = () if step.merged is None else step.merged.fetch(step.stats.numbers)
+        step.stats.fetch()
+        step.effects.fetch()
+        _read_sums([*step.stats.others.values(), *(values for _, values in step.lines)], step.sums)
+        stats, effects = _complete(step.stats, fetched), _complete(step.effects, fetched)
+        lines = [(text, values.names, values.cells(fetched)) for text, values in step.lines]
+        tables: defaultdict[str, list[Row]] = defaultdict(list)
+        for table, row, values, as_cells, decisions in step.measured:
+            if (numbers := _read(values, decisions, fetched)) is not None:
+                tables[table].append((*row, *as_cells(numbers)))
+        for table, row in merged:
+            tables[table].append(row)
+        for text, names, cells in lines:
+            if cells is not None:
+                self.print_line(line_of(text, names, cells))
+        stats_rows = StatisticsRows(self._stats, stats) if len(stats) else None
+        if stats_rows is not None:
+            self.write("stats", stats_rows)
+        for table, rows in tables.items():
+            self.write(table, rows)
+        if len(effects):
+            self.write("effects", EffectRows(self._effects, effects))
+        samples = [batch.rows(fetched) for batch in step.batches]
+        for batch_rows in samples:
+            self.write("samples", batch_rows)
+        self._store_decided(step.tensors, fetched)
+        for name, deferred in step.deferred:
+            self.write(name, [deferred()])
+        if self.on_rows is not None:
+            in_time = (
+                [rows for rows, batch in zip(samples, step.batches, strict=True) if not batch.is_late]
+                if samples
+                else []
+            )
+            self.on_rows(stats_rows, step.metrics, in_time)
+        self.sink.end_step()
+
+    def _store_decided(self, tensors: Sequence[UndecidedTensor], fetched: Iterator[list[float]]) -> None:
+        """Pass those tensors to the sink for which a device has decided that the condition of the hook holds."""
+        for context, source_shape, tensor, decisions in tensors:
+            if _read((), decisions, fetched) is not None:
+                self._store(context, source_shape, tensor, None)
+
+
+class _Values(NamedTuple):
+    """Sums that may be on a device, and custom statistics by name: the additional part of a row (`Taken.others`).
+
+    Attributes:
+        measured: The sums. Those on a device are set before `complete` is called.
+        custom: The custom statistics: numbers, or scalars on a device.
+        names: The requested statistics.
+    """
+
+    measured: Measured
+    custom: Mapping[str, float | Tensor | None]
+    names: tuple[str, ...]
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The numbers on a device, without the sums."""
+        measured = self.measured
+        return [e for e in (*self.custom.values(), measured.holds, measured.exact_extremes) if isinstance(e, Tensor)]
+
+    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
+        """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
+        row[:] = self.measured.row
+        found = {
+            name: next(fetched)[0] if isinstance(number, Tensor) else number for name, number in self.custom.items()
+        }
+        held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
+        extremes = [] if self.measured.exact_extremes is None else [next(fetched)]
+        custom: dict[str, float | None] = {
+            name: None if number is None or math.isnan(number) else number for name, number in found.items()
+        }
+        return {**custom, **remainders(extremes, self.names, row)} if held else None
+
+    def cells(self, fetched: Iterator[list[float]]) -> list[float | None] | None:
+        """Return the statistics, None for no value; None instead if the condition of the hook does not hold."""
+        row = np.empty(len(COLUMNS))
+        custom = self.complete(row, fetched)
+        if custom is None:
+            return None
+        known = self.names[: len(self.names) - len(custom)]
+        values = (column.item() for column in statistics_of(row[None], known))
+        return [*(as_cell(name, value) for name, value in zip(known, values, strict=True)), *custom.values()]
+
+
+class _EffectValues(NamedTuple):
+    """An effect whose numbers may be on a device, or whose factor is NaN: the additional part of a row."""
+
+    effect: Effect
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The numbers on a device."""
+        return self.effect.numbers
+
+    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
+        """Write the numbers to the row. Return the factor if it is NaN."""
+        row[:] = self.effect.row(fetched)
+        factor = float(row[EFFECT.index("factor")])
+        return {"factor": factor} if self.effect.factor is not None and math.isnan(factor) else {}
+
+
+class _Factor(NamedTuple):
+    """The factor of an effect if it is on a device or NaN: the additional part of a row, whose other numbers are in the slab."""
+
+    factor: float | Tensor
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The factor, if it is on a device."""
+        return [self.factor] if isinstance(self.factor, Tensor) else []
+
+    def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float]:
+        """Write the factor to the row. Return it if it is NaN."""
+        factor = next(fetched)[0] if isinstance(self.factor, Tensor) else self.factor
+        row[EFFECT.index("factor")] = factor
+        return {"factor": factor} if math.isnan(factor) else {}
+
+
+class _Step(NamedTuple):
+    """The results of a step. Its numbers may still be on a device."""
+
+    stats: Taken
+    effects: Taken
+    measured: list[MeasuredRow]
+    merged: MergedRows | None
+    batches: list[SampleBatch]
+    lines: list[tuple[str, _Values]]
+    tensors: list[UndecidedTensor]
+    deferred: list[tuple[str, Callable[[], Row]]]
+    metrics: list[MetricsRow]
+    sums: list[tuple[list[Tensor], HostCopy]]
+    transfer: Transfer
+
+
+def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:
+    """Set the sums of all tensors on a device.
+
+    Args:
+        values: The additional parts of rows.
+        sums: The rows in the memory of each device, and its copy.
+    """
+    copied = {id(row): found for rows, copy in sums for row, found in zip(rows, copy.wait().numpy(), strict=True)}
+    waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
+    if waiting:
+        rows = np.stack([copied[id(measured.on_device.row)] for measured in waiting])  # type: ignore[union-attr]
+        for measured, row in zip(waiting, on_host(waiting, rows), strict=True):
+            measured.row = row
+
+
+def _complete(taken: Taken, fetched: Iterator[list[float]]) -> Taken:
+    """Return rows with all of their numbers, without those whose condition does not hold."""
+    if not taken.others:
+        return taken
+    left_out, others = [], {}
+    for at, other in taken.others.items():
+        found = other.complete(taken.numbers[at], fetched)
+        if found is None:
+            left_out.append(at)
+        elif found:
+            others[at] = found
+    complete = replace(taken, others=others)
+    return complete.without(left_out) if left_out else complete
+
+
+def count_at_site(counts: Mapping[tuple[str, str, str], int], attached: AttachedHook) -> int:
+    """Return the count of a site. A module's site includes all paths, a parameter's site only its own."""
+    name, layer, own_name = attached.site.spec.name, attached.site.layer.name, attached.site.own_name
+    return sum(
+        count for (hook, at, path), count in counts.items() if (hook, at) == (name, layer) and own_name in ("", path)
+    )
+
+
+def _undecided(context: Context) -> Decisions:
+    return (context.holds,) if isinstance(context.holds, Tensor) else ()
+
+
+def _read(values: Values, decisions: Decisions, fetched: Iterator[list[float]]) -> Sequence[float | None] | None:
+    """Return the values of a row; None if a device has decided that the condition of its hook does not hold."""
+    numbers = next(fetched) if isinstance(values, Tensor) else values
+    held = [next(fetched)[0] for _ in decisions]
+    return numbers if all(held) else None

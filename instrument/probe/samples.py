@@ -1,0 +1,332 @@
+"""The samples of each batch: the rows of the table `samples`.
+
+A batch is named before its forward pass. Its rows are written if a hook stores a tensor in its micro-step. Values on a
+GPU are copied when the step ends, as all numbers are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ..actions.base import Context, StepContext
+from ..errors import ConfigError, Problem
+from ..tables.kinds import KINDS
+from ..tables.message_template import ColumnRows
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Row
+
+TARGET_KEYS = ("target", "targets", "label", "labels", "y")
+"""The entries of a batch that is a mapping in which targets are looked up."""
+_TABLE = TABLES["samples"]
+
+
+class SampleBatch:
+    """The samples of one micro-step.
+
+    Attributes:
+        moment: Step, micro-step, epoch and phase.
+        rank: The rank of the process, from 0.
+        ids: One id per sample: int64 [samples], or strings.
+        targets: One number per sample: [samples]; None if they are unknown or not scalar.
+        is_checked: Whether a recorded tensor must have as many samples in dimension 0.
+        is_late: Whether the rows are written with a later step, because the tensors were in memory until then.
+    """
+
+    def __init__(
+        self,
+        moment: StepContext,
+        rank: int,
+        ids: Tensor | Sequence[str],
+        targets: Tensor | None,
+        *,
+        is_checked: bool,
+    ) -> None:
+        self.moment = moment
+        self.rank = rank
+        self.ids = ids
+        # The loop may modify its tensors in place before the step ends.
+        self.targets = None if targets is None else targets.detach().clone()
+        self.is_checked = is_checked
+        self.is_late = False
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """The tensors on a device, in order."""
+        return [part for part in (self.ids, self.targets) if isinstance(part, Tensor) and not part.is_cpu]
+
+    def rows(self, fetched: Iterator[list[Any]]) -> SampleRows:
+        """Return the rows of the table.
+
+        Args:
+            fetched: The values of `numbers`, in order.
+        """
+        ids = self.ids if not isinstance(self.ids, Tensor) else _values(self.ids, fetched)
+        targets = None if self.targets is None else _values(self.targets, fetched)
+        dtype = None if self.targets is None else str(self.targets.dtype).removeprefix("torch.")
+        return SampleRows((*self.moment, self.rank), ids, targets, dtype)
+
+
+def _values(tensor: Tensor, fetched: Iterator[list[Any]]) -> list[Any]:
+    return tensor.tolist() if tensor.is_cpu else next(fetched)
+
+
+class SampleRows(ColumnRows):
+    """The rows of the samples of one batch.
+
+    Args:
+        moment: The columns that all rows share: step, micro-step, epoch, phase and rank.
+        ids: Integers or strings.
+        targets: Numbers; None without targets.
+        dtype: The dtype of the targets; None without targets.
+    """
+
+    def __init__(self, moment: Row, ids: Sequence[Any], targets: Sequence[float] | None, dtype: str | None) -> None:
+        self._moment = moment
+        self._ids = ids
+        self._targets = targets
+        self._dtype = dtype
+        self._has_names = bool(ids) and isinstance(ids[0], str)
+
+    @property
+    def targets(self) -> Sequence[float]:
+        """The targets; empty without targets."""
+        return self._targets or ()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+        count, types = len(self), _TABLE.plain_schema.types
+        number, name, target, dtype = types[-4:]
+        columns = [
+            *(pa.repeat(pa.scalar(cell, kind), count) for cell, kind in zip(self._moment, types, strict=False)),
+            pa.array(np.arange(count, dtype=np.int32)),
+            pa.nulls(count, number) if self._has_names else pa.array(self._ids, number),
+            pa.array(self._ids, name) if self._has_names else pa.nulls(count, name),
+            pa.nulls(count, target) if self._targets is None else pa.array(np.asarray(self._targets, np.float64)),
+            pa.repeat(pa.scalar(self._dtype, dtype), count),
+        ]
+        return pa.RecordBatch.from_arrays(columns, schema=_TABLE.plain_schema)
+
+
+class Samples:
+    """Collects the batches whose rows are written.
+
+    Args:
+        of_all_batches: Whether the rows of all batches are written, not only of those in which a tensor is stored.
+
+    Attributes:
+        expects_tensors: Whether a scheduled hook records tensors.
+    """
+
+    def __init__(self, *, of_all_batches: bool) -> None:
+        self.of_all_batches = of_all_batches
+        self.expects_tensors = False
+        self._batch: SampleBatch | None = None
+        self._finished: list[SampleBatch] = []
+        self._has_tensor = False  # whether a tensor was stored in this micro-step
+        self._has_kept = False  # whether a tensor was kept in memory
+        self._kept: list[SampleBatch] = []  # the batches of tensors in memory
+        self._sizes: set[int] = set()  # of dimension 0 of the tensors of modules
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the rows of a batch that begins now may be written."""
+        return self.of_all_batches or self.expects_tensors
+
+    def begin(self, batch: SampleBatch) -> None:
+        """Name the samples of the current micro-step.
+
+        Raises:
+            ConfigError: They are named already.
+        """
+        if self._batch is not None:
+            message = "the batch of this micro-step is named already"
+            fix = "call probe.end_micro_step() or probe.end_step() after each batch"
+            raise ConfigError(Problem("probe.batch", message, fix=fix))
+        self._batch = batch
+
+    def note_tensor(self, context: Context, shape: Sequence[int], *, is_kept: bool = False) -> None:
+        """Note that a tensor was stored.
+
+        Args:
+            context: The context of its hook.
+            shape: The shape of the complete tensor in the model.
+            is_kept: Whether it stays in memory.
+        """
+        kind = KINDS[context.kind]
+        if kind.frequency == "micro_step":
+            if is_kept:
+                self._has_kept = True
+            else:
+                self._has_tensor = True
+            if kind.family == "module" and shape:
+                self._sizes.add(shape[0])
+
+    def end(self, *, is_checked: bool = True) -> None:
+        """End the micro-step.
+
+        Args:
+            is_checked: Whether to compare the number of samples with the recorded tensors.
+
+        Raises:
+            ConfigError: No recorded tensor has as many samples in dimension 0 as the loop named.
+        """
+        batch, self._batch = self._batch, None
+        has_tensor, self._has_tensor = self._has_tensor, False
+        has_kept, self._has_kept = self._has_kept, False
+        sizes, self._sizes = self._sizes, set()
+        if batch is None or not (has_tensor or has_kept or self.of_all_batches):
+            return
+        if is_checked and batch.is_checked and sizes and len(batch) not in sizes:
+            message = "the number of ids differs from the size of dimension 0 of the recorded tensors"
+            raise ConfigError(Problem("ids", message, len(batch), ", ".join(map(str, sorted(sizes)))))
+        if has_tensor or self.of_all_batches:
+            self._finished.append(batch)
+        else:
+            self._kept.append(batch)
+
+    def limit_kept(self, periods: Collection[tuple[int, str]]) -> None:
+        """Forget the batches whose tensors are not in memory any more.
+
+        Args:
+            periods: The steps and phases of the tensors in memory.
+        """
+        self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
+
+    def write_kept(self, periods: Collection[tuple[int, str]]) -> None:
+        """Write the rows of batches with the next step, because their tensors are written.
+
+        Args:
+            periods: The steps and phases of these tensors.
+        """
+        written = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) in periods]
+        for batch in written:
+            batch.is_late = True
+        self._finished += written
+        self._kept = [batch for batch in self._kept if (batch.moment.step, batch.moment.phase) not in periods]
+
+    def take(self) -> list[SampleBatch]:
+        """Return the batches of the step whose rows are to be written."""
+        finished, self._finished = self._finished, []
+        return finished
+
+
+def checked_ids(ids: Any) -> Tensor | Sequence[str]:
+    """Return ids as an int64 tensor [samples] or as a list of strings.
+
+    Raises:
+        ConfigError: They are neither integers nor strings, have more than one dimension, or repeat an id. The ids of a
+            tensor on a device are not compared, because this would wait for the device.
+    """
+    found = _ids_of(ids)
+    if not isinstance(found, Tensor):
+        values: Sequence[int | str] = found
+    elif found.is_cpu:
+        values = found.tolist()
+    else:
+        return found
+    if len(set(values)) < len(values):
+        seen: dict[int | str, int] = {}
+        position = next(i for i, name in enumerate(values) if seen.setdefault(name, i) != i)
+        repeated = values[position]
+        given = f"{repeated!r} at the positions {seen[repeated]} and {position}"
+        fix = "give each sample of the batch its own id, such as its index in the dataset"
+        raise ConfigError(Problem("ids", "an id occurs twice in the batch", given, fix=fix))
+    return found
+
+
+def _ids_of(ids: Any) -> Tensor | Sequence[str]:
+    """Return ids as an int64 tensor [samples] or as a list of strings; see `checked_ids`."""
+    if isinstance(ids, Tensor):
+        if ids.dim() == 1 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+            return ids.detach().to(torch.int64, copy=True)
+        given = f"a {str(ids.dtype).removeprefix('torch.')} tensor of shape {list(ids.shape)}"
+    else:
+        array = _array(ids)
+        if array is not None and array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
+            return torch.from_numpy(array.astype(np.int64))
+        if array is not None and array.ndim == 1 and all(isinstance(name, str) for name in ids):
+            return [str(name) for name in ids]
+        given = repr(ids)
+    raise ConfigError(
+        Problem("ids", "must be integers or strings, one for each sample", given, "[samples] integers or strings")
+    )
+
+
+def checked_targets(targets: Any, samples: int) -> Tensor | None:
+    """Return targets as a tensor [samples].
+
+    Args:
+        targets: Numbers; None if there are none.
+        samples: The number of samples.
+
+    Raises:
+        ConfigError: They are not numbers, not scalar, or not one for each sample.
+    """
+    if targets is None:
+        return None
+    if not isinstance(targets, Tensor):
+        array = _array(targets)
+        if array is None or array.dtype.kind not in "biuf":
+            allowed = f"[{samples}] numbers"
+            raise ConfigError(Problem("targets", "must be numbers, one for each sample", repr(targets), allowed))
+        targets = torch.from_numpy(array)
+    shape, allowed = list(targets.shape), f"shape [{samples}]"
+    if targets.is_complex():
+        raise ConfigError(Problem("targets", "must be real numbers", str(targets.dtype).removeprefix("torch.")))
+    if not shape or shape[0] != samples:
+        raise ConfigError(
+            Problem("targets", f"one is required for each of the {samples} ids", f"shape {shape}", allowed)
+        )
+    if targets.numel() != samples:
+        fix = "pass one number for each sample, or leave 'targets' out"
+        raise ConfigError(Problem("targets", "must be scalars", f"shape {shape}", allowed, fix=fix))
+    numbers: Tensor = targets.reshape(-1)
+    return numbers
+
+
+def _array(values: Any) -> np.ndarray[Any, Any] | None:
+    try:
+        return np.array(values)  # a writable copy
+    except (TypeError, ValueError, RuntimeError):  # items of different shapes, or tensors on a device
+        return None
+
+
+def targets_of(batch: Any, samples: int) -> Tensor | None:
+    """Return the scalar targets of a batch of the data loader.
+
+    These are the entry of a mapping, dataclass or named tuple that is named in `TARGET_KEYS`, or the second item of a
+    pair.
+
+    Args:
+        batch: The batch.
+        samples: The number of samples.
+
+    Returns:
+        The targets [samples]; None if the batch has none, or if they are not one number for each sample.
+    """
+    targets: Any = None
+    named = batch
+    if is_dataclass(batch):
+        named = {field.name: getattr(batch, field.name, None) for field in fields(batch)}
+    elif isinstance(batch, tuple) and hasattr(batch, "_asdict"):
+        named = batch._asdict()
+    if isinstance(named, Mapping):
+        targets = next((named[key] for key in TARGET_KEYS if key in named), None)
+    if targets is None and isinstance(batch, list | tuple) and len(batch) == 2:
+        targets = batch[1]
+    if not isinstance(targets, Tensor) or targets.is_complex() or not targets.dim():
+        return None
+    return targets.flatten() if len(targets) == targets.numel() == samples else None

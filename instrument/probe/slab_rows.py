@@ -1,0 +1,589 @@
+"""The rows of one step whose numbers are rows of a slab: those of the tables `stats` and `effects`.
+
+Most hooks add a row by one call of the native kernel, without a Python object per number. The identity of a row is a slot of a
+table that is filled at first sight. When the step ends, all rows become columns at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import threading
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ..actions.base import StepContext
+from ..config.hook_specs import HookSpec
+from ..config.record import RecordSpec
+from ..errors import ConfigError, Problem
+from ..stats.device_choice import measure_batch
+from ..stats.device_copy import HostCopy
+from ..stats.kernel import launch_devices, make_slab
+from ..stats.sums import BASE, INDEX, statistics_of
+from ..tables.message_template import Column, ColumnRows, ListColumn, NumberColumn, as_record_batch
+from ..tables.schemas import CUSTOM, IDENTITY, TABLES
+from ..tables.sink_interface import Row
+from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
+
+Matrix = np.ndarray[Any, np.dtype[np.float64]]
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+Keys = np.ndarray[Any, np.dtype[np.int64]]
+_KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.kernel.Slab.take`
+_MOMENT = len(StepContext._fields)
+_IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
+_SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
+_COUNTS, _EXTREMES = [INDEX[name] for name in ("numel", "n", "nan", "zeros")], [INDEX["low"], INDEX["high"]]
+_Identity = tuple[Row, tuple[str, ...], bool]
+_Scale = tuple[Tensor, int, Tensor]
+"""The scale of a gradient scaler, its version, and a copy."""
+_STATISTIC = {name: index for index, name in enumerate(ALL)}
+MAX_LAYOUTS = 64
+
+
+def check_custom_columns(specs: Mapping[str, HookSpec]) -> None:
+    """Check that the names of custom statistics differ from the names of other columns.
+
+    Raises:
+        ConfigError: A custom statistic has the name of a column that tables of runs have.
+    """
+    reserved = {"run", "seed", *(column.name for column in TABLES["stats"].stored), *REMAINDERS.values()}
+    problems = [
+        Problem(
+            f"hooks.{name}.stats",
+            f"the table 'stats' already has a column {custom.column!r}",
+            given=custom.target,
+            fix="set another 'name'",
+        )
+        for name, spec in specs.items()
+        if isinstance(spec, RecordSpec)
+        for custom in spec.custom_statistics
+        if custom.column.lower() in reserved
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+@dataclass
+class Layout:
+    """What the rows of steps with the same slots have in common.
+
+    Attributes:
+        sites: For each row, the identity columns without the moment.
+        names: For each row, the requested statistics.
+        scaled: The indices of rows whose tensors were multiplied by the scale of the gradient scaler.
+        merged_slots: If processes merge these rows: the slots of the merged ones, set when they are known.
+    """
+
+    sites: list[Row]
+    names: list[tuple[str, ...]]
+    scaled: list[int]
+    merged_slots: Keys | None = None
+
+    @cached_property
+    def arrays(self) -> list[pa.Array]:
+        """The identity columns without the moment, with labels as strings."""
+        columns = zip(*self.sites, strict=True)
+        return [pa.array(cells, dtype) for cells, dtype in zip(columns, _IDENTITY_TYPES[_MOMENT:], strict=True)]
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the rows, without the rank."""
+        rows = [(site[1:], names) for site, names in zip(self.sites, self.names, strict=True)]
+        return hashlib.blake2b(repr(rows).encode()).hexdigest()
+
+    @cached_property
+    def requested(self) -> tuple[str, ...]:
+        """The statistics of any row: built-in ones in the order of `ALL`, then registered ones."""
+        every = {
+            name: None
+            for names in dict.fromkeys(self.names)
+            for name in names
+            if name in STATISTICS or name in REGISTERED
+        }
+        return (*(name for name in ALL if name in every), *(name for name in every if name not in STATISTICS))
+
+    @cached_property
+    def built_in(self) -> list[int]:
+        """The indices of the requested built-in statistics in `ALL`."""
+        return [_STATISTIC[name] for name in self.requested if name in STATISTICS]
+
+    @cached_property
+    def no_values(self) -> list[pa.Array]:
+        """Columns without values for `ALL` and custom statistics. Those of one type are the same array."""
+        stats = TABLES["stats"].plain_schema
+        types = [*(stats.field(name).type for name in ALL), CUSTOM.type]
+        empty = {str(dtype): pa.nulls(len(self.sites), dtype) for dtype in types}
+        return [empty[str(dtype)] for dtype in types]
+
+    @cached_property
+    def no_numbers(self) -> Matrix:
+        """NaN, float64 [rows, ALL]."""
+        return np.full((len(self.sites), len(ALL)), np.nan)
+
+    @cached_property
+    def phases(self) -> dict[str, pa.Array]:
+        """The columns with the same phase in all rows, which are added when they are needed."""
+        return {}
+
+    @cached_property
+    def absent(self) -> Mask | None:
+        """Which statistics are not requested, bool [requested, rows]; None if each row has all of them."""
+        of = {names: [name not in names for name in self.requested] for names in dict.fromkeys(self.names)}
+        if not any(map(any, of.values())):
+            return None
+        return np.array([of[names] for names in self.names], np.bool_).reshape(len(self.names), -1).T
+
+
+class Slots:
+    """The identities of rows. Each gets a number when it is first seen. Several threads may add some."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[_Identity, int] = {}
+        self._identities: list[_Identity] = []
+        self._layouts: dict[bytes, Layout] = {}
+        self._lock = threading.Lock()
+
+    def slot(self, site: Row, names: tuple[str, ...] = (), *, is_scaled: bool = False) -> int:
+        """Return the number of an identity.
+
+        Args:
+            site: The identity columns without the moment.
+            names: The requested statistics.
+            is_scaled: See `instrument.actions.base.Rows.slot`.
+        """
+        identity = site, names, is_scaled
+        number = self._numbers.get(identity)
+        if number is None:
+            with self._lock:
+                number = self._numbers.setdefault(identity, len(self._identities))
+                if number == len(self._identities):
+                    self._identities.append(identity)
+        return number
+
+    def layout(self, slots: np.ndarray[Any, np.dtype[np.int64]]) -> Layout:
+        """Return the layout of rows with these slots. It is the same object in later steps."""
+        key = slots.tobytes()
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            identities = [self._identities[slot] for slot in slots.tolist()]
+            scaled = [row for row, (*_, is_scaled) in enumerate(identities) if is_scaled]
+            sites, names = [site for site, *_ in identities], [names for _, names, _ in identities]
+            layout = self._layouts[key] = Layout(sites, names, scaled)
+        return layout
+
+
+class DeviceRows:
+    """The rows of a step whose numbers are in a buffer on a device. Creating the object starts the copy to the host.
+
+    Args:
+        buffer: The buffer, float64 [rows of the buffer, columns].
+        keys: See `Taken`.
+        index: The index of the buffer.
+
+    Attributes:
+        device: The device.
+        rows: The indices of the rows among all rows of the step.
+    """
+
+    def __init__(self, buffer: Tensor, keys: Keys, index: int) -> None:
+        self.device = buffer.device
+        self.rows = np.flatnonzero(keys[:, _BUFFER] == index)
+        self._buffer = buffer
+        self._buffer_rows = keys[self.rows, _BUFFER_ROW]
+        self._copy = HostCopy(buffer[: self._buffer_rows.max() + 1]) if len(self.rows) else None
+
+    def numbers(self) -> Matrix:
+        """Return the measured numbers, float64 [rows, columns]. Waits for the copy."""
+        assert self._copy is not None, "no row has its numbers in this buffer"
+        numbers: Matrix = self._copy.wait().numpy()[self._buffer_rows]
+        return numbers
+
+    def device_numbers(self, numbers: Matrix) -> Tensor:
+        """Return the numbers of the rows, with those that the device has written, on the device: float64 [rows, columns of the slab].
+
+        Args:
+            numbers: See `Taken`.
+        """
+        found = torch.from_numpy(numbers[self.rows]).to(self.device)
+        measured = self._buffer[torch.from_numpy(self._buffer_rows).to(self.device)]
+        found[:, 1 : 1 + measured.shape[1]] = measured  # the host has set the first column, the number of elements
+        return found
+
+
+@dataclass
+class Taken:
+    """The rows of a step.
+
+    Attributes:
+        numbers: float64 [rows, columns of the slab].
+        keys: int64 [rows, 5]; see `instrument.stats.kernel.Slab.take`.
+        dims: The dimensions of all rows, int64.
+        moments: The times of rows. Neighbours may be equal.
+        others: What rows have besides their numbers, by the index of the row.
+        device_rows: The rows whose numbers are on a device until `fetch`.
+        scale: The scale of the gradient scaler in this step; None if no row depends on it.
+    """
+
+    numbers: Matrix
+    keys: Keys
+    dims: np.ndarray[Any, np.dtype[np.int64]]
+    moments: list[StepContext]
+    others: dict[int, Any] = field(default_factory=dict)
+    device_rows: list[DeviceRows] = field(default_factory=list)
+    scale: HostCopy | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def moments_of_rows(self) -> list[StepContext]:
+        """The moment of each row."""
+        return [self.moments[number] for number in self.keys[:, MOMENT_INDEX].tolist()]
+
+    @property
+    def shapes(self) -> ListColumn:
+        """The shapes of all rows."""
+        return ListColumn(self.keys[:, 2], self.dims)
+
+    def fetch(self) -> None:
+        """Fill in the numbers of `device_rows`. Waits for the copies."""
+        for each in self.device_rows:
+            numbers = each.numbers()
+            self.numbers[each.rows, 1 : 1 + numbers.shape[1]] = numbers
+
+    def followed_by(self, merged: Taken) -> Taken:
+        """Return these rows and then merged ones, which are not on a device and have nothing besides their numbers."""
+        keys = np.concatenate([self.keys, merged.keys])
+        keys[len(self) :, MOMENT_INDEX] += len(self.moments)
+        return replace(
+            self,
+            numbers=np.concatenate([self.numbers, merged.numbers]),
+            keys=keys,
+            moments=[*self.moments, *merged.moments],
+        )
+
+    def without(self, left_out: Sequence[int]) -> Taken:
+        """Return the rows without some of them."""
+        is_kept = np.ones(len(self), np.bool_)
+        is_kept[left_out] = False
+        kept = np.flatnonzero(is_kept).tolist()
+        dims = self.dims[np.repeat(is_kept, np.maximum(self.keys[:, 2], 0))]
+        others = {at: self.others[row] for at, row in enumerate(kept) if row in self.others}
+        return Taken(self.numbers[is_kept], self.keys[is_kept], dims, self.moments, others, scale=self.scale)
+
+
+class StepSlab:
+    """Collects the rows of one step. Several threads may add some.
+
+    Args:
+        width: The number of columns of the slab.
+        device_columns: The number of columns, after the first one, that a device fills.
+
+    Attributes:
+        slots: The identities.
+        slab: Receives the numbers of plain tensors.
+    """
+
+    def __init__(self, width: int, device_columns: int) -> None:
+        self.slots = Slots()
+        self.slab = make_slab(width)
+        self._width, self._device_columns = width, device_columns
+        self._others: dict[int, Any] = {}
+        self._no_rows = Taken(np.empty((0, width)), np.empty((0, _KEYS), np.int64), np.empty(0, np.int64), [])
+        self._lock = threading.RLock()
+        self._buffers: list[Tensor] = []  # on each device, for the numbers of this step
+        self._previous_buffers: list[Tensor] = []  # those of the step before, which may still be copied to the host
+        self._max_rows: Counter[torch.device] = Counter()  # the largest number of rows of a step
+        self._scale: _Scale | None = None  # of this step
+        # Of this step or an earlier one: another thread may end the step while a row is measured.
+        self._latest_scale: _Scale | None = None
+
+    def __len__(self) -> int:
+        return len(self.slab)
+
+    def add(
+        self,
+        identity: Row,
+        numbers: Matrix | Sequence[float],
+        shape: Sequence[int] | None = None,
+        names: tuple[str, ...] = (),
+        other: Any = None,
+    ) -> None:
+        """Add a row.
+
+        Args:
+            identity: The identity columns.
+            numbers: Its numbers; NaN for missing ones.
+            shape: The shape of the tensor; None if the row is merged from several tensors.
+            names: The requested statistics.
+            other: What the row has besides its numbers.
+        """
+        moment = StepContext(*identity[:_MOMENT])
+        memory = np.asarray(numbers, np.float64).tobytes()
+        slot = self.slots.slot(identity[_MOMENT:], names)
+        with self._lock:
+            at = self.slab.append(memory, slot, moment, shape)
+            if other is not None:
+                self._others[at] = other
+
+    def add_effect(
+        self,
+        before: Tensor,
+        after: Tensor,
+        slot: int,
+        moment: StepContext,
+        factor: float | None,
+        held: bool | None,
+        *,
+        other: Any = None,
+    ) -> bool:
+        """Add the effect of an intervention on a plain tensor; see `instrument.stats.kernel.Slab.add_effect`.
+
+        Returns:
+            Whether the row was added. False if the tensors are not plain.
+        """
+        if other is None:
+            return self.slab.add_effect(before, after, slot, moment, factor, held) is not None
+        with self._lock:
+            at = self.slab.add_effect(before, after, slot, moment, factor, held)
+            if at is not None:
+                self._others[at] = other
+        return at is not None
+
+    def set_scale(self, scale: Tensor) -> bool:
+        """See `instrument.actions.base.Rows.set_scale`."""
+        with self._lock:
+            if self._scale is None:
+                self._scale = self._latest_scale = scale, scale._version, scale.clone()
+            known, version, _ = self._scale
+        return known is scale and version == scale._version
+
+    @contextmanager
+    def batched_launch(self) -> Iterator[None]:
+        """See `instrument.actions.base.Rows.batched_launch`."""
+        with self._lock:  # no other thread takes rows whose numbers are missing
+            self.slab.begin_batch()
+            try:
+                yield
+            finally:
+                try:
+                    measure_batch(self.slab.end_batch())
+                except BaseException:  # rows have no numbers: all rows of the step are dropped
+                    self.slab.take()
+                    self._others = {}
+                    raise
+
+    def take(self, *, rows_elsewhere: int = 0) -> Taken:
+        """Return the rows so far, and remove them. Rows that other threads add in the meantime belong to the next step.
+
+        Args:
+            rows_elsewhere: The number of rows of the step with numbers on a device that are not in this slab. The buffers of the next
+                step have space for them too.
+        """
+        if not (len(self.slab) or rows_elsewhere):
+            self._scale = None
+            return self._no_rows
+        with self._lock:
+            numbers, keys, dims, moments = self.slab.take()
+            others, self._others = self._others, {}
+            scale, self._scale = self._latest_scale, None
+            table = np.frombuffer(keys, np.int64).reshape(-1, _KEYS)
+            device_rows = [DeviceRows(buffer, table, index) for index, buffer in enumerate(self._buffers)]
+            self._set_buffers({each.device: len(each.rows) for each in device_rows}, len(others) + rows_elsewhere)
+        return Taken(
+            np.frombuffer(numbers).reshape(-1, self._width).copy(),
+            table,
+            np.frombuffer(dims, np.int64),
+            moments,
+            others,
+            [each for each in device_rows if len(each.rows)],
+            None if scale is None else HostCopy(scale[2]),
+        )
+
+    def _set_buffers(self, launched: Mapping[torch.device, int], incomplete: int) -> None:
+        """Set the buffers for the next step. Reuse those of the step before the last one, whose numbers the host has read.
+
+        Args:
+            launched: How many rows of the last step are in the buffer of each device.
+            incomplete: How many other rows of the last step have numbers that may be on any device.
+        """
+        free, self._previous_buffers = {each.device: each for each in self._previous_buffers}, self._buffers
+        self._buffers = []
+        for device in [*launch_devices]:
+            rows = self._max_rows[device] = max(self._max_rows[device], launched.get(device, 0) + incomplete)
+            buffer = free.get(device)
+            if buffer is None or len(buffer) < rows:
+                try:
+                    with torch.inference_mode(False):
+                        buffer = torch.empty((rows, self._device_columns), dtype=torch.float64, device=device)
+                except torch.OutOfMemoryError:  # the rows of the last step are more important
+                    continue
+            self.slab.set_buffer(*buffer.__dlpack_device__(), buffer.data_ptr(), rows)
+            self._buffers.append(buffer)
+
+
+class SlabRows(ColumnRows):
+    """Rows of a table as columns.
+
+    Args:
+        table: The name of the table.
+        slab: Where they were collected.
+        taken: The rows. Every number has to be on the host.
+
+    Attributes:
+        sites: For each row, the identity columns without the moment. The same object in all steps with the same rows.
+        moment: The moment of all rows; None if they have several.
+    """
+
+    def __init__(self, table: str, slab: StepSlab, taken: Taken) -> None:
+        self.table = TABLES[table]
+        self.taken = taken
+        self.layout = slab.slots.layout(taken.keys[:, 0])
+        self.sites = self.layout.sites
+        first, *others = taken.moments
+        self.moment = None if any(moment != first for moment in others) else first
+
+    @property
+    def moments(self) -> list[StepContext]:
+        """The moment of each row."""
+        return self.taken.moments_of_rows
+
+    def __len__(self) -> int:
+        return len(self.taken)
+
+    @abstractmethod
+    def values(self) -> tuple[Matrix, Mask]:
+        """Return columns of numbers, float64 [columns, rows], and which of them are null."""
+
+    @cached_property
+    def _values(self) -> tuple[Matrix, Mask]:
+        return self.values()
+
+    def number_columns(self) -> list[Column]:
+        """Return the columns of numbers after the identity."""
+        values, nulls = self._values
+        has_nulls = np.asarray(nulls.any(axis=1)).tolist()
+        return [
+            NumberColumn(column, absent if some else None)
+            for column, absent, some in zip(values, nulls, has_nulls, strict=True)
+        ]
+
+    def other_columns(self) -> list[Column]:
+        """Return the columns after those of numbers."""
+        return []
+
+    def columns(self) -> list[Column]:
+        """Return the columns, for a message."""
+        return [*self._moment_columns(len(self)), *self.layout.arrays, *self.number_columns(), *self.other_columns()]
+
+    def _moment_columns(self, count: int) -> Iterator[Column]:
+        if self.moment is None:
+            yield from zip(*self.moments, strict=True)
+            return
+        *numbers, phase = self.moment
+        yield from (NumberColumn(np.full(count, number)) for number in numbers)
+        if phase not in self.layout.phases:
+            self.layout.phases[phase] = pa.repeat(pa.scalar(phase, _IDENTITY_TYPES[_MOMENT - 1]), count)
+        yield self.layout.phases[phase]
+
+    def to_batch(self) -> pa.RecordBatch:
+        """Return the rows as a record batch with labels as strings."""
+        return as_record_batch(self.table.plain_schema, self.columns())
+
+
+class StatisticsRows(SlabRows):
+    """Rows of the table `stats`. What rows have besides their sums are their custom statistics by name."""
+
+    def __init__(self, slab: StepSlab, taken: Taken) -> None:
+        super().__init__("stats", slab, taken)
+
+    def values(self) -> tuple[Matrix, Mask]:
+        requested, built_in = self.layout.requested, len(self.layout.built_in)
+        if self.layout.scaled:
+            self._divide_by_scale()
+        columns = np.array(statistics_of(self.taken.numbers, requested)).reshape(len(requested), len(self))
+        if self.layout.absent is not None:
+            columns[self.layout.absent] = np.nan
+        for name, column in zip(requested[built_in:], columns[built_in:].tolist(), strict=True):
+            for row in (row for row, names in enumerate(self.layout.names) if name in names):
+                self.taken.others.setdefault(row, {})[name] = None if math.isnan(column[row]) else column[row]
+        return columns[:built_in], np.isnan(columns[:built_in])
+
+    def _divide_by_scale(self) -> None:
+        """Replace the sums of scaled rows by those of the elements divided by the scale."""
+        assert self.taken.scale is not None, "the scale was set before the rows were added"
+        scale, found = self.taken.scale.wait().item(), self.taken.numbers[self.layout.scaled]
+        numel, n, nan, zeros = found[:, _COUNTS].T.copy()
+        if scale < 0:
+            found[:, _EXTREMES], found[:, INDEX["mean"]] = -found[:, _EXTREMES[::-1]], -found[:, INDEX["mean"]]
+        if 0 < abs(scale) < math.inf:  # the other sums do not depend on it
+            found[:, _SCALE_DEPENDENT] /= abs(scale)
+        elif scale == 0:  # zeros become NaN, and the others infinite
+            found[:, _COUNTS] = np.stack([numel, 0 * n, nan + zeros, 0 * n], axis=1)
+        elif math.isnan(scale):
+            found[:, _COUNTS] = np.stack([numel, 0 * n, numel, 0 * n], axis=1)
+        else:  # infinite elements become NaN, and the others zero
+            found[:, BASE.index("low") :] = 0.0
+            found[:, INDEX["unit"]] = 1.0
+            found[:, _COUNTS] = np.stack([numel, n, numel - n, n], axis=1)
+        self.taken.numbers[self.layout.scaled] = found
+
+    @cached_property
+    def numbers(self) -> Matrix:
+        """The built-in statistics, float64 [rows, ALL]; NaN for no value."""
+        numbers = self.layout.no_numbers.copy()
+        numbers[:, self.layout.built_in] = self._values[0].T
+        return numbers
+
+    def column(self, name: str) -> Matrix:
+        """Return a built-in or custom statistic of all rows, float64 [rows]; NaN for no value."""
+        if name in _STATISTIC:
+            column: Matrix = self.numbers[:, _STATISTIC[name]]
+            return column
+        _ = self._values  # adds the registered statistics to the others
+        values = np.full(len(self), np.nan)
+        for row, custom in self.taken.others.items():
+            value = custom.get(name)
+            values[row] = np.nan if value is None else value
+        return values
+
+    def number_columns(self) -> list[Column]:
+        columns: list[Column] = self.layout.no_values[:-1]
+        for index, column in zip(self.layout.built_in, super().number_columns(), strict=True):
+            columns[index] = column
+        return columns
+
+    def other_columns(self) -> list[Column]:
+        others = self.taken.others
+        custom = pa.array([others.get(row) for row in range(len(self))], CUSTOM.type) if others else None
+        return [self.taken.shapes, self.layout.no_values[-1] if custom is None else custom]
+
+
+class EffectRows(SlabRows):
+    """Rows of the table `effects`."""
+
+    def __init__(self, slab: StepSlab, taken: Taken) -> None:
+        super().__init__("effects", slab, taken)
+
+    def values(self) -> tuple[Matrix, Mask]:
+        numel, changed, before, after, factor, held = self.taken.numbers.T
+        with np.errstate(all="ignore"):
+            fraction = np.where(numel > 0, changed / numel, 0.0)
+        factor = np.where(held == 0, np.nan, factor)
+        found = np.stack([numel, changed, fraction, before, after, factor, held])
+        nulls = np.isnan(found)
+        for row in self.taken.others:
+            nulls[5, row] = held[row] == 0
+        return found, nulls

@@ -1,0 +1,159 @@
+"""A run in progress in bounded memory. Each refresh reads only the rows that were added since the previous one."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from ..analysis.findings import Finding, Severity, advice_by_rule
+from ..analysis.new_rows import NewRows, RowsRemovedError
+from ..errors import InstrumentError, InstrumentWarning
+from ..storage.remote_folder import is_address, moved_to
+from ..storage.run_files import RunFiles
+from .run_history import MAX_VALUES, RunHistory, shown_tables
+
+RUNNING = "running"
+DELETED = "deleted"  # run.json does not exist any more; the rows that were read are kept
+SEVERITIES: tuple[Severity, ...] = ("error", "warning")
+
+
+class LiveRun(RunHistory):
+    """The history of a run, updated by `refresh`.
+
+    Args:
+        folder: The folder of the run, local or remote.
+        tables: The tables to read. Default: all with something that is shown.
+        room: See `RunHistory`.
+        version: The first version. Default: 0.
+
+    Attributes:
+        version: A number that increases with each refresh that finds changes.
+        unreachable: The error of the last refresh, if the folder could not be read; otherwise None.
+    """
+
+    def __init__(self, folder: Path, tables: Sequence[str] = (), room: int = MAX_VALUES, version: int = 0) -> None:
+        self.tables = tuple(tables) or shown_tables()
+        self.unreachable: str | None = None
+        self._reset(folder, room, version)
+
+    def _reset(self, folder: Path, room: int, version: int) -> None:
+        self._files = RunFiles(folder)
+        super().__init__(folder, self._read_info(), room, version)
+        moved = moved_to(self.info) is not None and not is_address(folder)
+        self._readers = [NewRows(folder, name, self.columns(name), moved=moved) for name in self.tables]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the run is in progress."""
+        return bool(self.info["status"] == RUNNING)
+
+    @property
+    def fraction_read(self) -> float:
+        """The fraction of the files that has been read. Less than 1 only for a while after a long run was opened."""
+        return min(reader.fraction_read for reader in self._readers)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all rows have been read."""
+        return self.fraction_read == 1
+
+    @property
+    def is_successful(self) -> bool:
+        """Whether the run is done or in progress."""
+        return self.info["status"] in ("done", RUNNING)
+
+    @property
+    def problems(self) -> list[str]:
+        """The files that cannot be read, each with the reason, and the error of an unreachable remote folder."""
+        unreachable = [] if self.unreachable is None else [self.unreachable]
+        return [*unreachable, *self._files.problems, *(problem for each in self._readers for problem in each.problems)]
+
+    @property
+    def progress(self) -> str:
+        """The number of completed steps, and of all steps if it is known."""
+        return f"{self.step:,}" + (f" of {self.steps:,}" if self.steps else "")
+
+    def findings(self) -> list[Finding]:
+        """Return warnings and errors, the most severe ones first; events of the same rule and layer are one finding."""
+        advice = advice_by_rule((self.info.get("config") or {}).get("rules") or {}, self.info)
+        first: dict[tuple[str, str, str | None], dict[str, Any]] = {}
+        for event in self.events:
+            first.setdefault((event["rule"], event["severity"], event["layer"]), event)
+        found = []
+        for severity in SEVERITIES:
+            for key, event in first.items():
+                if event["severity"] == severity:
+                    count = self.event_counts[key]
+                    message = event["message"] + (f" ({count:,} events)" if count > 1 else "")
+                    where, tip = event["layer"] or "", advice.get(event["rule"], "")
+                    found.append(Finding(event["rule"], where, event["step"], message, severity, float(count), tip))
+        return found
+
+    def refresh(self, seconds: float = float("inf")) -> bool:
+        """Read new rows.
+
+        Args:
+            seconds: The time for reading older rows, in seconds. The rest follows in later calls. Default: no limit.
+
+        Returns:
+            Whether anything changed.
+        """
+        if self._is_deleted():
+            changed = bool(self.info["status"] != DELETED)
+            self.info = {**self.info, "status": DELETED}
+            self.version += changed
+            return changed
+        until = time.monotonic() + seconds
+        before, unreachable = self.version, self.unreachable
+        self.version += 1
+        if is_address(self.folder):
+            cast(Any, self.folder).fs.invalidate_cache()
+        self.unreachable, changed = None, False
+        try:
+            changed = self._read(until)
+        except (InstrumentError, OSError) as error:
+            self.unreachable = str(error)
+        changed |= self.unreachable != unreachable
+        if not changed:
+            self.version = before
+        return changed
+
+    def _read(self, until: float) -> bool:
+        """Read new rows, and all rows again if rows were removed. Return whether anything changed."""
+        try:
+            return self._read_new(until)
+        except RowsRemovedError:
+            self._reset(self.folder, self.room, self.version)
+        with suppress(RowsRemovedError):  # removed at the same time: the next call starts again
+            self._read_new(until)
+        return True
+
+    def _read_new(self, until: float) -> bool:
+        changed = self._refresh_info()
+        for reader in self._readers:
+            for rows in reader.read(until):
+                if rows.num_rows:
+                    self.add(reader.table.name, rows)
+                    changed = True
+        return changed
+
+    def _is_deleted(self) -> bool:
+        return not is_address(self.folder) and not (self.folder / "run.json").exists()
+
+    def _read_info(self) -> dict[str, Any]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", InstrumentWarning)  # damaged files are listed as problems
+            return self._files.info()
+
+    def _refresh_info(self) -> bool:
+        """Read run.json, and return whether it has changed; a resumed or another run raises a RowsRemovedError."""
+        info = self._read_info()
+        changed = bool(info != self.info)
+        if any(info.get(key) != self.info.get(key) for key in ("started", "resumed")):
+            raise RowsRemovedError(self.folder)
+        self.info = info
+        return changed

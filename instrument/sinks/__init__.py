@@ -1,1 +1,0 @@
-"""Sinks: where rows and recorded tensors are written."""

@@ -1,1 +1,0 @@
-"""The configuration: its sections, specs and vocabulary. This package does not import torch."""

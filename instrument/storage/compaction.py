@@ -1,0 +1,151 @@
+"""Merges the small parts of a run into large ones. Other processes can read the run at the same time.
+
+A merged part is written to a temporary file and renamed. Its name lists the parts that it replaces; from then on,
+readers ignore those. They are removed afterwards. A reader whose part is gone lists the folder again. So every row is
+readable exactly once at every moment, and the next run of this code removes what a killed process left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from ..tables.schemas import TABLES, Table
+from .checksums import LOCAL_FILES, REMEDY
+from .parts import JOURNALS, ROW_GROUP_BYTES, TENSOR_ROW_GROUP_ROWS, Part, in_order, new_part, part_files, written_parts
+from .recovery import recover
+
+ROW_GROUP_ROWS = 131_072
+MAX_PART_BYTES = 256 * 2**20  # The maximum size of a merged part, in bytes.
+UNREADABLE = (pa.ArrowException, OSError)
+
+
+@dataclass
+class CompactionResult:
+    """The numbers of Parquet files before and after, by table, and messages about unreadable files, which are kept."""
+
+    before: Counter[str] = field(default_factory=Counter)
+    after: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+
+def compact(folder: Path, ends: Sequence[Mapping[str, int]] = ()) -> CompactionResult:
+    """Merge the parts of a run that no process is writing to.
+
+    Args:
+        folder: The folder of the run. The caller holds its lock.
+        ends: By rank and table, the number of a part that must not be merged with the parts before it: a run that
+            resumes from a checkpoint removes the parts from this number on.
+
+    Raises:
+        OSError: A file cannot be written. No row is lost.
+    """
+    result = CompactionResult()
+    result.problems += recover(folder).problems
+    for name, table in TABLES.items():
+        result.before[name] = len(written_parts(folder, name))
+        _remove_merged(folder, name)
+        kept: set[Path] = set()  # parts to keep: just merged, or unreadable
+        while (group := _first_mergeable(folder, table, [each.get(name, 0) for each in ends], kept)) is not None:
+            try:
+                kept.add(_merge(folder, table, group))
+            except _UnreadableError as error:
+                kept.add(error.file)
+                result.problems.append(f"{error.file.relative_to(folder)}: {error}")
+        result.after[name] = len(written_parts(folder, name))
+    with suppress(OSError):  # a damaged journal is kept
+        (folder / JOURNALS).rmdir()
+    return result
+
+
+class _UnreadableError(Exception):
+    def __init__(self, file: Path, error: Exception) -> None:
+        reason = str(error).strip().partition("\n")[0]
+        super().__init__(f"cannot be read: {reason}; the file is kept unchanged; {REMEDY}")
+        self.file = file
+
+
+def _first_mergeable(folder: Path, table: Table, ends: Sequence[int], kept: set[Path]) -> dict[Part, Path] | None:
+    """Return the first consecutive parts to merge. A part that is larger than half the limit is kept as it is."""
+    group: dict[Part, Path] = {}
+    size = 0
+    for part, file in part_files(folder, table.name).items():
+        bytes_of = file.stat().st_size
+        last = next(reversed(group), None)
+        is_end = part.number in ends[part.rank : part.rank + 1]
+        is_consecutive = last is not None and (last.rank, last.end) == (part.rank, part.number) and not is_end
+        is_kept = file in kept or bytes_of > MAX_PART_BYTES / 2
+        if is_kept or not is_consecutive or size + bytes_of > MAX_PART_BYTES:
+            if len(group) > 1:
+                return group
+            group, size = {}, 0
+        if not is_kept:
+            group[part] = file
+            size += bytes_of
+    return group if len(group) > 1 else None
+
+
+def _merge(folder: Path, table: Table, parts: Mapping[Part, Path]) -> Path:
+    first, *_, last = parts
+    merged = Part(first.rank, first.number, last.end - 1)
+    with new_part(folder, table, merged, fsync=True) as writer:
+        for group in _row_groups(table, _batches(table, parts.values())):
+            writer.write_table(group)
+    _remove_merged(folder, table.name)
+    return merged.file(folder, table.name)
+
+
+def _remove_merged(folder: Path, table: str) -> None:
+    """Remove the parts whose rows are in merged parts."""
+    counted = part_files(folder, table)
+    for part, file in written_parts(folder, table).items():
+        if part not in counted:
+            file.unlink()
+
+
+def _batches(table: Table, files: Iterable[Path]) -> Iterator[pa.Table]:
+    for file in files:
+        try:
+            content = ds.dataset(str(file), schema=table.schema, format="parquet", filesystem=LOCAL_FILES)
+            if missing := set(pq.read_schema(str(file), filesystem=LOCAL_FILES).names) ^ set(table.schema.names):
+                raise pa.ArrowInvalid(f"its columns differ: {', '.join(sorted(missing))}")
+            for batch in content.to_batches(batch_size=ROW_GROUP_ROWS, batch_readahead=1, fragment_readahead=1):
+                yield pa.Table.from_batches([batch])
+        except UNREADABLE as error:
+            raise _UnreadableError(file, error) from error
+
+
+def _row_groups(table: Table, pieces: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Split rows into row groups.
+
+    Sorted tables are sorted; the rows of a step stay in one group if it is large enough.
+    """
+    max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+    pending: list[pa.Table] = []
+    rows = size = 0
+    for piece in pieces:
+        pending.append(piece)
+        rows, size = rows + piece.num_rows, size + piece.nbytes
+        while rows > max_rows or (size >= ROW_GROUP_BYTES and not table.is_sorted):
+            rows_so_far = _concatenated(table, pending)
+            end = min(rows, max_rows)
+            if table.is_sorted:  # the group ends with a complete step
+                steps = rows_so_far.column("step").to_numpy()
+                end = int(np.searchsorted(steps, steps[max_rows])) or max_rows
+            yield rows_so_far.slice(0, end)
+            pending = [rows_so_far.slice(end)]
+            rows, size = rows - end, 0
+    if rows:
+        yield _concatenated(table, pending)
+
+
+def _concatenated(table: Table, pieces: Sequence[pa.Table]) -> pa.Table:
+    return in_order(table, pa.concat_tables(pieces).unify_dictionaries().combine_chunks())

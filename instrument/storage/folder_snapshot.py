@@ -1,0 +1,172 @@
+"""The content of a folder before a run: it is restored if the run is refused, also the run that the new one replaces."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError, Problem
+from ..probe.deferred_interrupts import uninterrupted
+from .control_folder import CONTROL
+from .lock import FolderLock, is_locked, is_written
+from .remote_folder import SWEEP_RECORD, check_is_local
+from .run_record import CHECKPOINTS, read_record
+
+REFUSED = "refused.txt"  # in the folder of a job: the error that prevented its start
+SUBMITTED = ".submitit"  # folder in which submitit stores the output of the jobs of a sweep
+ASIDE = ".replaced"  # subfolder in which the files of a replaced run wait; it is hidden, so it is not read as a run
+REPORT = "report.html"
+RECORDS = ("run.json", "instrument.log", ".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The names of the files in a folder, and the content of the files that a run overwrites or appends to."""
+
+    folder: Path
+    missing: tuple[Path, ...]  # the folder and its parents that do not exist, the innermost first
+    names: frozenset[str]
+    records: dict[str, bytes]  # the content of its record files, by relative path
+
+    @classmethod
+    def take(cls, folder: Path) -> Snapshot:
+        """Return the present state of a folder."""
+        folder = folder.absolute()  # A job may change the working directory.
+        if not folder.is_dir():
+            return cls(folder, tuple(path for path in (folder, *folder.parents) if not path.exists()), frozenset(), {})
+        records = {name: (folder / name).read_bytes() for name in RECORDS if (folder / name).is_file()}
+        return cls(folder, (), frozenset(path.name for path in folder.iterdir()), records)
+
+    def has_new_run(self) -> bool:
+        """Return whether a run was started in the folder, or in a subfolder, since the snapshot."""
+        new = (path for path in self.folder.glob("*") if path.name not in self.names)
+        return any(path.name == "run.json" or _has(path, "run.json") for path in new)
+
+    def restore(self) -> None:
+        """Remove the files of a run from the folder, and restore the record files.
+
+        Other new files remain, because user code may have written them. Nothing is changed if another process
+        runs in the folder.
+        """
+        if is_locked(self.folder):
+            return
+        new = [path for path in self.folder.glob("*") if path.name not in self.names and not path.is_symlink()]
+        for path in new:
+            if path.name == SWEEP_RECORD:
+                path.unlink()
+            elif path.name == SUBMITTED or (_has(path, ".hydra", REFUSED) and not _has(path, "run.json")):
+                shutil.rmtree(path, ignore_errors=True)  # a job of a sweep that did not start
+        if new:
+            _remove(self.folder, excluded=self.names)
+        for name in RECORDS:
+            if name not in self.records and (self.folder / name).is_file():
+                (self.folder / name).unlink()
+        for name, content in self.records.items():
+            (self.folder / name).write_bytes(content)
+        _remove_empty(self.missing)
+
+
+def _has(folder: Path, *names: str) -> bool:
+    """Return whether a folder or its subfolders contain a file or folder with one of these names."""
+    return any(next(folder.rglob(name), None) is not None for name in names)
+
+
+class ReplacedRun:
+    """The run that a new run replaces. Files that no run writes stay in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()  # The working directory may change.
+        self._aside = self.folder / ASIDE
+        self._is_set_aside = False
+
+    def set_aside(self, where: str) -> None:
+        """Move the files of the run to a hidden subfolder.
+
+        Raises:
+            ConfigError: The folder contains no run of this package, a process writes to it, or it cannot be written.
+        """
+        check_is_local(self.folder, where)
+        if not (self.folder / "run.json").exists():
+            _move(self._aside, self.folder)  # the files of a run, if a process was killed between both runs
+        if not (self.folder / "run.json").exists():
+            return
+        read_record(self.folder, where)
+        message = "the run in this folder is in progress, so it cannot be replaced"
+        fix = "end that run first, or choose another folder"
+        with FolderLock(self.folder).held(ConfigError(Problem(where, message, given=str(self.folder), fix=fix))):
+            shutil.rmtree(self._aside, ignore_errors=True)  # left if a process was killed after it replaced a run
+            with uninterrupted():
+                self._move_aside(where)
+                self._is_set_aside = True
+
+    def restore(self) -> None:
+        """Remove the files of the new run and move the others back, if the run was set aside and the new run has ended."""
+        if self._is_set_aside and not is_written(self.folder):
+            with uninterrupted():
+                _remove(self.folder)
+                _move(self._aside, self.folder)
+                self._is_set_aside = False
+
+    def remove(self) -> None:
+        """Remove the files that were set aside."""
+        if self._is_set_aside:
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _move_aside(self, where: str) -> None:
+        try:
+            _move(self.folder, self._aside)
+        except OSError as error:
+            _move(self._aside, self.folder)
+            message = f"the run in this folder cannot be replaced: {error.strerror}"
+            raise ConfigError(Problem(where, message, given=str(self.folder))) from None
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move the files of a run, then remove the folders that are empty."""
+    files = _run_files(source)
+    for path in files if target.name == ASIDE else reversed(files):
+        new = target / path.relative_to(source)
+        new.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(new)
+    _remove_empty({path.parent for path in files} - {source})
+    _remove_empty([source] if source.name == ASIDE else [])
+
+
+def _remove(folder: Path, excluded: Collection[str] = ()) -> None:
+    """Remove the files of a run, except those under the excluded names, then the subfolders that are empty."""
+    files = [path for path in _run_files(folder) if path.relative_to(folder).parts[0] not in excluded]
+    for path in files:
+        path.unlink()
+    _remove_empty({path.parent for path in files} - {folder})
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):  # It is not empty, or does not exist.
+            folder.rmdir()
+
+
+def _run_files(folder: Path) -> list[Path]:
+    """Return the files that a run writes. Runs create no symbolic links."""
+    paths = (path for pattern in _patterns() for path in folder.glob(pattern))
+    return [path for path in paths if path.is_file() and not path.is_symlink()]
+
+
+def _patterns() -> list[str]:
+    """Return the patterns of the files of a run, with run.json first: without it, the rest is not read as a run."""
+    from ..tables.schemas import TABLES  # Imported late: they import pyarrow, which most errors do not need.
+    from ..trackers.tracking import TRACKER_FOLDERS
+    from .parts import JOURNALS
+
+    return [
+        *RECORDS,
+        REPORT,
+        *(f"{table}/part-*.parquet" for table in TABLES),
+        f"{JOURNALS}/*",
+        f"{CONTROL}/*",
+        f"{CHECKPOINTS}/step-*",
+        *(f"{folder}/events.out.tfevents.*" for folder in TRACKER_FOLDERS.values()),
+    ]

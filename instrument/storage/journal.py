@@ -1,0 +1,209 @@
+"""The journal: an Arrow stream file of rows that are not in a Parquet file yet.
+
+When `append` returns, the operating system has the data, which survives the end of the process. The rows of one step
+and table are one message of the stream. A reader sees complete messages and possibly an incomplete last one.
+
+Each message has checksums in the padding between its metadata and its body, which Arrow skips:
+
+    FFFFFFFF | size of metadata and checksums | metadata | MAGIC, size and CRC-32 of the body | CRC-32 of all before | body
+
+So a damaged message is an error, and it is not mistaken for an incomplete one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pyarrow as pa
+
+from ..tables.message_template import Message
+from .checksums import REMEDY
+
+SUFFIX = ".arrows"
+MAGIC = b"INSTRROW"
+CHECKS = struct.Struct("<8sQI")  # MAGIC, size of the body, CRC-32 of the body; followed by the CRC-32 of all before
+CHECKS_BYTES = CHECKS.size + 4
+PREFIX_BYTES = 8  # STREAM_MAGIC and the size of the metadata
+STREAM_MAGIC = b"\xff\xff\xff\xff"  # The first bytes of every message of an Arrow stream.
+
+
+class Journal:
+    """A growing file of record batches.
+
+    Args:
+        path: The file. It must not exist.
+        fsync: Whether rows survive a power failure, in addition to the end of the process.
+
+    Raises:
+        OSError: From the constructor and `append`: the file cannot be written, or it was removed.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema, *, fsync: bool = False) -> None:
+        self.path = path
+        self.rows = 0
+        self.size = 0
+        self._fsync = fsync
+        # In append mode: the position is always the end of the file, so that truncation by another process shows in its
+        # size.
+        self._file = open(path, "xb", buffering=0, opener=_appending)  # noqa: SIM115
+        try:
+            self._write(schema.serialize())
+        except OSError:
+            self.close()
+            raise
+
+    def append(self, batch: pa.RecordBatch | Message) -> None:
+        """Write a batch. After an error, the file is as it was before."""
+        self._write(batch.serialize())
+        self.rows += batch.num_rows
+
+    def _write(self, message: pa.Buffer | bytearray) -> None:
+        content = _with_checksums(message)
+        size = sum(map(len, content))
+        try:
+            written = os.writev(self._file.fileno(), content)
+            while written < size:
+                written += os.write(self._file.fileno(), b"".join(content)[written:])
+            if self._fsync:
+                os.fsync(self._file.fileno())
+        except OSError:
+            os.ftruncate(self._file.fileno(), self.size)
+            raise
+        self.size += size
+        stat = os.fstat(self._file.fileno())
+        if stat.st_nlink == 0:
+            raise FileNotFoundError(f"{self.path} was removed while it was being written")
+        if stat.st_size != self.size:
+            raise OSError(f"{self.path} was changed by another process while it was being written")
+
+    def is_intact(self) -> bool:
+        """Return whether the file exists with all the data that was written.
+
+        Raises:
+            OSError: The folder cannot be read.
+        """
+        try:
+            stat = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(stat, os.fstat(self._file.fileno())) and stat.st_size >= self.size
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _appending(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_APPEND, 0o666)
+
+
+@dataclass
+class JournalReader:
+    """The content of a journal."""
+
+    path: Path
+    schema: pa.Schema | None = None  # the schema of the batches; None if it cannot be read
+    # Whether the last message is incomplete: it was being written, or the process ended while writing it.
+    torn: bool = False
+    problem: str | None = None  # a message about any other damage; None if there is none
+    rows: int = 0  # the number of rows read so far, including earlier readings
+    end: int = 0  # the number of bytes up to the end of the last message that was read
+    _source: pa.NativeFile | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, path: Path, *, exclusive: bool = False, after: JournalReader | None = None) -> JournalReader:
+        """Open a journal.
+
+        Args:
+            exclusive: Whether no other process writes to it. It is then memory-mapped instead of read into memory.
+            after: An earlier reading of the same file, which has only grown since. Only the new content is read.
+
+        Raises:
+            FileNotFoundError: The file does not exist, for example because its rows are in a Parquet file now.
+        """
+        reading = cls(path) if after is None or after.schema is None else replace(after, torn=False, problem=None)
+        if not path.stat().st_size:
+            reading.torn = True
+            return reading
+        if exclusive:
+            reading._source = pa.memory_map(str(path))
+        else:
+            with open(path, "rb") as file:
+                file.seek(reading.end)
+                reading._source = pa.BufferReader(file.read())
+        if reading.schema is None:
+            start = reading._source.read(len(STREAM_MAGIC))
+            if not STREAM_MAGIC.startswith(start):
+                reading.problem = f"not an Arrow stream: the file is not read; {REMEDY}"
+                return reading
+            reading._source.seek(0)
+            message = reading._next_message(reading._source)
+            if message is not None:
+                reading.schema, reading.end = pa.ipc.read_schema(message), reading._source.tell()
+        return reading
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the batches up to the first unreadable one. The other attributes are final when the iteration ends."""
+        while self.schema is not None and self._source is not None and self.problem is None:
+            began = self._source.tell()
+            message = self._next_message(self._source)
+            if message is None:
+                return
+            batch = pa.ipc.read_record_batch(message, self.schema)
+            self.end += self._source.tell() - began
+            self.rows += batch.num_rows
+            yield batch
+
+    def _next_message(self, source: pa.NativeFile) -> pa.ipc.Message | None:
+        """Return the next message; None at the end of the file, or if the next message is incomplete or damaged."""
+        began = source.tell()
+        if began == source.size() or not self._is_correct(source):
+            return None
+        source.seek(began)
+        return pa.ipc.read_message(source)
+
+    def _is_correct(self, source: pa.NativeFile) -> bool:
+        """Return whether the next message is complete and has the right checksums."""
+        start = source.read(PREFIX_BYTES)
+        size = _size_of_metadata(start)
+        metadata = source.read(size)
+        checks = metadata[-CHECKS_BYTES:]
+        # A complete message in which the size is damaged contains all of its checksums.
+        has_checks = MAGIC in metadata[: len(metadata) + len(MAGIC) - CHECKS_BYTES]
+        if len(start) < PREFIX_BYTES or (len(metadata) < size and not has_checks):
+            self.torn = True
+            return False
+        is_intact = checks.startswith(MAGIC) and zlib.crc32(metadata[:-4], zlib.crc32(start)) == int.from_bytes(
+            checks[-4:], "little"
+        )
+        if is_intact:
+            _, size, checksum = CHECKS.unpack_from(checks)
+            body = source.read_buffer(size)
+            self.torn = len(body) < size
+            is_intact = self.torn or zlib.crc32(body) == checksum
+        if not is_intact:
+            self.problem = f"the rows after row {self.rows:,} do not match their checksum: they are not read; {REMEDY}"
+        return is_intact and not self.torn
+
+    def without_content(self) -> JournalReader:
+        """Return this reading without the content that was read, as the start of the next one."""
+        return replace(self, _source=None)
+
+
+def _with_checksums(message: pa.Buffer | bytearray) -> tuple[memoryview, memoryview]:
+    """Return the two parts of a message with checksums: everything before the body, and the body."""
+    content = memoryview(message)
+    metadata = content[PREFIX_BYTES : PREFIX_BYTES + _size_of_metadata(content)]
+    body = content[PREFIX_BYTES + len(metadata) :]
+    size = (len(metadata) + CHECKS_BYTES).to_bytes(4, "little")
+    start = b"".join((STREAM_MAGIC, size, metadata, CHECKS.pack(MAGIC, len(body), zlib.crc32(body))))
+    return memoryview(start + zlib.crc32(start).to_bytes(4, "little")), body
+
+
+def _size_of_metadata(start: bytes | memoryview) -> int:
+    return int.from_bytes(start[len(STREAM_MAGIC) : PREFIX_BYTES], "little")

@@ -1,0 +1,233 @@
+"""The sink that writes Parquet. When a step ends, its rows are in a journal; a journal becomes a Parquet part later.
+
+`instrument.storage.parts` describes the files, `instrument.storage.tensors` the writing of recorded tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from ..config.schedule import STEP_PHASES
+from ..errors import InstrumentWarning, SinkError
+from ..probe.collectives import own_rank
+from ..probe.slab_rows import SlabRows
+from ..tables.message_template import Message, MessageTemplate
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Row
+from .journal_truncation_check import RowCounts
+from .parts import JOURNALS, disk_reserve_file, row_counts_of
+from .recovery import has_moved
+from .row_batches import as_batch
+from .table_writer import TableWriter
+from .tensors import TensorWriter
+
+ROWS_JOURNAL_BYTES = 32 * 2**20  # The size at which a journal of rows becomes a part: about 120,000 rows.
+TENSORS_JOURNAL_BYTES = 64 * 2**20
+RESERVE_BYTES = 65_536
+PHASE = {name: table.names.index("phase") for name, table in TABLES.items() if "phase" in table.names}
+
+
+def warn(message: str) -> None:
+    """Issue a warning; the default for `report`."""
+    warnings.warn(message, InstrumentWarning, stacklevel=2)
+
+
+def _latest_moment(rows: Sequence[Row], phase_at: int) -> tuple[int, str]:
+    """Return step and phase of the last one of some rows."""
+    if isinstance(rows, SlabRows):
+        return rows.taken.moments[-1].step, rows.taken.moments[-1].phase
+    return rows[-1][0], rows[-1][phase_at]
+
+
+class ParquetSink:
+    """Writes rows and tensors to the folder of a run, which has to exist when the first rows are written.
+
+    The options are those of `instrument.config.experiment.SinkConfig`. Dtypes that float32 cannot represent exactly are always
+    stored as bytes.
+
+    Args:
+        report: Called with a message if it continues. Default: issue a warning.
+        parts: The number of existing parts of each table. Default: none.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensors: Literal["list", "bytes"] = "list",
+        when_full: Literal["wait", "drop"] = "wait",
+        durability: Literal["process", "power"] = "process",
+        on_error: Literal["stop", "continue"] = "stop",
+        report: Callable[[str], None] = warn,
+        parts: dict[str, int] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.on_error = on_error
+        self.report = report
+        self.failure: str | None = None
+        # Of the folder. Set with the first rows, since the folder may be created after the sink.
+        self._folder_stat: os.stat_result | None = None
+        self._reserve = disk_reserve_file(folder, own_rank())
+        self._has_reserve = False
+        self._step: int | None = None  # the last step whose rows were written
+        self._rows: dict[str, list[Sequence[Row]]] = {}  # groups of rows of each table
+        self._writers = {
+            name: TableWriter(
+                folder,
+                table,
+                journal_bytes=TENSORS_JOURNAL_BYTES if name == "tensors" else ROWS_JOURNAL_BYTES,
+                first=(parts or {}).get(name, 0),
+                fsync=durability == "power",
+            )
+            for name, table in TABLES.items()
+        }
+        self._templates = {name: MessageTemplate(table.plain_schema) for name, table in TABLES.items()}
+        self._counts = RowCounts(row_counts_of(folder, own_rank()))
+        self._tensors = TensorWriter(self._writers["tensors"], tensors=tensors, when_full=when_full)
+
+    def write(self, table: str, rows: Sequence[Row]) -> None:
+        """Buffer rows. They are written at the end of the step."""
+        if rows and self.failure is None:
+            self._rows.setdefault(table, []).append(rows)
+
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
+        """Copy a tensor into a buffer that a thread writes. Return the number of stored bytes; None if the tensor was dropped.
+
+        Raises:
+            SinkError: Tensors cannot be written.
+        """
+        if self.failure is not None:
+            return None
+        try:
+            return self._tensors.keep(key, source_shape, tensor, dtype)
+        except OSError as error:
+            self._fail(error)
+            return None
+
+    def end_step(self, *, wait: bool = False) -> None:
+        """Write the rows and tensors of the step to the operating system.
+
+        Tensors that a GPU is still copying follow at the end of a later step, unless `wait` is True.
+
+        Raises:
+            SinkError: They cannot be written.
+        """
+        if self.failure is not None:
+            return
+        try:
+            self._reserve_space()
+            self._tensors.end_step(wait=wait)
+            for name in [name for name in self._writers if name in self._rows]:
+                self._writers[name].append(self._message(name, self._rows[name]))
+            self._count()
+        except OSError as error:
+            self._fail(error)
+        else:
+            latest = (_latest_moment(self._rows[name][-1], at) for name, at in PHASE.items() if name in self._rows)
+            self._step = max((step for step, phase in latest if phase in STEP_PHASES), default=self._step)
+            self._rows = {}
+
+    def _message(self, table: str, groups: list[Sequence[Row]]) -> pa.RecordBatch | Message:
+        """Return the rows of a step and table for the journal."""
+        if len(groups) > 1:
+            return as_batch(TABLES[table], *groups)
+        (rows,) = groups
+        columns = rows.columns() if isinstance(rows, SlabRows) else [*zip(*rows, strict=True)]
+        return self._templates[table].message(len(rows), columns)
+
+    def finish_parts(self) -> dict[str, int]:
+        """Convert all journals to parts. Return the number of parts of each table.
+
+        Raises:
+            SinkError: A part cannot be written.
+        """
+        try:
+            if self.failure is None:
+                self._tensors.end_step(wait=True)
+            for writer in self._writers.values():
+                writer.finish_part()
+            self._count()
+        except OSError as error:
+            self._fail(error)
+        return {name: writer.part.number for name, writer in self._writers.items()}
+
+    def close(self) -> None:
+        """Convert all journals to parts, and write an empty part for each table without rows.
+
+        Raises:
+            SinkError: A part cannot be written. Rows in journals are kept.
+        """
+        self.end_step(wait=True)
+        self._tensors.stop()
+        try:
+            if self.failure is None:
+                for writer in self._writers.values():
+                    writer.close()
+                self._counts.remove()
+                self._reserve.unlink(missing_ok=True)
+                with suppress(OSError):  # another program has put a file there
+                    (self.folder / JOURNALS).rmdir()
+        except OSError as error:
+            self._fail(error)
+        finally:
+            for writer in self._writers.values():
+                writer.release()
+            self._counts.release()
+
+    def _count(self) -> None:
+        """Write the number of rows in each journal to the row count file."""
+        self._counts.write((writer.part.number, writer.rows) for writer in self._writers.values())
+
+    def _reserve_space(self) -> None:
+        """Reserve a little disk space, which is released to report a full disk."""
+        if not self._has_reserve:
+            self._folder_stat = os.stat(self.folder)
+            self._reserve.parent.mkdir(exist_ok=True)
+            self._reserve.write_bytes(os.urandom(RESERVE_BYTES))
+            self._has_reserve = True
+
+    def _describe_saved(self) -> str:
+        """Describe which of the written files exist, for error messages."""
+        try:
+            stat = os.stat(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return "the folder does not exist any more: nothing is saved"
+        except OSError as error:
+            return f"cannot check which rows are saved: {error.strerror}"
+        if self._folder_stat is not None and not os.path.samestat(stat, self._folder_stat):
+            return "the folder was replaced by another one: nothing of this run is saved"
+        if self._step is None:
+            return "nothing is saved"
+        try:
+            parts = not has_moved(self.folder)
+            lost = [name for name, writer in self._writers.items() if not writer.is_intact(parts=parts)]
+        except OSError as error:
+            return f"cannot check which rows are saved: {error.strerror}"
+        steps = f"steps up to {self._step} are saved"
+        return f"{steps}, but files of {', '.join(lost)} are missing" if lost else steps
+
+    def _fail(self, error: OSError) -> None:
+        """Stop writing after an error, and report it. It is also recorded as an event if possible."""
+        step = 0 if self._step is None else self._step + 1
+        problem = error.strerror or str(error)
+        self.failure = f"cannot write to {self.folder}: {problem}; {self._describe_saved()}"
+        event = (step, own_rank(), None, "recording", self.failure, "error", None, None, None)
+        with suppress(OSError):
+            self._reserve.unlink()
+        with suppress(OSError):
+            self._writers["events"].append(as_batch(TABLES["events"], *self._rows.get("events", ()), [event]))
+        self._rows = {}
+        if self.on_error == "stop":
+            raise SinkError(self.failure) from error
+        self.report(f"{self.failure}; training continues without recording")

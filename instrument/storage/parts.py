@@ -1,0 +1,333 @@
+"""The files of a run: Parquet parts, one folder per table, and journals with the rows that are in no part yet.
+
+    stats/part-0000-000000.parquet           rank, number
+    stats/part-0000-000001-000007.parquet    parts 1 to 7 merged, see instrument.storage.compaction
+    journal/stats-0000-000008.arrows         the rows of the future part 8
+    journal/stats-0000-000008.tmp            part 8 while it is being written
+    journal/rows.0000                        number of rows in the journals of rank 0, see instrument.storage.journal_truncation_check
+
+A part is written to a temporary file and renamed. Only then are the files that it replaces removed: the journal of its
+rows, or the parts that were merged into it. A reader that lists journals first and parts second therefore finds every
+row. If two files contain a row, the newer one counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from ..tables.schemas import AS_WRITTEN, ORDER, TABLES, Table
+from .checksums import add_checksums
+from .journal import SUFFIX, JournalReader
+from .journal_truncation_check import NAME, read_counts, truncation_problem
+from .row_batches import as_table, with_positions
+
+JOURNALS = "journal"
+DAMAGED = ".damaged"
+OTHER_COLUMNS = "the columns differ from those of the table: the file is not read"
+ROW_GROUP_ROWS = 32_768
+TENSOR_ROW_GROUP_ROWS = 8_192  # the number of rows that are read to get one tensor
+LISTING_SIZE = 256  # the number of files that the system lists in one call
+# The number of batches that are combined into one, and the number of bytes of the last one.
+BATCHES_TO_COMBINE, MAX_SMALL_BATCH_BYTES = 64, 2**20
+ROW_GROUP_BYTES = 16 * 2**20  # of recorded values
+
+_PART = re.compile(r"part-(\d{4})-(\d{6,})(?:-(\d{6,}))?\.parquet")
+_JOURNAL = re.compile(rf"([a-z]+)-(\d{{4}})-(\d{{6,}})\{SUFFIX}")
+
+
+class Part(NamedTuple):
+    """One part of a table, or several merged ones."""
+
+    rank: int  # the process that wrote it, from 0
+    number: int  # the number of the part, or of the first merged one
+    last: int = -1  # the number of the last merged one; -1 for a single part
+
+    @property
+    def end(self) -> int:
+        """The number of the next part."""
+        return max(self.number, self.last) + 1
+
+    @property
+    def name(self) -> str:
+        """The rank and numbers as they occur in file names."""
+        return f"{self.rank:04d}-{self.number:06d}" + (f"-{self.last:06d}" if self.last > self.number else "")
+
+    def covers(self, other: Part) -> bool:
+        """Return whether this part contains all rows of another one."""
+        return self.rank == other.rank and self.number <= other.number and other.end <= self.end
+
+    def file(self, folder: Path, table: str) -> Path:
+        """Return its Parquet file."""
+        return folder / table / f"part-{self.name}.parquet"
+
+    def journal(self, folder: Path, table: str) -> Path:
+        """Return the journal of its rows, which exists until the Parquet file does."""
+        return folder / JOURNALS / f"{table}-{self.name}{SUFFIX}"
+
+    def temporary(self, folder: Path, table: str) -> Path:
+        """Return its temporary file."""
+        return self.journal(folder, table).with_suffix(".tmp")
+
+
+def part_files(folder: Path, table: str) -> dict[Part, Path]:
+    """Return the Parquet files of a table in order, without those whose rows are in a merged part."""
+    files: dict[Part, Path] = {}
+    latest: Part | None = None
+    for part, file in written_parts(folder, table).items():
+        if latest is None or not latest.covers(part):
+            files[part], latest = file, part
+    return files
+
+
+def written_parts(folder: Path, table: str) -> dict[Part, Path]:
+    """Return all Parquet files of a table in order. A merged part comes before the parts that it replaces."""
+    files = {}
+    for name in names_in(folder / table):
+        if match := _PART.fullmatch(name):
+            files[Part(int(match[1]), int(match[2]), int(match[3] or -1))] = folder / table / name
+    return dict(sorted(files.items(), key=lambda item: (item[0].rank, item[0].number, -item[0].end)))
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names of the files in a folder at one moment.
+
+    The system lists a large folder in several calls. In between, a merged part can appear and the parts that it
+    replaces can disappear, so the folder is listed until two listings agree.
+    """
+    try:
+        names = [file.name for file in folder.iterdir()]
+        while len(names) > LISTING_SIZE and names != (names := [file.name for file in folder.iterdir()]):
+            pass
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return names
+
+
+def journals_of(folder: Path, table: str | None = None) -> dict[tuple[str, Part], Path]:
+    """Return the journals of a table, or of all tables, in order. The rows of some may already be in a part."""
+    files = {}
+    for name in names_in(folder / JOURNALS):
+        match = _JOURNAL.fullmatch(name)
+        if match and match[1] in TABLES and table in (None, match[1]):
+            files[match[1], Part(int(match[2]), int(match[3]))] = folder / JOURNALS / name
+    return dict(sorted(files.items()))
+
+
+def disk_reserve_file(folder: Path, rank: int) -> Path:
+    """Return the file that reserves disk space for a process, see `instrument.storage.parquet`."""
+    return folder / JOURNALS / f"reserve.{rank:04d}"
+
+
+def disk_reserve_files(folder: Path) -> list[Path]:
+    """Return the files that reserve disk space for all processes of a run."""
+    return list((folder / JOURNALS).glob("reserve.*"))
+
+
+def row_counts_of(folder: Path, rank: int) -> Path:
+    """Return the row count file of a process."""
+    return folder / JOURNALS / f"rows.{rank:04d}"
+
+
+def row_counts_in(folder: Path) -> dict[Path, int]:
+    """Return the row count files of all processes, each with its rank."""
+    names = {name: NAME.fullmatch(name) for name in names_in(folder / JOURNALS)}
+    return {folder / JOURNALS / name: int(match[1]) for name, match in names.items() if match}
+
+
+def rows_written(folder: Path) -> tuple[dict[tuple[str, Part], int], list[Path]]:
+    """Return the minimum number of rows written to each journal, by table and part, and the damaged row count files."""
+    counts: dict[tuple[str, Part], int] = {}
+    damaged = []
+    for path, rank in row_counts_in(folder).items():
+        known = read_counts(path)
+        if known is None:
+            damaged.append(path)
+        counts |= {(table, Part(rank, number)): rows for (table, number), rows in (known or {}).items()}
+    return counts, damaged
+
+
+def lost_journals(folder: Path, table: str) -> dict[Path, str]:
+    """Return the missing journals of a table whose rows are in no part, each with a message."""
+
+    def missing() -> dict[Path, str]:
+        written, _ = rows_written(folder)
+        return {
+            part.journal(folder, name): f"the file is missing, with {rows:,} rows"
+            for (name, part), rows in written.items()
+            if name == table
+            and not part.journal(folder, name).exists()
+            and not any(later.covers(part) for later in part_files(folder, name))
+        }
+
+    lost = missing()
+    # Checked twice: a run that resumes removes journals in between.
+    return {path: problem for path, problem in missing().items() if path in lost} if lost else {}
+
+
+def foreign_files(folder: Path, subfolder: str) -> list[Path]:
+    """Return the files in a folder of a run that no run has written and no reader uses."""
+    names = names_in(folder / subfolder)
+    if not names or (subfolder != JOURNALS and all(_PART.fullmatch(name) for name in names)):
+        return []  # a shortcut: there may be thousands of runs
+    listed = journals_of(folder) if subfolder == JOURNALS else written_parts(folder, subfolder)
+    known_files = {*listed.values(), *disk_reserve_files(folder)}
+    present = (Path(above, name) for above, _, names in os.walk(folder / subfolder) for name in names)
+    return sorted(
+        file for file in present if not (file in known_files or file.suffix == ".tmp" or NAME.fullmatch(file.name))
+    )
+
+
+def read_journal(
+    table: Table, path: Path, *, exclusive: bool = False, after: JournalReader | None = None
+) -> JournalReader:
+    """Open a journal of a table, see `JournalReader.of`. If its columns are not those of the table, it has no batches."""
+    reading = JournalReader.of(path, exclusive=exclusive, after=after)
+    if reading.schema is not None and reading.schema != table.plain_schema:
+        reading.problem = OTHER_COLUMNS
+    return reading
+
+
+def convert_journal(folder: Path, table: Table, part: Part, written: int, *, fsync: bool = False) -> JournalReader:
+    """Convert a journal to a part and remove it. A damaged journal is kept under another name.
+
+    Args:
+        written: The minimum number of rows that were written to the journal; 0 if unknown.
+        fsync: Whether the part survives a power failure. Default: False.
+
+    Returns:
+        The content of the journal, with a message about unreadable data.
+
+    Raises:
+        OSError: The part cannot be written. The journal is kept unchanged.
+    """
+    journal = part.journal(folder, table.name)
+    reading = read_journal(table, journal, exclusive=True)
+    if not any(later.covers(part) for later in part_files(folder, table.name)):
+        with new_part(folder, table, part, fsync=fsync) as writer:
+            max_rows = TENSOR_ROW_GROUP_ROWS if table.name == "tensors" else ROW_GROUP_ROWS
+            for group in _groups(_combine_small(with_positions(table, batch) for batch in reading.batches()), max_rows):
+                rows = in_order(table, as_table(table, pa.Table.from_batches(group)))
+                writer.write_table(rows, row_group_size=2 * ROW_GROUP_ROWS)  # a step may have more rows
+        reading.problem = reading.problem or truncation_problem(reading.rows, written)
+    if reading.problem is None:
+        journal.unlink()
+    else:
+        journal.rename(journal.with_suffix(DAMAGED))
+    return reading
+
+
+def remove_rows_after_checkpoint(folder: Path, rank: int, counts: Mapping[str, int]) -> None:
+    """Remove everything that one process wrote after each table had a certain number of parts.
+
+    Removed are later parts, journals, and temporary files.
+
+    Raises:
+        OSError: A file cannot be removed, or a merged part contains rows to keep and rows to remove.
+    """
+    # Removed first: as long as it exists, missing journals are reported.
+    row_counts_of(folder, rank).unlink(missing_ok=True)
+    for name in TABLES:
+        kept = counts.get(name, 0)  # a checkpoint of an earlier version lacks newer tables
+        for part, file in written_parts(folder, name).items():
+            if part.rank == rank and part.number >= kept:
+                file.unlink()
+            elif part.rank == rank and part.end > kept:
+                raise OSError(f"cannot resume from this checkpoint: {file} mixes rows from before and after it")
+    for (_, part), file in journals_of(folder).items():
+        if part.rank == rank:
+            file.unlink()
+    for temporary in (folder / JOURNALS).glob("*.tmp"):
+        temporary.unlink(missing_ok=True)  # another process may have removed it
+
+
+def in_order(table: Table, rows: pa.Table) -> pa.Table:
+    """Sort rows as in the files of the table. Rows of one step and layer keep their order."""
+    return _sorted_by(rows, ORDER) if table.is_sorted else rows
+
+
+def as_written(rows: pa.Table) -> pa.Table:
+    """Sort the rows of a sorted table in the order in which they were written. Rows without a position keep their order."""
+    return _sorted_by(rows, AS_WRITTEN)
+
+
+def _sorted_by(rows: pa.Table, names: Iterable[str]) -> pa.Table:
+    columns = {name: rows.column(name) for name in names}
+    keys = {name: c.cast(c.type.value_type) if pa.types.is_dictionary(c.type) else c for name, c in columns.items()}
+    return rows.take(pc.sort_indices(pa.table(keys), [(name, "ascending") for name in keys]))
+
+
+def _combine_small(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Combine small batches. Arrow's overhead for a batch of a few rows exceeds the rows."""
+    small_batches: list[pa.RecordBatch] = []
+    for batch in batches:
+        small_batches.append(batch)
+        is_large = batch.num_rows > BATCHES_TO_COMBINE or batch.nbytes > MAX_SMALL_BATCH_BYTES
+        if is_large or len(small_batches) == BATCHES_TO_COMBINE:
+            yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
+            small_batches = []
+    if small_batches:
+        yield from pa.Table.from_batches(small_batches).combine_chunks().to_batches()
+
+
+def _groups(batches: Iterator[pa.RecordBatch], max_rows: int) -> Iterator[list[pa.RecordBatch]]:
+    """Group batches into row groups."""
+    group: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        group.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+        if rows >= max_rows or size >= ROW_GROUP_BYTES:
+            yield group
+            group, rows, size = [], 0, 0
+    if group:
+        yield group
+
+
+@contextmanager
+def new_part(folder: Path, table: Table, part: Part, *, fsync: bool = False) -> Iterator[pq.ParquetWriter]:
+    """Create a part. It is renamed to its final name when the block ends; after an error, no file remains."""
+    temporary, file = part.temporary(folder, table.name), part.file(folder, table.name)
+    file.parent.mkdir(exist_ok=True)
+    temporary.parent.mkdir(exist_ok=True)
+    try:
+        with pq.ParquetWriter(temporary, table.schema, **_options(table)) as writer:
+            yield writer
+        add_checksums(temporary)
+        if fsync:
+            _sync(temporary)
+        os.replace(temporary, file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    if fsync:
+        _sync(file.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _options(table: Table) -> dict[str, Any]:
+    labels = [column.name for column in table.columns if pa.types.is_dictionary(column.type)]
+    options: dict[str, Any] = {"use_dictionary": labels, "write_page_checksum": True}
+    options |= {"compression": "zstd", "compression_level": 1}
+    if table.is_sorted:
+        options["sorting_columns"] = [pq.SortingColumn(table.schema.get_field_index(name)) for name in ORDER]
+    if table.name == "tensors":
+        # Dictionaries and statistics of recorded values cost more than the values. Only labels have them.
+        options |= {"compression": "none", "compression_level": None, "write_statistics": ["step", *labels]}
+    return options

@@ -1,0 +1,74 @@
+"""Recovery of killed runs: the rows of their journals become Parquet."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..tables.schemas import TABLES
+from .journal_truncation_check import DAMAGED
+from .parts import (
+    JOURNALS,
+    Part,
+    convert_journal,
+    disk_reserve_files,
+    journals_of,
+    lost_journals,
+    new_part,
+    part_files,
+    row_counts_in,
+    rows_written,
+)
+from .remote_folder import moved_to
+
+
+@dataclass
+class RecoveryResult:
+    """The result of a recovery."""
+
+    rows: Counter[str] = field(default_factory=Counter)  # the number of rows that became Parquet, by table
+    # Tables whose last step was incomplete when the process ended. Its incomplete message is discarded.
+    torn: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # messages about unreadable data
+
+
+def recover(folder: Path) -> RecoveryResult:
+    """Convert all journals of a run without a process to parts, and remove its temporary files.
+
+    Raises:
+        OSError: A file cannot be written. The files not yet processed are unchanged.
+    """
+    result = RecoveryResult()
+    for temporary in (folder / JOURNALS).glob("*.tmp"):
+        temporary.unlink()
+    written, damaged = rows_written(folder)
+    result.problems += [f"{path.relative_to(folder)}: {DAMAGED}" for path in damaged]
+    for (name, part), path in journals_of(folder).items():
+        reading = convert_journal(folder, TABLES[name], part, written.get((name, part), 0))
+        result.rows[name] += reading.rows
+        if reading.torn:
+            result.torn.append(name)
+        if reading.problem is not None:
+            result.problems.append(f"{path.relative_to(folder)}: {reading.problem}")
+    for name in TABLES:
+        lost = lost_journals(folder, name)
+        result.problems += [f"{path.relative_to(folder)}: {problem}" for path, problem in lost.items()]
+    for name, table in TABLES.items():
+        if not part_files(folder, name) and not has_moved(folder):
+            with new_part(folder, table, Part(0, 0)):
+                pass
+    for file in (*disk_reserve_files(folder), *row_counts_in(folder)):
+        file.unlink()
+    with suppress(OSError):  # a damaged journal is kept
+        (folder / JOURNALS).rmdir()
+    return result
+
+
+def has_moved(folder: Path) -> bool:
+    """Return whether the parts of a run were moved to a remote folder, so that tables without parts are expected."""
+    with suppress(OSError, ValueError, AttributeError):
+        return moved_to(json.loads((folder / "run.json").read_text())) is not None
+    return False

@@ -1,0 +1,48 @@
+"""Rows as Arrow record batches: those of the journal, and those of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from ..tables.schemas import POSITION, Table
+
+
+def as_batch(table: Table, *groups: Sequence[tuple[Any, ...]]) -> pa.RecordBatch:
+    """Convert rows, tuples in the order of the columns, to a record batch with labels as strings.
+
+    A group of rows that has a method `to_batch` converts itself.
+    """
+    batches = [
+        group.to_batch()
+        if hasattr(group, "to_batch")
+        else pa.RecordBatch.from_struct_array(pa.array(group, table.plain_struct))
+        for group in groups
+    ]
+    if len(batches) == 1:
+        return batches[0]
+    (batch,) = pa.Table.from_batches(batches).combine_chunks().to_batches()
+    return batch
+
+
+def with_positions(table: Table, batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Add the position of each row within a batch, if the files of the table have it."""
+    if not table.is_sorted:
+        return batch
+    positions = pa.array(np.arange(batch.num_rows, dtype=np.int32))
+    return batch.append_column(pa.field(POSITION.name, POSITION.type), positions)
+
+
+def as_table(table: Table, plain: Sequence[pa.RecordBatch] | pa.Table) -> pa.Table:
+    """Convert plain rows, in batches or with their positions, to the dtypes of the files, with labels as dictionaries."""
+    if not isinstance(plain, pa.Table):
+        empty = pa.RecordBatch.from_pylist([], table.plain_schema)
+        plain = pa.Table.from_batches([with_positions(table, batch) for batch in [*plain, empty]])
+    columns = [
+        cells.combine_chunks().dictionary_encode() if pa.types.is_dictionary(column.type) else cells
+        for column, cells in zip(table.stored, plain.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, schema=table.schema)

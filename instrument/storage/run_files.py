@@ -1,0 +1,341 @@
+"""Access to the files of a run's folder in any state: in progress, done, killed or damaged."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+
+from ..errors import InstrumentWarning
+from ..tables.schemas import AS_WRITTEN, CUSTOM, POSITION, SHAPE, TABLES, Table
+from ..tables.statistics import STATISTICS
+from .checksums import REMEDY, column_ranges, open_checked
+from .journal_truncation_check import DAMAGED, truncation_problem
+from .lock import is_locked
+from .parts import (
+    JOURNALS,
+    Part,
+    as_written,
+    foreign_files,
+    journals_of,
+    lost_journals,
+    part_files,
+    read_journal,
+    rows_written,
+)
+from .remote_files import arrow_files, remote_errors
+from .remote_folder import arrow_name, is_address, moved_to
+from .row_batches import as_table
+
+OPTIONAL_COLUMNS = {
+    POSITION.name,
+    "scope",
+    SHAPE.name,
+    CUSTOM.name,
+    *("location", "value", "threshold"),  # of events
+    "held",  # of effects
+    *(statistic.name for statistic in STATISTICS.values() if not statistic.default),
+}
+"""Columns that may be missing in files of earlier versions; they are read as null."""
+OPEN_AHEAD = 256  # files opened in advance, so that they stay readable if they are merged and deleted
+UNREADABLE = (pa.ArrowException, OSError)
+T = TypeVar("T")
+_ONE_AT_A_TIME: dict[str, Any] = {
+    "batch_readahead": 0,
+    "fragment_readahead": 0,
+    "use_threads": False,
+    "fragment_scan_options": ds.ParquetFragmentScanOptions(pre_buffer=False),
+}
+
+
+class RunFiles:
+    """The files of one run. Damaged files are added to `problems` and skipped.
+
+    Attributes:
+        problems: Descriptions of the problems, each beginning with the name of the file.
+
+    Raises:
+        InstrumentError: Raised by the methods if a remote folder cannot be reached.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.problems: list[str] = []
+        self._arrow = arrow_files(folder)
+        self._is_remote = is_address(folder)
+        self._checked_folders: set[str] = set()  # folders that were checked for foreign files
+        self._damaged_files: set[Path] = set()
+        self._valid_files: set[Path] = set()
+        self._verified_columns: dict[Path, set[str]] = {}
+
+    def info(self) -> dict[str, Any]:
+        """Return the content of run.json as far as it can be read.
+
+        If the status is `running` but the process on this machine is gone, the returned status is `killed`.
+
+        Raises:
+            InstrumentError: The folder is remote and cannot be reached.
+        """
+        path = self.folder / "run.json"
+        try:
+            info = json.loads(self._text_of(path))
+        except (OSError, ValueError) as error:
+            self._problem(path, f"cannot be read: {error}")
+            info = None
+        if not isinstance(info, dict):
+            info = {}
+        info = {"status": "unknown", "seed": None, **info}
+        for name in ("overrides", "metrics"):
+            if not isinstance(info.get(name), dict):
+                info[name] = {}
+        if not self._is_remote and (address := moved_to(info)) is not None:
+            self._problem(path, f"files were moved to {address}: load this address to read all rows")
+        if info["status"] == "running" and not self._is_remote and not is_locked(self.folder):
+            info["status"] = "killed"
+        return info
+
+    def _text_of(self, path: Path) -> str:
+        if not self._is_remote:
+            return path.read_text()
+        with remote_errors(path):
+            content = path.read_bytes()
+        return content.decode()
+
+    def table_files(self, name: str) -> tuple[list[Path], list[pa.Table]]:
+        """Return the Parquet files of a table that are not known to be damaged, and the rows of its journals."""
+        self._check_foreign_files(name)
+        # Journals are read first: one that is converted meanwhile is then found as a Parquet file.
+        journals = self._unwritten(name)
+        parts = self._parts(name)
+        return list(parts.values()), [
+            rows for part, rows in journals.items() if not any(later.covers(part) for later in parts)
+        ]
+
+    def _parts(self, name: str) -> dict[Part, Path]:
+        return {part: file for part, file in part_files(self.folder, name).items() if file not in self._damaged_files}
+
+    def _unwritten(self, name: str) -> dict[Part, pa.Table]:
+        """Return the rows of the journals of a table; empty for a remote run, since journals are not uploaded."""
+        rows: dict[Part, pa.Table] = {}
+        if self._is_remote:
+            return rows
+        written, damaged = rows_written(self.folder)
+        problems: dict[Path, str | None] = {}
+        for (_, part), path in journals_of(self.folder, name).items():
+            with suppress(FileNotFoundError):  # the journal was converted to Parquet in the meantime
+                reading = read_journal(TABLES[name], path)
+                # The duration of a scan depends on the number of chunks.
+                rows[part] = as_table(TABLES[name], [*reading.batches()]).combine_chunks()
+                problems[path] = reading.problem or truncation_problem(reading.rows, written.get((name, part), 0))
+        problems |= dict.fromkeys(damaged, DAMAGED) | lost_journals(self.folder, name)
+        for path, problem in problems.items():
+            if problem is not None:
+                self._problem(path, problem)
+        return rows
+
+    def check_footers(self, name: str) -> None:
+        """Read the footers of all Parquet files of a table; damaged and incompatible files are no longer listed.
+
+        Raises:
+            FileNotFoundError: A file was deleted in the meantime.
+        """
+        for file in [file for file in self._parts(name).values() if file not in self._valid_files]:
+            with self._errors_reported(file, skip=True):
+                columns = {*self._columns_of(file), *OPTIONAL_COLUMNS}
+                if missing := [column for column in TABLES[name].schema.names if column not in columns]:
+                    self._damaged_files.add(file)
+                    self._problem(file, f"column {', '.join(missing)} is missing: file skipped")
+                else:
+                    self._valid_files.add(file)
+
+    def check_columns(self, name: str, columns: Collection[str]) -> None:
+        """Verify columns of all Parquet files of a table, for a reader that verifies no checksums; check their footers too.
+
+        Damaged files are no longer listed. Of remote files, only footers are checked. Columns that were verified before are not read again.
+
+        Raises:
+            FileNotFoundError: A file was deleted in the meantime.
+        """
+        self.check_footers(name)
+        for file in [] if self._is_remote else self._parts(name).values():
+            if rest := set(columns) - self._verified_columns.setdefault(file, set()):
+                with self._errors_reported(file, skip=True), open_checked(str(file)) as content:
+                    for start, size in column_ranges(pq.read_metadata(content), rest):
+                        content.verify(start, start + size)
+                self._verified_columns[file] |= rest
+
+    def lacks_columns(self, file: Path, name: str) -> bool:
+        """Return whether a file was written by an earlier version, without some of the current columns.
+
+        The result is False if the file cannot be read; other problems are found when it is read.
+        """
+        try:
+            return not OPTIONAL_COLUMNS.intersection(TABLES[name].schema.names) <= set(self._columns_of(file))
+        except UNREADABLE:
+            return False
+
+    def check_contents(self, name: str) -> None:
+        """Read all Parquet files of a table completely; files with damaged contents are no longer listed.
+
+        Raises:
+            FileNotFoundError: A file was deleted in the meantime.
+        """
+        for file in self._parts(name).values():
+            with self._errors_reported(file, skip=True):
+                for _ in self._opened(file).to_batches():
+                    pass
+
+    def read(self, name: str, columns: Sequence[str] | None = None, condition: ds.Expression | None = None) -> pa.Table:
+        """Read the rows of a table in the order in which they were written."""
+        return self.retry_if_merged(
+            lambda: self._read(TABLES[name], columns or TABLES[name].schema.names, condition), name
+        )
+
+    def scan(
+        self, name: str, columns: Sequence[str], condition: ds.Expression | None = None
+    ) -> Iterator[pa.RecordBatch]:
+        """Read the rows of a table in batches, for tables that are larger than memory.
+
+        Rows of a step are in the order in which they were written, but steps of more than about 100,000 rows may be
+        ordered by layer.
+        """
+        table = TABLES[name]
+        wanted = _with_keys(table, columns)
+        for file, piece in self._fragments(table):
+            with self._errors_reported(file):
+                # A row group of recorded tensors has 16 MB. Arrow would read several of them ahead.
+                is_large = name == "tensors"
+                options = _ONE_AT_A_TIME if is_large else {}
+                for part in _row_groups(piece) if is_large else [piece]:
+                    # Arrow copies the values of the rows that a filter selects, also if it selects all of them.
+                    selects_all = is_large and condition is not None and _selects_all(part, condition)
+                    rest = None if selects_all else condition
+                    for batch in part.to_batches(schema=table.schema, columns=wanted, filter=rest, **options):
+                        yield from _in_written_order(table, pa.Table.from_batches([batch]), columns).to_batches()
+
+    def dataset(self, name: str, files: Sequence[Path]) -> ds.Dataset:
+        """Return Parquet files of a table as an Arrow dataset; columns that a file lacks are null."""
+        names = [arrow_name(file) for file in files]
+        return ds.dataset(names, schema=TABLES[name].schema, format="parquet", filesystem=self._arrow)
+
+    def retry_if_merged(self, operation: Callable[[], T], name: str) -> T:
+        """Call `operation` and return its result; repeat the call if a file was merged into another one in the meantime.
+
+        Raises:
+            FileNotFoundError: A file was deleted without being merged.
+        """
+        while True:
+            before = part_files(self.folder, name)
+            try:
+                return operation()
+            except FileNotFoundError:
+                if part_files(self.folder, name) == before:
+                    raise
+
+    def count(self, name: str) -> int:
+        """Return the number of rows of a table without reading the rows."""
+        count = 0
+        for file, piece in self._fragments(TABLES[name]):
+            with self._errors_reported(file):
+                count += piece.count_rows()
+        return count
+
+    def report_skipped(self, table: str, what: str) -> None:
+        """Add data that a reader cannot handle to the problems."""
+        self._problem(self.folder / table, f"{what}: skipped")
+
+    def _read(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
+        wanted = _with_keys(table, columns)
+        read = [table.schema.empty_table().select(wanted)]
+        for file, piece in self._fragments(table):
+            with self._errors_reported(file):
+                read.append(piece.to_table(schema=table.schema, columns=wanted, filter=condition))
+        return _in_written_order(table, pa.concat_tables(read), columns)
+
+    def _fragments(self, table: Table) -> Iterator[tuple[Path, ds.Fragment]]:
+        """Yield the files of a table; the first files are opened before any is read."""
+
+        def operation() -> tuple[list[tuple[Path, ds.Fragment]], list[Path], list[pa.Table]]:
+            self.check_footers(table.name)
+            files, journals = self.table_files(table.name)
+            return [(file, self._opened(file)) for file in files[:OPEN_AHEAD]], files, journals
+
+        opened, files, journals = self.retry_if_merged(operation, table.name)
+        yield from opened
+        yield from ((file, self._opened(file)) for file in islice(files, OPEN_AHEAD, None))
+        for rows in journals:
+            yield from ((self.folder / JOURNALS, piece) for piece in ds.dataset(rows).get_fragments())
+
+    def _opened(self, file: Path) -> ds.Fragment:
+        return ds.ParquetFileFormat().make_fragment(self._arrow.open_input_file(arrow_name(file)))
+
+    def _columns_of(self, file: Path) -> list[str]:
+        names: list[str] = pq.read_schema(arrow_name(file), filesystem=self._arrow).names
+        return names
+
+    @contextmanager
+    def _errors_reported(self, file: Path, *, skip: bool = False) -> Iterator[None]:
+        """Add an error to the problems. With `skip`, the file is no longer listed, and the error of a deleted file is raised."""
+        try:
+            yield
+        except UNREADABLE as error:
+            if skip and isinstance(error, FileNotFoundError):
+                raise
+            if skip:
+                self._damaged_files.add(file)
+            self._problem(file, f"cannot be read: {first_line(error)}; {REMEDY}")
+
+    def _check_foreign_files(self, table: str) -> None:
+        for subfolder in {table, JOURNALS} - self._checked_folders if not self._is_remote else ():
+            self._checked_folders.add(subfolder)
+            for file in foreign_files(self.folder, subfolder):
+                self._problem(file, "not a file of a run: skipped")
+
+    def _problem(self, file: Path, problem: str) -> None:
+        message = f"{file.relative_to(self.folder)}: {problem}"
+        if message not in self.problems:
+            self.problems.append(message)
+            warnings.warn(f"{self.folder}: {message}", InstrumentWarning, stacklevel=2)
+
+
+def _row_groups(piece: ds.Fragment) -> Sequence[ds.Fragment]:
+    """Return the row groups of a Parquet file; other fragments are returned unchanged."""
+    groups: Sequence[ds.Fragment] = piece.split_by_row_group() if isinstance(piece, ds.ParquetFileFragment) else [piece]
+    return groups
+
+
+def _selects_all(piece: ds.Fragment, condition: ds.Expression) -> bool:
+    """Return whether a condition selects all rows. Only the columns of the condition are read."""
+    return bool(piece.count_rows(filter=condition, use_threads=False) == piece.count_rows())
+
+
+def size_on_disk(folder: Path) -> int:
+    """Return the size of the tables of a run in bytes, including journals."""
+    size = 0
+    for name in TABLES:
+        for file in (*part_files(folder, name).values(), *journals_of(folder, name).values()):
+            with suppress(FileNotFoundError):  # the journal was converted to Parquet in the meantime
+                size += file.stat().st_size
+    return size
+
+
+def _with_keys(table: Table, columns: Sequence[str]) -> list[str]:
+    """Return the columns, and those needed to restore the order in which the rows were written."""
+    return list(dict.fromkeys([*columns, *(AS_WRITTEN if table.is_sorted else ())]))
+
+
+def _in_written_order(table: Table, rows: pa.Table, columns: Sequence[str]) -> pa.Table:
+    return (as_written(rows) if table.is_sorted else rows).select(list(columns))
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error message."""
+    return str(error).strip().partition("\n")[0]

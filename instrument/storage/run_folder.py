@@ -1,0 +1,257 @@
+"""The folder of a run, its lock and its run.json."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError, Problem, RankError, SinkError
+from .folder_snapshot import ReplacedRun, Snapshot
+from .lock import FolderLock, is_locked
+from .remote_folder import check_is_local
+from .run_record import (
+    PACKAGES,
+    Status,
+    end_if_running,
+    final_entries,
+    git_revision,
+    installed_version,
+    read_record,
+    write_json,
+)
+
+RANK_0_TIMEOUT = 60.0  # Seconds that the other processes of a run wait for rank 0.
+
+
+def create_free_folder(folder: Path, where: str) -> None:
+    """Create the folder of a new run, and check that it is free. A run never overwrites another run.
+
+    Raises:
+        ConfigError: The folder contains a run, is a remote address, or cannot be created or written.
+    """
+    check_is_local(folder, where)
+    if (folder / "run.json").exists():
+        message = "the folder already contains a run, and runs are never overwritten"
+        fix = "choose another folder, or " + ("pass overwrite=True" if where == "out" else "delete this one")
+        raise ConfigError(Problem(where, message, given=str(folder), fix=fix))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        test_file = folder / ".writable"
+        test_file.touch()
+        test_file.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
+    except OSError as error:
+        message = f"the folder is not writable: {error.strerror}"
+        raise ConfigError(Problem(where, message, str(folder), fix=f"set {where} to a writable folder")) from None
+
+
+def check_process_count(record: Mapping[str, Any], present: int, where: str, command: str) -> None:
+    """Check that a run is resumed or repeated with the same number of processes.
+
+    Raises:
+        ConfigError: The number is different.
+    """
+    count = record.get("ranks", 1)
+    if count != present:
+        many = "one process" if count == 1 else f"{count} processes"
+        program = "python" if count == 1 else f"torchrun --nproc-per-node {count}"
+        message = f"the run was started with {many}, and the same number is required"
+        raise ConfigError(Problem(where, message, given=present, allowed=str(count), fix=f"run {program} -m {command}"))
+
+
+class DiscardedRunError(Exception):
+    """Ends the recording of a run that its trainer starts again: the folder is restored to its previous content."""
+
+
+class RunFolder:
+    """The folder of a new run. This process holds its lock and writes its run.json.
+
+    Args:
+        on_error: `stop` (default) raises an error if run.json cannot be written; `continue` ignores the error.
+        overwrite: Whether to replace the run in the folder. Its files are restored if the new run is refused or discarded.
+            Default: False.
+        record: The entries of run.json. The file is written again after each change.
+
+    Raises:
+        ConfigError: The folder contains a run, another process has just started a run there, or it cannot be written.
+        SinkError: From all methods: run.json cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        where: str = "hydra.run.dir",
+        on_error: Literal["stop", "continue"] = "stop",
+        overwrite: bool = False,
+        **record: Any,
+    ) -> None:
+        self.path = path
+        self.on_error = on_error
+        self.record: dict[str, Any] = {}
+        self._replaced = ReplacedRun(path)
+        try:
+            if overwrite:
+                self._replaced.set_aside(where)
+            self._create(where, record)
+        except BaseException:
+            self._replaced.restore()
+            raise
+
+    def _create(self, where: str, record: dict[str, Any]) -> None:
+        """Lock the folder, and write the first run.json."""
+        path = self.path
+        self._snapshot = Snapshot.take(path)
+        create_free_folder(path, where)
+        self._lock = FolderLock(path)
+        if not self._lock.acquire():
+            raise ConfigError(Problem(where, "another process has just started a run in this folder", given=str(path)))
+        try:
+            create_free_folder(path, where)  # A run may have started and ended since the first check.
+            self.record = _first_record(record)
+            self._write()
+        except BaseException as error:
+            self._lock.release()
+            if not isinstance(error, ConfigError):  # otherwise the files belong to another run
+                self._snapshot.restore()
+            raise
+
+    @classmethod
+    def reopen(cls, path: Path, *, on_error: Literal["stop", "continue"] = "stop") -> RunFolder:
+        """Open the folder of a stopped run, to resume the run.
+
+        Raises:
+            ConfigError: The folder contains no run, the run is complete, or a process still writes to the folder.
+        """
+        record = read_record(path, "resume")
+        if record["status"] == "done":
+            raise ConfigError(Problem("resume", "the run is already done; there is nothing to resume", given=str(path)))
+        folder = cls.__new__(cls)
+        folder.path, folder.on_error = path, on_error
+        folder._snapshot, folder._replaced = Snapshot.take(path), ReplacedRun(path)
+        folder._lock = FolderLock(path)
+        if not folder._lock.acquire():
+            raise ConfigError(Problem("resume", "the run is in progress in another process", given=str(path)))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        resumed = [*record.get("resumed", []), {"at": now, "command": sys.argv}]
+        record.pop("failed_rank", None)
+        folder.record = {**record, "status": "running", "ended": None, "error": None, "resumed": resumed}
+        folder._write()
+        return folder
+
+    @contextmanager
+    def recording(
+        self, has_started: Callable[[], bool], stop_reason: Callable[[], str | None] = lambda: None
+    ) -> Iterator[None]:
+        """Write to run.json how the block ended: `done`, `stopped`, `interrupted` or `failed`. Then release the lock.
+
+        Args:
+            has_started: Returns whether training has begun. If a configuration error occurs earlier, or the run is
+                discarded, the folder is restored to its previous content.
+            stop_reason: Returns why the training was stopped; None if it is complete. Default: complete.
+        """
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            self.finish("interrupted", interrupt)
+            raise
+        except (ConfigError, DiscardedRunError) as error:
+            if has_started() and not isinstance(error, DiscardedRunError):
+                self.finish("failed", error)
+            else:
+                self._lock.release()
+                self._snapshot.restore()
+                self._replaced.restore()
+            raise
+        except BaseException as error:
+            self.finish("failed", error)
+            raise
+        reason = stop_reason()
+        self.finish("done" if reason is None else "stopped", reason)
+
+    def update(self, **record: Any) -> None:
+        """Add entries to run.json."""
+        self.record |= record
+        self._write()
+
+    def finish(self, status: Status, error: BaseException | str | None = None) -> None:
+        """Write the final status to run.json and release the lock.
+
+        Args:
+            error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
+                writing run.json. Default: None.
+        """
+        try:
+            self.update(**final_entries(status, error))
+        except SinkError:
+            if not isinstance(error, BaseException):
+                raise
+        finally:
+            self._replaced.remove()
+            self._lock.release()
+
+    def _write(self) -> None:
+        """Write run.json. Raise SinkError if it cannot be written and `on_error` is `stop`."""
+        try:
+            write_json(self.path / "run.json", self.record)
+        except OSError as error:
+            if self.on_error == "stop":
+                raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
+
+
+def _first_record(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of run.json when a run starts, with these entries of the caller."""
+    return {
+        "status": "running",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "ended": None,
+        "error": None,
+        **entries,
+        "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
+        "git_revision": git_revision(),
+        "command": sys.argv,
+    }
+
+
+class WorkerRunFolder:
+    """The folder of a run for all processes except rank 0. Rank 0 writes run.json.
+
+    Raises:
+        ConfigError: Rank 0 did not begin a run in the folder within 60 seconds, or another process has the same rank.
+    """
+
+    def __init__(self, path: Path, rank: int, *, where: str = "hydra.run.dir") -> None:
+        self.path = path
+        self._lock = FolderLock(path, rank)
+        deadline = time.monotonic() + RANK_0_TIMEOUT
+        while not is_locked(path):  # Rank 0 locks the folder, after it checked that it contains no other run.
+            if time.monotonic() > deadline:
+                message = f"rank 0 did not start a run in this folder within {RANK_0_TIMEOUT:.0f} seconds"
+                raise ConfigError(Problem(where, message, given=str(path)))
+            time.sleep(0.05)
+        if not self._lock.acquire():
+            message = "another process with the same rank writes to this folder"
+            raise ConfigError(Problem(where, message, given=str(path)))
+
+    @contextmanager
+    def recording(self, **_: object) -> Iterator[None]:
+        """Release the lock at the end of the block. The arguments of `RunFolder.recording` are ignored.
+
+        If rank 0 died before it wrote a final status, this method writes the failure to run.json.
+        """
+        try:
+            yield
+        except RankError as error:
+            if error.rank == 0 and not is_locked(self.path):
+                end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
+            raise
+        finally:
+            self._lock.release()
+
+    def update(self, **record: Any) -> None:
+        """Do nothing, because rank 0 writes run.json."""

@@ -1,0 +1,63 @@
+"""Search for the folders of runs below a local or remote folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import InstrumentError
+from ..tables.schemas import TABLES
+from .parts import JOURNALS
+from .remote_folder import is_address, open_folder
+
+RUN_FILE = "run.json"
+REPORT_FILE = "report.html"  # relative to the folder of a run or a sweep
+
+
+class NoRunError(InstrumentError):
+    """The folder does not exist, or neither it nor any folder below it contains a run."""
+
+    exit_code = 2
+
+
+def find_runs(path: str | Path) -> tuple[Path, list[Path]]:
+    """Return the opened folder, and the folders of the runs in it.
+
+    Raises:
+        NoRunError: The folder does not exist or contains no run.
+        ConfigError: The address is invalid, or a package needed to read from it is not installed.
+    """
+    root = open_folder(path)
+    folders = runs_in(root)
+    if not folders:
+        exists = root.is_dir()
+        raise NoRunError(f"no run.json in or below {root}" if exists else f"folder not found: {root}")
+    return root, folders
+
+
+def runs_in(root: Path) -> list[Path]:
+    """Return the folder itself if it is a run, otherwise the folders of all runs below it in natural order."""
+    return [root] if (root / RUN_FILE).exists() else sorted(_runs_below(root), key=_natural)
+
+
+def _runs_below(root: Path) -> Iterator[Path]:
+    """Yield the folders of runs; folders of tables and folders whose name begins with a dot are skipped."""
+    if is_address(root):
+        run_folders = (file.parent for file in root.rglob(RUN_FILE))
+        yield from (
+            folder for folder in run_folders if not any(part.startswith(".") for part in folder.relative_to(root).parts)
+        )
+        return
+    for above, folders, files in os.walk(root):
+        is_run = RUN_FILE in files
+        folders[:] = [
+            name for name in folders if not (name.startswith(".") or (is_run and name in (*TABLES, JOURNALS)))
+        ]
+        if is_run:
+            yield Path(above)
+
+
+def _natural(path: Path) -> list[tuple[int, int | str]]:
+    """Return a sort key that puts job 10 after job 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in path.parts]

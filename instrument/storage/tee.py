@@ -1,0 +1,101 @@
+"""A sink that passes rows to several sinks: one main sink, and others that may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from ..errors import SinkError
+from ..probe.collectives import own_rank
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Row, Sink
+from .parquet import warn
+
+
+class TeeSink:
+    """Passes everything to a main sink and to others.
+
+    Exceptions of the main sink and of required sinks propagate. If another sink raises an exception, it is reported once,
+    as a warning and an event, closed, and skipped from then on. The run continues, and the main sink loses no row.
+
+    Args:
+        first: The main sink. Its `keep` decides whether a tensor is dropped.
+        others: Other sinks by the names that messages use. A sink that is added later receives later rows.
+        required: The names of those whose exceptions propagate. Default: none.
+        report: Called with a message if one of the others fails. Default: issue a warning.
+    """
+
+    def __init__(
+        self,
+        first: Sink,
+        others: Mapping[str, Sink],
+        *,
+        required: Iterable[str] = (),
+        report: Callable[[str], None] = warn,
+    ) -> None:
+        self.first = first
+        self.others: dict[str, Sink] = dict(others)
+        self.required = set(required)
+        self.report = report
+        self._step: int | None = None
+
+    def write(self, table: str, rows: Sequence[Row]) -> None:
+        self.first.write(table, rows)
+        if rows and TABLES[table].names[0] == "step":
+            self._step = rows[-1][0]
+        self._each(lambda sink: sink.write(table, rows))
+
+    def keep(
+        self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None = None
+    ) -> int | None:
+        """Pass on a tensor. One that the main sink drops is not passed to the others."""
+        stored = self.first.keep(key, source_shape, tensor, dtype)
+        if stored is not None:
+            self._step = key[0]
+            self._each(lambda sink: sink.keep(key, source_shape, tensor, dtype))
+        return stored
+
+    def end_step(self) -> None:
+        self.first.end_step()
+        self._each(lambda sink: sink.end_step())
+
+    def close(self) -> None:
+        """Close all sinks, the main sink last, and raise the first exception that propagates."""
+        errors: list[BaseException] = []
+        for name, sink in list(self.others.items()):
+            try:
+                sink.close()
+            except Exception as error:
+                if name in self.required:
+                    errors.append(error)
+                else:
+                    self._drop_sink(name, error)
+            except BaseException as error:
+                errors.append(error)
+        try:
+            self.first.close()
+        except BaseException as error:
+            errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _each(self, call: Callable[[Sink], object]) -> None:
+        for name, sink in list(self.others.items()):
+            try:
+                call(sink)
+            except Exception as error:
+                if name in self.required:
+                    raise
+                self._drop_sink(name, error)
+                with suppress(Exception):  # its failure is reported already
+                    sink.close()
+
+    def _drop_sink(self, name: str, error: Exception) -> None:
+        del self.others[name]
+        failed = str(error) if isinstance(error, SinkError) else f"{name} failed: {type(error).__name__}: {error}"
+        message = f"{failed}; {name} receives no more data, the run continues, and Parquet has every row"
+        self.report(message)
+        self.write("events", [(self._step, own_rank(), None, "tracking", message, "warning", None, None, None)])

@@ -1,0 +1,225 @@
+"""Writing of recorded tensors: copied once in the hook, written by a thread.
+
+Training continues while the thread writes. `end_step` waits for the thread, so that a completed step is never only in
+memory. It does not wait for a GPU: the thread receives a tensor when its copy is complete.
+
+If a step has few tensors, they go to the journal. If it has many, the thread writes a part directly, since writing them
+twice would halve the speed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from ..stats.device_copy import HostCopy
+from ..tables.schemas import TABLES
+from ..tables.sink_interface import Row
+from .buffer_pool import CHECK_SECONDS, Pool
+from .parts import ROW_GROUP_BYTES
+from .row_batches import as_table
+from .table_writer import TableWriter
+
+POOL_BYTES = 256 * 2**20
+
+# Dtypes that float32 represents exactly. All others are stored as bytes.
+FITS_FLOAT32 = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16),
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+)
+
+
+class CopiedTensor(NamedTuple):
+    """A tensor that was copied into a buffer of the pool."""
+
+    row: Row  # the columns before the values
+    flat: Tensor  # the elements, on the CPU: float32 for `values`, any dtype for `data`
+    as_list: bool  # whether it is stored in `values`
+    buffer: Tensor
+    copy: HostCopy
+
+
+class TensorWriter:
+    """Copies tensors and writes them in a thread. The options are those of `instrument.storage.parquet.ParquetSink`."""
+
+    def __init__(
+        self, writer: TableWriter, *, tensors: Literal["list", "bytes"], when_full: Literal["wait", "drop"]
+    ) -> None:
+        self.writer = writer
+        self.as_list = tensors == "list"
+        self.waits = when_full == "wait"
+        self.pool = Pool(POOL_BYTES)
+        self.error: BaseException | None = None
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._copying: deque[CopiedTensor] = deque()  # in the order of the hooks
+        self._passing = threading.Lock()  # hooks of several GPUs run in several threads
+        # The following attributes belong to the thread.
+        self._pending: list[CopiedTensor] = []
+        self._pending_bytes = 0
+        self._part: pq.ParquetWriter | None = None
+        self._end_of_part = ExitStack()
+
+    # ------------------------------------------------------------------------------------------------ the hook's side
+
+    def keep(self, key: Row, source_shape: Sequence[int], tensor: Tensor, dtype: torch.dtype | None) -> int | None:
+        """Copy a tensor and pass it to the thread. Return the number of stored bytes; None if the tensor was dropped.
+
+        Raises:
+            OSError: An earlier tensor could not be written.
+        """
+        self.check()
+        if dtype is not None and dtype != tensor.dtype:
+            tensor = tensor.to(dtype)
+        as_list = self.as_list and tensor.dtype in FITS_FLOAT32
+        stored = torch.float32 if as_list else tensor.dtype
+        size = tensor.numel() * stored.itemsize
+        self._pass_on()
+        buffer = self.pool.take(size, pinned=tensor.is_cuda, wait=self._write_now if self.waits else None)
+        if buffer is None:
+            return None
+        flat = buffer[:size].view(stored)
+        copy = HostCopy(tensor, flat.view(tensor.shape), in_background=True)
+        name = str(tensor.dtype).removeprefix("torch.")
+        row = (*key, name, list(tensor.shape), list(source_shape))
+        self._copying.append(CopiedTensor(row, flat, as_list, buffer, copy))
+        return size
+
+    def _pass_on(self, *, wait: bool = False) -> None:
+        """Pass the tensors whose copies are complete to the thread, in order.
+
+        Raises:
+            OSError: A GPU could not copy a tensor.
+        """
+        with self._passing:
+            try:
+                while self._copying and (wait or self._copying[0].copy.is_complete):
+                    self._copying[0].copy.wait()
+                    self._submit(partial(self._receive, self._copying.popleft()))
+            except RuntimeError as error:
+                raise OSError(f"the GPU could not copy a recorded tensor: {error}") from error
+
+    def end_step(self, *, wait: bool = False) -> None:
+        """Wait until all tensors are written; without `wait`, except those that a GPU is still copying.
+
+        Raises:
+            OSError: They could not be written.
+        """
+        self._pass_on(wait=wait)
+        if self._thread is not None:
+            written = threading.Event()
+            self._submit(self._end_step)
+            self._submit(written.set)
+            while not written.wait(CHECK_SECONDS):
+                self.check()
+
+    def stop(self) -> None:
+        """Stop the thread after it has completed its orders."""
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def check(self) -> None:
+        """Raise the exception of the thread, if there is one.
+
+        Raises:
+            OSError: The thread could not write.
+        """
+        if self.error is not None:
+            problem = f"{type(self.error).__name__}: {self.error}"
+            raise self.error if isinstance(self.error, OSError) else OSError(f"the tensor writer failed: {problem}")
+
+    def _write_now(self) -> None:
+        """Write the collected tensors now, since no buffer is available."""
+        self.check()
+        self._pass_on(wait=True)
+        self._submit(self._write_group)
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="instrument-tensors", daemon=True)
+            self._thread.start()
+        self._tasks.put(task)
+
+    # ------------------------------------------------------------------------------------------------ the thread's side
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if self.error is None:
+                try:
+                    task()
+                except BaseException as error:
+                    self.error = error
+                    with suppress(BaseException):  # removes the incomplete part and raises the error again
+                        self._end_of_part.__exit__(type(error), error, error.__traceback__)
+
+    def _receive(self, copied: CopiedTensor) -> None:
+        self._pending.append(copied)
+        self._pending_bytes += copied.flat.nbytes
+        if self._pending_bytes >= ROW_GROUP_BYTES:
+            self._write_group()
+
+    def _write_group(self) -> None:
+        """Write the collected tensors to the part of this step."""
+        if self._pending:
+            if self._part is None:
+                self._part = self._end_of_part.enter_context(self.writer.new_part())
+            self._part.write_table(as_table(self.writer.table, rows_of(copied[:3] for copied in self._pending)))
+            self._release_buffers()
+
+    def _end_step(self) -> None:
+        if self._part is not None:
+            self._write_group()
+            self._part = None
+            self._end_of_part.close()
+        elif self._pending:
+            self.writer.append(rows_of(copied[:3] for copied in self._pending).combine_chunks().to_batches()[0])
+            self._release_buffers()
+
+    def _release_buffers(self) -> None:
+        for copied in self._pending:
+            self.pool.release(copied.buffer)
+        self._pending, self._pending_bytes = [], 0
+
+
+def rows_of(tensors: Iterable[tuple[Row, Tensor, bool]]) -> pa.Table:
+    """Return plain rows of the `tensors` table. Their values share the memory of the tensors.
+
+    Each tensor has the columns before the values, its elements on the CPU (a vector), and whether they are stored in
+    `values`, as float32, or in `data`, as any dtype.
+    """
+    table = TABLES["tensors"]
+    rows, flat, as_list = zip(*tensors, strict=True)
+    columns = pa.array(rows, _KEYS).flatten()
+    values = [_list_of(elements) if in_list else _NO_LIST for elements, in_list in zip(flat, as_list, strict=True)]
+    data = [_NO_BYTES if in_list else _bytes_of(elements) for elements, in_list in zip(flat, as_list, strict=True)]
+    return pa.Table.from_arrays([*columns, pa.chunked_array(values), pa.chunked_array(data)], schema=table.plain_schema)
+
+
+_KEYS = pa.struct(list(TABLES["tensors"].plain_schema)[:-2])  # all columns except `values` and `data`
+_NO_LIST = pa.nulls(1, pa.list_(pa.float32()))
+_NO_BYTES = pa.nulls(1, pa.large_binary())
+
+
+def _list_of(flat: Tensor) -> pa.Array:
+    """Return an array with one list of float32."""
+    return pa.ListArray.from_arrays(np.array([0, flat.numel()], np.int32), flat.numpy())
+
+
+def _bytes_of(flat: Tensor) -> pa.Array:
+    """Return an array with one cell: the bytes of the elements."""
+    raw: np.ndarray[Any, Any] = flat.view(torch.uint8).numpy()
+    ends = pa.py_buffer(np.array([0, raw.nbytes], np.int64))
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, ends, pa.py_buffer(raw)])

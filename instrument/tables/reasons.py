@@ -1,0 +1,192 @@
+"""Reasons why a hook did not fire, for the coverage table. An uncertain reason lists the possible ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from typing import Any
+
+from .kinds import Kind
+
+NEVER_DUE = "never scheduled: its schedule contains none of the completed steps"
+NOT_CALLED = (
+    "the module was not called while the hook was scheduled: no code calls it, its parent uses its parameters functionally "
+    "or calls .forward() directly, or an exception ended the forward pass before the call"
+)
+NOT_CALLED_COPIED = (
+    "the module was not called while the hook was scheduled: a copy of it (deepcopy, pickle), whose hooks are no-ops, runs "
+    "instead, no code calls it, its parent uses its parameters functionally or calls .forward() directly, or an exception "
+    "ended the forward pass before the call"
+)
+AT_OTHER_STEPS = "the module was not called at steps at which the hook was scheduled; it was called at other steps"
+RAISED = "the module was called, but its forward pass raised an exception, which was caught"
+REPLACED = "the module was replaced during the run; the new module has no hooks"
+REMOVED = "the parameter was removed from its module during the run (set to None)"
+PROJECTION = (
+    "the module was not called: nn.MultiheadAttention uses the weights of its projection functionally; hook the attention "
+    "module or the parameters"
+)
+INLINED = (
+    "the module was not called: the graph of torch.fx or torch.export runs its operations itself; use kind function at the module "
+    "of the graph, or hook the parameters"
+)
+SCRIPT = "it is a TorchScript module, for which PyTorch calls no hooks: hook the module around it, or its parameters"
+NOT_TURNED_ON = "no rule turned it on"
+NO_TENSOR = "the value contains no tensor that the hook accepts, or none at the given path"
+NOT_SEEN_BY_PYTORCH = (
+    "PyTorch's own hook sees only tensors that are positional arguments, and outputs that are a tensor or a tuple of tensors: without "
+    "via: module, keyword arguments and nested values are recorded too"
+)
+NO_GRAPH = (
+    "the tensor requires no gradient: it is data, is detached, has integer or bool values, or depends on frozen parameters "
+    "only"
+)
+NO_GRAD = "the module was called under torch.no_grad()"
+INFERENCE = "the module was called under torch.inference_mode()"
+NO_INPUT_GRAPH = "its input requires no gradient: it is data, or the output of frozen layers"
+OLD_NO_INPUT_GRAPH = (
+    "its input needs no gradient: it is data, or comes out of frozen layers"  # in runs of earlier versions
+)
+TRANSFORMED = "it was called inside a transform of torch.func (vmap, grad, jvp), whose tensors hooks cannot use"
+NO_FUNCTION = "the module was called, but none of the functions was called in it"
+NO_VISIBLE_FUNCTION = (
+    f"{NO_FUNCTION}; if a part of it is compiled by torch.compile (also torch.cond and flex_attention), functions in that part "
+    "are not seen"
+)
+ONLY_IN_OTHER_MODULES = "the module calls none of the functions; other modules that the hook matches call them"
+FAST_PATH = (
+    "the module, or one inside it, took PyTorch's fast path for evaluations without gradients (nn.MultiheadAttention, "
+    "nn.TransformerEncoder), in which functions are not seen; torch.backends.mha.set_fastpath_enabled(False) turns it off"
+)
+PARTLY_COMPILED = (
+    "a part of the module runs in code compiled by torch.compile (also torch.cond and flex_attention), in which functions are "
+    "not seen"
+)
+COMPILED = "the module runs in code compiled by torch.compile, in which no function is called"
+REPEATED_ARGUMENT = (
+    "the module got one tensor as several arguments, and their separate gradients are unknown: {}; via: module records them with "
+    "PyTorch's hook, which gives the module separate tensors"
+)
+NO_GRADIENT = "no gradient arrived: no backward pass was run, or the loss does not depend on this tensor"
+NO_PARAMETER_GRADIENT = (
+    "the parameter had no gradient: no backward pass was run while the hook was scheduled, or the loss does not depend on it "
+    "(it is unused, or used only under torch.no_grad or detach)"
+)
+NO_GRADIENT_AT_STEP = (
+    f"{NO_PARAMETER_GRADIENT}, or the gradient was cleared before the step (by zero_grad, or by an optimizer step inside of "
+    "backward)"
+)
+FROZEN = "the parameter is frozen (requires_grad is False)"
+NO_STEP = "the optimizer made no step, or an optimizer that was not passed to the probe made it"
+OTHER_STEP = "the optimizer that holds the parameter made no step, but another one did"
+SKIPPED_STEP = "the gradient scaler skipped the optimizer's step: a gradient was not finite"
+NOT_OPTIMIZED = "the optimizer does not hold this parameter"
+NO_STATE = "the optimizer keeps no such state for this parameter"
+NO_LOSS = "the loss was not passed to the probe: call loss = probe.loss(loss) before loss.backward()"
+NOT_SAVED = "no state dict was created while the hook was scheduled"
+NOT_LOADED = "no state dict was loaded while the hook was scheduled"
+CHECKPOINT = (
+    "only checkpoints of the run were saved; interventions do not change them, since they contain the original values"
+)
+
+_HAPPENED = {  # what happened in another phase instead
+    NOT_CALLED: "the module was called",
+    NO_LOSS: "the loss was passed to the probe",
+}
+_PHASES = {"sanity": "the sanity check before training"}
+
+
+CLEARED = (
+    "the parameter had no gradient when the hook ran: another post-accumulate hook, which ran first, cleared it (as an optimizer "
+    "step inside of backward does); attach before that hook is registered, or use kind parameter_grad_micro"
+)
+
+
+def not_floating_point(dtypes: Iterable[Any]) -> str:
+    """Return the reason for an intervention on tensors of other dtypes."""
+    names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"an intervention changes floating-point tensors only, and the value has {names}"
+
+
+def default_reason(kind: Kind) -> str:
+    """Return the default reason why a hook of this kind had no opportunity to fire."""
+    match kind.family:
+        case "module":
+            return NOT_CALLED
+        case "parameter":
+            return NO_STEP if kind.frequency == "step" else NO_PARAMETER_GRADIENT
+        case "optimizer":
+            return NO_STEP
+        case "state_dict":
+            return NOT_LOADED if kind.name.startswith("load") else NOT_SAVED
+        case "loss":
+            return NO_LOSS
+
+
+def in_another_phase(reason: str, phase: str, elsewhere: Set[str]) -> str | None:
+    """Return the reason if a hook could have fired in other phases, or at other steps of its phase; None otherwise.
+
+    Args:
+        reason: The reason that is known so far.
+        phase: The phase of the hook.
+        elsewhere: The phases in which it had an opportunity but was not scheduled.
+    """
+    if reason not in _HAPPENED or not elsewhere:
+        return None
+    if phase in elsewhere:
+        return AT_OTHER_STEPS if reason == NOT_CALLED else None
+    phases = " and ".join(_PHASES.get(other, f"phase {other}") for other in sorted(elsewhere))
+    return f"{_HAPPENED[reason]} in {phases} only, but the hook is for phase {phase}"
+
+
+def phase_never_entered(phase: str) -> str:
+    """Return the reason for a hook whose phase never occurred."""
+    block = "probe.evaluating()" if phase == "eval" else f"probe.in_phase({phase!r})"
+    return f"never scheduled: the hook is for phase {phase}, which the loop never entered (with {block}: ...)"
+
+
+def fused_attention_reason(module: Any, parents: Iterable[Any]) -> str | None:
+    """Return why a module was not called, if the surrounding modules explain it: attention in a fused function.
+
+    Args:
+        module: The module that was not called.
+        parents: The modules that contain it, innermost first.
+
+    Returns:
+        The reason; None if they do not explain it.
+    """
+    attention = fused = None
+    for parent in parents:
+        classes = [cls.__name__ for cls in type(parent).__mro__]
+        if "MultiheadAttention" in classes and getattr(parent, "out_proj", None) is module:
+            return PROJECTION
+        if attention is None and any("attention" in name.lower() for name in classes):
+            attention = parent
+        if attention is not None and fused is None:
+            fused = _fused(parent)
+    if fused is None or any(True for _ in module.parameters()):
+        return None
+    return (
+        f"the module was not called: the attention that contains it runs with {fused[0]}, which computes softmax and dropout "
+        f"in one function and calls no module for them; with {fused[1]}, it calls these modules"
+    )
+
+
+def _fused(module: Any) -> tuple[str, str] | None:
+    """Return the setting that makes a module compute attention in a fused function, and the setting that changes it."""
+    how = getattr(getattr(module, "config", None), "_attn_implementation", None)  # for transformers
+    if isinstance(how, str) and how != "eager":
+        return f'attn_implementation="{how}"', 'attn_implementation="eager"'
+    if getattr(module, "fused_attn", False) is True:  # for timm
+        return "fused_attn=True", "timm.layers.set_fused_attn(False) before the model is created"
+    return None
+
+
+def is_incomplete(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of the coverage table requires a warning: a hook fired less often than expected, or never.
+
+    A record of a gradient that cannot exist, such as that of the input data, requires none. Neither does a module without the
+    functions of a hook that other modules call, and a hook that waits for a rule.
+    """
+    if row["expected"]:
+        return bool(row["fired"] < row["expected"])
+    return row["cause"] not in ("", NO_INPUT_GRAPH, NOT_TURNED_ON, OLD_NO_INPUT_GRAPH, ONLY_IN_OTHER_MODULES)

@@ -1,0 +1,427 @@
+"""The tables of a run. The entry of a table drives everything that handles its rows.
+
+The files are written with its columns. A record hook has its fields, the plan estimates its size, readers and the live view find it
+by its name, and the documentation is generated from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import cleandoc
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ..fields.field_types import Bins, Count, Levels
+from ..fields.registry import Registry
+from .statistics import STATISTICS
+
+if TYPE_CHECKING:
+    import pyarrow as pa  # imported with the first file; errors in a configuration are reported without it
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        name: The name.
+        type_name: The name of the Arrow type; `label` for text that is stored as a dictionary.
+        unit: The unit; empty if it has none.
+        meaning: What the column contains.
+    """
+
+    name: str
+    type_name: str
+    unit: str
+    meaning: str
+
+    @cached_property
+    def type(self) -> pa.DataType:
+        """The Arrow type."""
+        import pyarrow as pa
+
+        outer, _, inner = self.type_name.rstrip(">").partition("<")
+        if outer == "label":
+            return pa.dictionary(pa.int32(), pa.string())
+        if outer == "map":
+            return pa.map_(*map(pa.type_for_alias, inner.split(", ")))
+        return pa.list_(pa.type_for_alias(inner)) if inner else pa.type_for_alias(outer)
+
+
+def _columns(text: str, before: tuple[Column, ...] = (), *after: Column) -> tuple[Column, ...]:
+    """Return columns, of which lines describe some: name | type | unit | meaning. Further lines of one are indented."""
+    lines = re.sub(r"\n +", " ", cleandoc(text)).splitlines()
+    return (*before, *(Column(*(cell.strip() for cell in line.split("|", 3))) for line in lines), *after)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: a folder of Parquet files in the folder of a run.
+
+    Attributes:
+        name: The name of the table and its folder.
+        row: What a row describes.
+        columns: The columns that a row is created with.
+        is_sorted: Whether its files are sorted by `ORDER` and have the column `POSITION` in addition.
+        has_numbers: Whether its numbers are averaged over steps: by charts, trackers, and the comparison of runs.
+        fields: The types of the fields of `record` that request its rows, by name. They are None by default.
+        roles: The roles of tensors of which it can have rows; empty for all.
+        least_dimensions: The number of dimensions that a tensor needs for a row.
+        measured_by: What computes its rows: the path of a class that implements `instrument.stats.table_rows.Measure`. Its arguments
+            are the values of those `fields` that are set.
+    """
+
+    name: str
+    row: str
+    columns: tuple[Column, ...]
+    is_sorted: bool = False
+    has_numbers: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    roles: tuple[str, ...] = ()
+    least_dimensions: int = 0
+    measured_by: str = ""
+
+    @cached_property
+    def has_identity(self) -> bool:
+        """Whether a row describes one tensor at one firing of a hook."""
+        return self.columns[: len(IDENTITY)] == IDENTITY
+
+    @cached_property
+    def numbers(self) -> tuple[str, ...]:
+        """The columns with one number that is averaged over steps."""
+        numeric = [c.name for c in self.columns if c not in IDENTITY and c.type_name in ("int64", "double", "bool")]
+        return tuple(numeric) if self.has_numbers else ()
+
+    @property
+    def joins_statistics(self) -> bool:
+        """Whether charts and the live view show its numbers as statistics of the same tensors."""
+        return self.has_numbers and (bool(self.fields) or self.name == "stats")
+
+    @property
+    def shared_names(self) -> set[str]:
+        """The fields of `record`, and the numbers that are shown together with those of other tables."""
+        return {*self.fields, *(self.numbers if self.joins_statistics else ())}
+
+    @property
+    def stored(self) -> tuple[Column, ...]:
+        """The columns of its files."""
+        return (*self.columns, POSITION) if self.is_sorted else self.columns
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The Arrow schema of its files. The metadata of each column contains unit and meaning."""
+        import pyarrow as pa
+
+        return pa.schema(
+            [pa.field(c.name, c.type, metadata={"unit": c.unit, "meaning": c.meaning}) for c in self.stored]
+        )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the columns that a row is created with, in order."""
+        return tuple(column.name for column in self.columns)
+
+    @cached_property
+    def plain_schema(self) -> pa.Schema:
+        """The schema of the journal, in which labels are plain strings."""
+        import pyarrow as pa
+
+        types = [c.type.value_type if pa.types.is_dictionary(c.type) else c.type for c in self.columns]
+        return pa.schema(list(zip(self.names, types, strict=True)))
+
+    @cached_property
+    def plain_struct(self) -> pa.DataType:
+        """The type of one row of the journal as a single value."""
+        import pyarrow as pa
+
+        return pa.struct(list(self.plain_schema))
+
+
+ORDER = ("step", "layer")
+"""The sort order of files of sorted tables. Readers can skip row groups that they do not need."""
+(POSITION,) = _columns(
+    """
+    position | int32 | | index among the rows of its step, from 0, in the order in which hooks fired; the files are sorted by
+        step, then layer
+    """
+)
+AS_WRITTEN = ("rank", "step", "phase", POSITION.name)
+"""The sort order that restores the order in which the rows of a sorted table were written."""
+
+MOMENT = _columns(
+    """
+    step | int64 | step | optimizer step, or batch in mode: forward, from 0; for an evaluation and the probe batch, the
+        number of steps completed before it
+    micro_step | int32 | batch | micro-batch in the step, or batch in the evaluation, from 0
+    epoch | int32 | epoch | pass over the data, from 0
+    phase | label | | train, eval, probe (the probe batch), or forward (mode: forward)
+    rank | int32 | | process of a distributed run, from 0
+    """
+)
+IDENTITY = _columns(
+    """
+    hook | label | | name of the spec
+    layer | label | | name of the module; empty for the root
+    module_type | label | | short name of the module's class
+    kind | label | | kind of the hook
+    role | label | | role of the tensor: which of the kind's tensors it is
+    path | label | | location of the tensor in a nested value; the name of a parameter or buffer in its module; the name and
+        number of a function call
+    call | int32 | call | index of the module's call in the micro-step, or of the optimizer's step in the step, from 0; -1
+        if it is unknown which call is recomputed
+    backward | int32 | pass | index of the tensor's gradient in this call, from 0; a double backward pass or a retained
+        graph gives several
+    recompute | bool | | whether activation checkpointing recomputed the forward pass
+    scope | label | | what the numbers describe: global: the complete batch; with several processes also local: this rank's
+        batch shard; averaged: a value that is equal on every rank; shard: this rank's shard of a tensor
+    """,
+    MOMENT,
+)
+(SHAPE,) = _columns(
+    """
+    shape | list<int32> | elements | shape of the tensor; null for a row that `reduce: global` merges from the tensors of
+        several processes
+    """
+)
+(CUSTOM,) = _columns(
+    """
+    custom | map<string, double> | | custom statistics by name, or custom metrics; null without any. Readers of this package
+        replace it by one column per name
+    """
+)
+_UNITS = {
+    "count": "elements",
+    "elements": "elements",
+    "fraction": "fraction of the finite values",
+    "units": "fraction of the units",
+    "ratio": "",
+    "value": "the tensor's own",
+}
+_ARROW = {"int64": "int64", "float64": "double"}
+
+
+def _clash(table: Table) -> str | None:
+    """Return which columns, fields of `record` or numbers clash; None if all are unique."""
+    taken = dict.fromkeys(("run", "seed"), "readers of several runs add it")
+    for index, column in enumerate(table.stored):
+        if column.name in taken:
+            return f"cannot have the column {column.name!r} at index {index}: {taken[column.name]}"
+        taken[column.name] = f"it has one at index {index}"
+    for name, place in TABLES.places.items():
+        if shared := sorted(table.shared_names & TABLES[name].shared_names):
+            return f"cannot have the field or number {shared[0]!r}, which table {name!r} has ({place})"
+    return None
+
+
+TABLES: Registry[Table] = Registry("tables", "table", check=_clash)
+"""All tables by name. The order determines the files with row counts: new tables come last."""
+
+for _table in (
+    Table(
+        "stats",
+        "one tensor at one firing",
+        (
+            *IDENTITY,
+            *(Column(s.name, _ARROW[s.dtype], _UNITS[s.unit], s.meaning) for s in STATISTICS.values()),
+            SHAPE,
+            CUSTOM,
+        ),
+        is_sorted=True,
+        has_numbers=True,
+    ),
+    Table(
+        "distributions",
+        "the quantiles or the histogram of one tensor at one firing",
+        _columns(
+            """
+            sampled | int64 | elements | finite elements from which the quantiles are computed; null without quantiles
+            levels | list<double> | fraction | levels of the quantiles, ascending
+            quantiles | list<double> | the tensor's own | one per level; computed from all elements if there are at most
+                32,768, otherwise from a sample of 16,384; null if none is finite
+            low | double | the tensor's own | lower end of the histogram: the smallest finite value
+            high | double | the tensor's own | upper end of the histogram: the largest finite value
+            counts | list<int64> | elements | finite elements in each of the equal-width bins from low to high; null without
+                a histogram
+            """,
+            IDENTITY,
+        ),
+        is_sorted=True,
+        fields={"quantiles": Levels, "histogram": Bins},
+        measured_by="instrument.stats.table_rows:Distributions",
+    ),
+    Table(
+        "tensors",
+        "one recorded tensor",
+        _columns(
+            """
+            dtype | label | | dtype of the recorded tensor
+            shape | list<int64> | elements | shape of the recorded tensor
+            source_shape | list<int64> | elements | shape of the tensor in the model
+            values | list<float> | the tensor's own | the elements, flattened in C order; null if they are in data
+            data | large_binary | | the elements as little-endian bytes in C order; null if they are in values
+            """,
+            IDENTITY,
+        ),
+    ),
+    Table(
+        "effects",
+        "one intervention at one firing",
+        _columns(
+            """
+            numel | int64 | elements | elements of the tensor
+            changed | int64 | elements | elements that the intervention changed
+            changed_fraction | double | fraction | changed / numel
+            norm_before | double | the tensor's own | L2 norm of the finite values before
+            norm_after | double | the tensor's own | L2 norm of the finite values after
+            factor | double | | factor by which the tensor was multiplied; null if it is not one number
+            held | bool | | whether the condition of `when` held; null without a condition
+            """,
+            IDENTITY,
+        ),
+        is_sorted=True,
+        has_numbers=True,
+    ),
+    Table(
+        "metrics",
+        "one step, or one evaluation",
+        (
+            *(column for column in MOMENT if column.name != "micro_step"),
+            *_columns(
+                """
+                loss | double | the loss's own | mean over the samples of the step
+                accuracy | double | fraction | fraction of the samples whose most likely class is the target
+                lr | double | | learning rate of the first optimizer's first parameter group, as used by its step
+                grad_norm | double | | L2 norm of all gradients together, before hooks at the optimizer boundary run
+                seconds | double | s | wall-clock time of the step or the evaluation
+                samples_per_second | double | 1/s | samples / seconds
+                skipped | bool | | whether a gradient scaler skipped the step; with several optimizers, the steps of all of
+                    them; null without a scaler
+                """
+            ),
+            CUSTOM,
+        ),
+        has_numbers=True,
+    ),
+    Table(
+        "coverage",
+        "one (spec, layer, parameter)",
+        (
+            *(column for column in IDENTITY if column.name in ("hook", "layer", "module_type", "kind", "role")),
+            *_columns(
+                """
+                path | label | | name of a parameter or buffer in its module; otherwise empty
+                """
+            ),
+            *(column for column in IDENTITY if column.name == "rank"),
+            *_columns(
+                """
+                expected | int64 | firings | expected number of firings: one per call in each micro-step in which the hook was
+                    scheduled, or one if there was no call; steps at which its parameter is frozen or not in the optimizer do
+                    not count
+                fired | int64 | firings | actual number of firings
+                dropped | int64 | tensors | recorded tensors that were dropped because no buffer was available
+                cause | string | | why it fired less often than expected or was not expected to fire; the most frequent cause
+                    first; empty if it fired as expected
+                """
+            ),
+        ),
+    ),
+    Table(
+        "layers",
+        "one module",
+        _columns(
+            """
+            layer | string | | name of the module; empty for the root
+            aliases | list<string> | | other names of the same module
+            module_type | string | | short name of its class
+            depth | int32 | | number of segments in its name
+            parameters | int64 | elements | elements of the parameters of the module itself and of its parametrizations,
+                without those of its submodules
+            trainable | int64 | elements | trainable elements among them
+            hooks | list<string> | | hooks that match it
+            """
+        ),
+    ),
+    Table(
+        "events",
+        "a warning, or an error",
+        _columns(
+            """
+            step | int64 | step | optimizer step; null before the first one
+            rank | int32 | | process of a distributed run, from 0
+            layer | string | | the layer of the event; null if it concerns no layer
+            rule | label | | name of the rule in the configuration that fired, such as non_finite; of other events:
+                coverage, dropped, metrics, budget, fallback, hidden_module, fast_path, replaced, optimizer, clipping,
+                init_from, data, output, no_end_step, hook_order, ranks, compiled, graph_break, device_statistics, statistics,
+                flight_recorder, recording, tracking, remote, control, resumed, restarted, replay, counterfactual, error,
+                interrupted
+            message | string | | the message
+            severity | label | | info, warning or error
+            location | string | | tensor at which a rule fired, such as encoder.0 output (activations); otherwise null
+            value | double | the rule's own | value at which a rule fired; otherwise null
+            threshold | double | the rule's own | threshold that it exceeded; null if it has none
+            """
+        ),
+    ),
+    Table(
+        "generated",
+        "the continuation of one prompt by a language model",
+        _columns(
+            """
+            sample | int32 | | index of the prompt in the batch of this process, from 0
+            prompt | string | | the prompt; null without a tokenizer
+            text | string | | the generated text; null without a tokenizer
+            prompt_tokens | list<int64> | tokens | token ids of the prompt
+            tokens | list<int64> | tokens | generated token ids; their indices are those of `call` in rows of modules that
+                run once per token
+            """,
+            MOMENT,
+        ),
+    ),
+    Table(
+        "samples",
+        "one sample of a batch in which a tensor was recorded; with `data.ids=all`, of any batch",
+        _columns(
+            """
+            position | int32 | | index of the sample in this process's batch, from 0: its index in dimension 0 of the
+                batch's tensors
+            sample | int64 | | index of the sample in the complete dataset, or the id that the loop passed; null if ids are
+                strings
+            id | string | | id of the sample if ids are strings; otherwise null
+            target | double | the target's own | target of the sample; null if it is not one number
+            target_dtype | label | | dtype of the targets; null without targets
+            """,
+            MOMENT,
+        ),
+    ),
+    Table(
+        "spectra",
+        "the singular values of one tensor at one firing, viewed as a matrix of its first dimension and all others",
+        _columns(
+            """
+            values | list<double> | the tensor's own | the largest singular values, descending; null if an element is not
+                finite
+            spectral_norm | double | the tensor's own | the largest singular value; null without values
+            stable_rank | double | | squared Frobenius norm / squared spectral norm (Rudelson and Vershynin, 2007), from 1
+                to the rank; null if the norm is 0
+            """,
+            IDENTITY,
+            SHAPE,
+        ),
+        is_sorted=True,
+        has_numbers=True,
+        fields={
+            "spectrum": Annotated[
+                Count | None, Field(description="Number of singular values to record: the largest ones.")
+            ]
+        },
+        roles=("param", "param_grad", "update"),
+        least_dimensions=2,
+        measured_by="instrument.stats.spectrum:Spectrum",
+    ),
+):
+    TABLES.register(_table.name)(_table)

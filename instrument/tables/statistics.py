@@ -1,0 +1,191 @@
+"""Definitions of the statistics: names, units, the sums that they need, and formulas.
+
+Statistics are computed over the n finite values x of a tensor. NaN and infinities are counted separately. If no value
+is finite (an empty tensor, or only NaN), every statistic except the counts is null. Integers and booleans are converted
+to numbers, complex values to their magnitude.
+
+Three statistics depend on more than the values, and are null where they are not defined. A unit is a channel of an
+image (dimension 1 of a tensor with 4 or 5 dimensions, and with 3 for a Conv1d and similar), a feature of a vector or of
+a sequence element (the last of 2 or 3 dimensions, and always for Linear, LayerNorm and Embedding), or a row of a
+parameter or its gradient (dimension 0). `unit_dim` selects another dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..fields.registry import Registry
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over the n finite values x of a tensor: one column of the slab (`instrument.stats.slab`).
+
+    Attributes:
+        name: The name of the column.
+        term: The summand, a function of y = x / unit and of the mean of y, which are both arrays of NumPy or both tensors. With power
+            0, of x and its mean instead. None for a sum that is formed in another way.
+        power: The power of the unit that the sum is divided by.
+        is_central: Whether the summand is (y - mean)^power.
+    """
+
+    name: str
+    term: Callable[[Any, Any], Any] | None = None
+    power: int = 0
+    is_central: bool = False
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """The definition of one statistic of a tensor.
+
+    Attributes:
+        name: The value in `stats:`, and the name of the column.
+        meaning: The formula over the n finite values x.
+        unit: `count` or `elements`: a number of elements; `fraction` of the finite values (0 to 1); `units`: fraction of the units;
+            `ratio`; or `value`: the unit of the tensor; `custom`: unknown. Counts, minimum and maximum are exact; the
+            others agree with float64 to 1e-5.
+        formula: Computes it from the `instrument.stats.sums.Sums` of many tensors, arrays [rows]; NaN for no value.
+        needs: The sums that not every tensor has, in addition to those that all statistics share.
+        default: Whether `stats: default` includes it.
+        merged: How the values of several tensors are combined into one.
+        only: The kinds and roles that have it; empty for all.
+    """
+
+    name: str
+    meaning: str
+    unit: Literal["count", "elements", "fraction", "units", "ratio", "value", "custom"]
+    formula: Callable[[Any], Any] = lambda sums: sums.n * float("nan")
+    needs: tuple[Sum, ...] = ()
+    default: bool = True
+    merged: Literal["mean", "min", "max"] = "mean"
+    only: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def dtype(self) -> Literal["int64", "float64"]:
+        """The dtype of the column."""
+        return "int64" if self.unit in ("count", "elements") else "float64"
+
+
+MAGNITUDES = Sum("magnitudes", lambda y, mean: abs(y), power=1)
+SATURATED = Sum("saturated")
+DEAD, UNITS = Sum("dead"), Sum("units")
+WEIGHT = Sum("weight")
+_CUBES = Sum("cubes", lambda y, mean: (y - mean) ** 3, power=3, is_central=True)
+_FOURTHS = Sum("fourths", lambda y, mean: (y - mean) ** 4, power=4, is_central=True)
+
+_STATISTICS = (
+    Statistic("numel", "number of elements, including NaN and infinity", "count", lambda s: s.numel, merged="max"),
+    Statistic("mean", "sum(x) / n", "value", lambda s: s.mean * s.unit),
+    Statistic("std", "sqrt(sum((x - mean)^2) / n) (population)", "value", lambda s: s.variance**0.5 * s.unit),
+    Statistic("rms", "sqrt(sum(x^2) / n)", "value", lambda s: (s.squares / s.n) ** 0.5 * s.unit),
+    Statistic("min", "min(x)", "value", lambda s: s.low, merged="min"),
+    Statistic("max", "max(x)", "value", lambda s: s.high, merged="max"),
+    Statistic("abs_max", "max(|x|)", "value", lambda s: s.largest, merged="max"),
+    Statistic("l1", "sum(|x|)", "value", lambda s: s.magnitudes * s.unit, needs=(MAGNITUDES,), default=False),
+    Statistic("l2", "sqrt(sum(x^2))", "value", lambda s: s.squares**0.5 * s.unit),
+    Statistic("zero_fraction", "count(x = 0) / n", "fraction", lambda s: s.zeros / s.n),
+    Statistic("nan_count", "number of NaN", "count", lambda s: s.nan, merged="max"),
+    Statistic("inf_count", "number of +inf and -inf", "count", lambda s: s.numel - s.n - s.nan, merged="max"),
+    Statistic(
+        "dead_fraction",
+        "fraction of units that are zero for every sample and position; null for activations with fewer than two dimensions",
+        "units",
+        lambda s: s.dead / s.units,
+        needs=(DEAD, UNITS),
+        default=False,
+    ),
+    Statistic(
+        "saturated_fraction",
+        "count(x within 1.5% of the output range from one of its ends) / n, |x| > 0.97 for Tanh; null for "
+        "modules other than Tanh, Sigmoid, Hardtanh, ReLU6 (upper end only), Hardsigmoid, Softsign",
+        "fraction",
+        lambda s: s.saturated / s.n,
+        needs=(SATURATED,),
+        default=False,
+        only=(("forward", "output"),),
+    ),
+    Statistic(
+        "update_ratio",
+        "l2 of the update / l2 of the parameter after it",
+        "ratio",
+        lambda s: s.squares**0.5 * s.unit / s.weight,
+        needs=(WEIGHT,),
+        default=False,
+        only=(("step_post", "update"),),
+    ),
+    Statistic(
+        "negative_fraction",
+        "count(x < 0) / n",
+        "fraction",
+        lambda s: s.negatives / s.n,
+        needs=(Sum("negatives", lambda y, mean: y < 0),),
+        default=False,
+    ),
+    Statistic(
+        "skewness",
+        "sum((x - mean)^3) / (n std^3) (Fisher-Pearson, population)",
+        "ratio",
+        lambda s: s.cubes / s.n / s.variance**1.5,
+        needs=(_CUBES,),
+        default=False,
+    ),
+    Statistic(
+        "kurtosis",
+        "sum((x - mean)^4) / (n std^4) - 3 (excess, population): 0 for a normal distribution",
+        "ratio",
+        lambda s: s.fourths / s.n / s.variance**2 - 3,
+        needs=(_CUBES, _FOURTHS),
+        default=False,
+    ),
+    Statistic("l0", "count(x != 0)", "elements", lambda s: s.n - s.zeros, default=False, merged="max"),
+)
+
+STATISTICS: dict[str, Statistic] = {statistic.name: statistic for statistic in _STATISTICS}
+"""The built-in statistics, which have columns."""
+ALL: tuple[str, ...] = tuple(STATISTICS)
+REGISTERED: Registry[Statistic] = Registry("statistics", "statistic")
+"""The statistics of `instrument.statistic` and of installed packages. In files, they are custom statistics."""
+
+
+NONNEGATIVE = ("std", "rms", "abs_max", "l1", "l2", "update_ratio", "l0")
+"""The statistics of values that are never negative."""
+
+
+def unreachable_bound(name: str, above: float | None, below: float | None) -> str | None:
+    """Return why a built-in statistic can never be above or below a number; None if it can."""
+    unit = statistic_of(name).unit
+    is_fraction = unit in ("fraction", "units")
+    if is_fraction and above is not None and above >= 1:
+        return f"above ({above:g}) cannot be reached: {name} is at most 1"
+    if (is_fraction or unit == "count" or name in NONNEGATIVE) and below is not None and below <= 0:
+        return f"below ({below:g}) cannot be reached: {name} is at least 0"
+    return None
+
+
+def statistic_of(name: str) -> Statistic:
+    """Return the definition of a built-in, registered or custom statistic."""
+    return (
+        STATISTICS.get(name) or REGISTERED.get(name) or Statistic(name, "a custom statistic", "custom", default=False)
+    )
+
+
+COUNTS: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.unit == "count")
+"""The counts of elements that all statistics leave out. They are recorded with every other statistic.
+
+Without them, a gradient that is NaN except for a few zeros would look like a small one.
+"""
+DEFAULT: tuple[str, ...] = tuple(name for name, statistic in STATISTICS.items() if statistic.default)
+USUAL_UPDATE_RATIOS = (1e-4, 1e-2)
+"""The usual range of `update_ratio` in a healthy training, "about 1e-3".
+
+CS231n, https://cs231n.github.io/neural-networks-3/#ratio
+"""
+
+REMAINDERS = {name: f"{name}_remainder" for name in ("min", "max", "abs_max")}
+"""For each statistic of 64-bit integers that float64 rounds beyond 2^53, the name of its remainder among the custom statistics.
+
+The exact integer is the sum of both.
+"""

@@ -1,0 +1,265 @@
+"""The processes that torchrun started for one run: collective exchange, and shutdown of all processes if one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ...errors import InstrumentError, RankError
+from ...storage.lock import is_locked
+
+Number = TypeVar("Number", int, float)
+FAILURE = "instrument/failure"  # key in the store that torchrun provides
+_CONNECTION_ERRORS = re.compile(r"gloo|nccl|\bpeer\b|sigterm", re.IGNORECASE)  # errors that collectives raise
+LOCK_TIMEOUT = 2.0  # seconds that the operating system may need to release the locks of a killed process
+
+
+class _FailureMessage(NamedTuple):
+    """Message that a failed process sends instead of its value."""
+
+    code: int
+    message: str
+
+
+class _PeerFailedError(Exception):
+    """Another process reported a failure during an exchange: `values`, by rank, contain its `_FailureMessage`."""
+
+    def __init__(self, values: list[Any]) -> None:
+        super().__init__("another process has failed")
+        self.values = values
+
+
+class Failure(NamedTuple):
+    """The first failure of a run.
+
+    Attributes:
+        rank: Rank of the process that failed first.
+        message: Description of the failure, for example `was killed`.
+    """
+
+    rank: int
+    message: str
+
+
+@dataclass
+class Processes:
+    """The process group of a run, as seen by one of its processes. Create it with `open`.
+
+    Attributes:
+        rank: Rank of this process, from 0.
+        size: Number of processes.
+        store: Key-value store of torchrun, shared by all processes.
+        control: Gloo process group for control messages.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    control: Any
+
+    @classmethod
+    def open(cls) -> Processes:
+        """Join the process group and set the CUDA device of this process.
+
+        The backend is gloo for CPU tensors and, if CUDA and NCCL are available, NCCL for CUDA tensors. Blocks until all
+        processes have joined.
+        """
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        store, rank, size = next(iter(rendezvous("env://")))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+        return cls(rank, size, store, dist.new_group(backend="gloo"))
+
+    def close(self) -> None:
+        """Wait for all processes, then destroy the process group."""
+        self.wait()
+        dist.destroy_process_group()
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, the only process that prints and writes shared files."""
+        return self.rank == 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather one object from each process.
+
+        Returns:
+            The objects of all processes, in rank order.
+
+        Raises:
+            _PeerFailedError: Another process failed and sent its error instead.
+        """
+        values = self._gather(value)
+        if any(isinstance(value, _FailureMessage) for value in values):
+            raise _PeerFailedError(values)
+        return values
+
+    def _gather(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def from_rank_zero(self, values: list[Any]) -> list[Any]:
+        """Return the picklable objects that rank 0 passes. All processes must call this.
+
+        An empty list costs one broadcast of a number.
+        """
+        count = torch.tensor(len(values))
+        dist.broadcast(count, src=0, group=self.control)
+        received: list[Any] = [*values] if self.is_rank_zero else [None] * int(count)
+        if received:
+            dist.broadcast_object_list(received, src=0, group=self.control)
+        return received
+
+    def sum(self, number: Number) -> Number:
+        """Return the sum of a number over all processes."""
+        total: Number = sum(self.exchange(number))
+        return total
+
+    def wait(self) -> None:
+        """Block until all processes have reached this call."""
+        dist.barrier(group=self.control)
+
+    @contextmanager
+    def synced_errors(self) -> Iterator[None]:
+        """Stop all processes if the `with` block fails in any of them. Only rank 0 reports the error.
+
+        Every process has to enter this block. If one fails, the process group is destroyed in all of them.
+
+        Raises:
+            RankError: In rank 0, if another process failed. If rank 0 itself failed, its own exception is raised
+                instead.
+            SystemExit: In the other ranks, without a message, with the highest exit code.
+        """
+        error: Exception | None = None
+        try:
+            yield
+            values = self._gather(None)
+        except _PeerFailedError as peer_error:
+            values = peer_error.values
+        except Exception as raised:
+            error = raised
+            code = error.exit_code if isinstance(error, InstrumentError) else 1
+            values = self._gather(_FailureMessage(code, str(error) or type(error).__name__))
+        failed = {rank: value for rank, value in enumerate(values) if isinstance(value, _FailureMessage)}
+        if not failed:
+            return
+        # The group is destroyed while all ranks are alive: its threads could abort a process that exits.
+        dist.destroy_process_group()
+        if self.is_rank_zero and error is not None:
+            raise error
+        if not self.is_rank_zero:
+            raise SystemExit(max(code for code, _ in failed.values())) from error
+        rank, (code, message) = next(iter(failed.items()))
+        raise RankError(f"rank {rank}: {message}", rank, code)
+
+    @contextmanager
+    def stop_together(self, folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
+        """Stop this process if another process fails or is killed during the `with` block.
+
+        Args:
+            folder: Folder of the run. Its locks show which processes are alive.
+            on_failure: Called with the rank of the process that failed first.
+
+        Raises:
+            RankError: Another process failed first. The message names its rank and error.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not dist.is_initialized():  # `synced_errors` has already shut down all processes and reported the error.
+                if isinstance(error, RankError):
+                    on_failure(error.rank)
+                raise
+            # torchrun sends SIGTERM to all processes when one ends. The error is reported and files are written first.
+            _ignore_termination()
+            first = self._find_first_failure(error, folder)
+            if first is None:
+                raise
+            on_failure(first.rank)
+            if first.rank == self.rank:
+                raise
+            message = f"rank {first.rank} {first.message}; rank {self.rank} cannot continue without it and stops"
+            raise RankError(message, first.rank) from error
+
+    def _find_first_failure(self, error: BaseException, folder: Path) -> Failure | None:
+        """Determine which process failed first."""
+        own = Failure(self.rank, f"failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        if type(error) is KeyboardInterrupt:  # Ctrl-C reaches all processes.
+            return None
+        if not _is_lost_connection(error):
+            return self._register(own)
+        for dead_rank in _poll_dead_ranks(folder, self.rank, self.size):
+            if self.store.check([FAILURE]):
+                return self._register(own)
+            if dead_rank is not None:
+                return self._register(Failure(dead_rank, "was killed"))
+        return None if isinstance(error, KeyboardInterrupt) else self._register(own)
+
+    def _register(self, failure: Failure) -> Failure:
+        """Register a failure in the store and return the failure that was registered first by any process."""
+        registered = self.store.compare_set(FAILURE, "", json.dumps(failure))
+        return Failure(*json.loads(registered))
+
+
+@contextmanager
+def report_dead_ranks(folder: Path, on_failure: Callable[[int], None]) -> Iterator[None]:
+    """Report which process has ended if a collective fails in a custom training loop.
+
+    Args:
+        folder: Folder of the run. Its locks show which processes are alive.
+        on_failure: Called with the rank of the process that has ended.
+
+    Raises:
+        RankError: Another process has ended. It replaces the error of the collective, which becomes its cause.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        yield
+    except Exception as error:
+        if not _is_lost_connection(error):
+            raise
+        dead_rank = next((dead for dead in _poll_dead_ranks(folder, rank, size) if dead is not None), None)
+        if dead_rank is None:
+            raise
+        on_failure(dead_rank)
+        raise RankError(f"rank {dead_rank} has ended; rank {rank} cannot continue without it", dead_rank) from error
+
+
+def _poll_dead_ranks(folder: Path, own_rank: int, size: int) -> Iterator[int | None]:
+    """Poll the locks of a run for `LOCK_TIMEOUT` seconds."""
+    deadline = time.monotonic() + LOCK_TIMEOUT
+    while time.monotonic() < deadline:
+        yield next((rank for rank in range(size) if rank != own_rank and not is_locked(folder, rank)), None)
+        time.sleep(0.05)
+
+
+def _ignore_termination() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _is_lost_connection(error: BaseException | None) -> bool:
+    """Return whether an error, or the cause of an `InstrumentError`, may result from the end of another process."""
+    if error is None:
+        return False
+    if isinstance(error, InstrumentError):
+        return _is_lost_connection(error.__cause__)
+    is_pytorch_error = (
+        isinstance(error, RuntimeError | KeyboardInterrupt) and _CONNECTION_ERRORS.search(str(error)) is not None
+    )
+    return isinstance(error, dist.DistError) or is_pytorch_error

@@ -1,0 +1,316 @@
+"""Training strategies: a single process, `DistributedDataParallel`, and FSDP2.
+
+Every process makes the same steps, each on its shard of the batch. The result equals that of one process on the full
+batch: each loss is weighted by its number of samples, so shards may differ in size, and gradients are summed, not
+averaged. A gradient inside the model therefore has the same scale as in a run with one process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...config.experiment import RunConfig
+from ...errors import ConfigError, InstrumentError, Problem
+from ...hooks.distributed_scope import Parallel
+from ...probe.collectives import Ranks
+from ...tasks.base import WeightedMean
+from ...tasks.forward_and_loss import Forward
+from .batch_sharding import FULL_BATCH, BatchShard
+from .torchrun import check_processes
+from .unsupported import reduce_problems, shard_problems
+
+if TYPE_CHECKING:
+    from .process_group import Number, Processes
+
+
+class Strategy:
+    """Training in a single process; base class of the distributed strategies.
+
+    Attributes:
+        batch_shard: Batch shard of this process.
+        ranks: Description of the ranks for the probe; None for a single process.
+        processes: Processes of the run; None for a single process.
+        needs_all_gradients: Whether the backward pass waits for the gradient of every trainable parameter.
+    """
+
+    needs_all_gradients = False
+    batch_shard = FULL_BATCH
+    ranks: Ranks | None = None
+    processes: Processes | None = None
+
+    @property
+    def saves_state(self) -> bool:
+        """Whether a checkpoint needs the parameters and the optimizer state of this process."""
+        return True
+
+    def config_problems(self, config: RunConfig) -> list[Problem]:  # noqa: ARG002
+        """Return the unsupported settings of a configuration."""
+        return []
+
+    def shard(self, model: nn.Module) -> bool:  # noqa: ARG002
+        """Shard the parameters of a model in place, before the optimizer is created. Return whether they were replaced."""
+        return False
+
+    def check_model_call(self, *, calls_model: bool) -> None:
+        """Check that this strategy supports a task that calls the model itself, or only submodules of it.
+
+        Raises:
+            ConfigError: The strategy needs calls of the full model. The message names an alternative.
+        """
+
+    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
+        """Return the module that the training loop calls.
+
+        Args:
+            forward: Module that computes the loss of a batch.
+            has_unused: Whether some trainable parameters may receive no gradient in this process.
+        """
+        return forward
+
+    def seed_ranks(self, seed: int) -> None:
+        """Give each process a different random state, for example for dropout."""
+
+    @contextmanager
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Context manager for one forward and backward pass. The last pass of a step sums gradients of all ranks.
+
+        Args:
+            trained: Module returned by `wrap`.
+            last: Whether this is the last micro-step of the step.
+        """
+        yield
+
+    def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
+        """Combine the means of this process into means over all processes.
+
+        Returns:
+            Means over all processes, in the same order, with the sums of the weights.
+        """
+        return list(means)
+
+    def total(self, number: Number) -> Number:
+        """Return a number, such as that of samples, summed over all processes."""
+        return number
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Copy the buffers of rank 0, such as the running mean of BatchNorm, to all processes."""
+
+
+class DataParallel(Strategy):
+    """Data parallel training: each process has the full model (`torch.nn.parallel.DistributedDataParallel`).
+
+    Args:
+        reduces: Whether a statistic is reduced to one row for all ranks (`reduce=global`).
+    """
+
+    name: Parallel = "ddp"
+    needs_all_gradients = True
+    processes: Processes
+
+    def __init__(self, processes: Processes, *, reduces: bool) -> None:
+        self.processes = processes
+        self.batch_shard = BatchShard(processes.rank, processes.size)
+        self._all_reduced = False
+        self.ranks = Ranks(self.name, reduces=reduces, merged_metrics=True, control=processes.control)
+
+    @property
+    def saves_state(self) -> bool:
+        """True for rank 0 only: all processes have the same parameters and optimizer state."""
+        return self.processes.is_rank_zero
+
+    def config_problems(self, config: RunConfig) -> list[Problem]:
+        return reduce_problems(config.budget, config.hooks) if config.reduce == "global" else []
+
+    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:
+        """Wrap the forward module so that the last backward pass of a step sums gradients over all processes."""
+        find_unused = any(self.processes.exchange(has_unused))
+        wrapped = DistributedDataParallel(forward, find_unused_parameters=find_unused)
+        wrapped.register_comm_hook(None, lambda _, bucket: self._reduce_bucket(bucket))
+        return wrapped
+
+    def _reduce_bucket(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self._all_reduced |= bucket.is_last()  # Buckets arrive in order.
+        return _sum(bucket)
+
+    @contextmanager
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:
+        """Context manager for one forward and backward pass. Only the last pass of a step synchronizes gradients.
+
+        Raises:
+            InstrumentError: A parameter received no gradient, although the loss of the first batch depended on it.
+        """
+        assert isinstance(trained, DistributedDataParallel)
+        self._all_reduced = False
+        with nullcontext() if last else trained.no_sync():
+            yield
+        if last and not self._all_reduced:  # PyTorch would raise only in the next step.
+            problem = (
+                "the loss of this step does not depend on all trainable parameters, but the loss of the first batch did"
+            )
+            raise InstrumentError(f"{problem}; set train.find_unused_parameters=true")
+
+    def seed_ranks(self, seed: int) -> None:
+        """Seed every rank but 0 with `seed + rank`. Rank 0 keeps the random state of a single-process run."""
+        if not self.processes.is_rank_zero:
+            torch.manual_seed(seed + self.processes.rank)
+
+    def means(self, means: Sequence[WeightedMean]) -> list[WeightedMean]:
+        """Compute means over all processes: float64 on the device of the values. A mean without a value has none in any process."""
+        present = [(mean.value.detach().double(), mean.weight) for mean in means if mean.value is not None]
+        if not present:
+            return list(means)
+        weights = [torch.as_tensor(weight, dtype=value.dtype, device=value.device) for value, weight in present]
+        sums = torch.stack([*(value * weight for (value, _), weight in zip(present, weights, strict=True)), *weights])
+        dist.all_reduce(sums)
+        totals = sums[len(present) :]
+        reduced = iter(zip(sums[: len(present)] / totals.where(totals != 0, 1), totals, strict=True))
+        return [mean if mean.value is None else WeightedMean(*next(reduced)) for mean in means]
+
+    def total(self, number: Number) -> Number:
+        """Return a number summed over all processes. Blocks until all processes have called it."""
+        return self.processes.sum(number)
+
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Broadcast all buffers from rank 0."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
+class FullySharded(DataParallel):
+    """Fully sharded training with FSDP2: each process has a shard of every parameter.
+
+    The parameters are sharded with `torch.distributed.fsdp.fully_shard` and gathered one block at a time. The blocks
+    are the elements of each outermost `ModuleList` or `Sequential`. The root module gathers all remaining parameters.
+    """
+
+    name: Parallel = "fsdp2"
+    needs_all_gradients = False
+
+    @property
+    def saves_state(self) -> bool:
+        """True: each process has a different shard."""
+        return True
+
+    def config_problems(self, config: RunConfig) -> list[Problem]:
+        problems = super().config_problems(config)
+        if config.train.precision == "fp16":
+            message = "the gradient scaler of fp16 does not support sharded parameters"
+            problems.append(Problem("train.precision", message, "fp16", "fp32, bf16"))
+        return problems + shard_problems(config.hooks)
+
+    def shard(self, model: nn.Module) -> bool:
+        """Replace the parameters of a model by the shards of this process.
+
+        Raises:
+            ConfigError: The model has no parameters.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import FSDPModule, fully_shard
+
+        first = next(model.parameters(), None)
+        if first is None:
+            message = "the model has no parameters to shard"
+            raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
+        mesh = init_device_mesh(first.device.type, (self.processes.size,))
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return True
+
+    def check_model_call(self, *, calls_model: bool) -> None:
+        """Check that the task calls the full model: FSDP2 gathers parameters when the wrapped module is called.
+
+        Raises:
+            ConfigError: The task calls only submodules of the model.
+        """
+        if not calls_model:
+            message = (
+                "the task calls submodules of the model, but fsdp2 gathers shards only when the full model is called"
+            )
+            raise ConfigError(Problem("train.parallel", message, given=self.name, allowed=DataParallel.name))
+
+    def wrap(self, forward: Forward, *, has_unused: bool) -> nn.Module:  # noqa: ARG002
+        """Return the forward module unchanged: FSDP2 reduces the gradients of the shards itself."""
+        return forward
+
+    @contextmanager
+    def micro_step(self, trained: nn.Module, *, last: bool) -> Iterator[None]:  # noqa: ARG002
+        """Context manager for one forward and backward pass. FSDP2 reduces gradients after each pass."""
+        yield
+
+
+def choose_strategy(config: RunConfig, processes: Processes | None) -> Strategy:
+    """Create the strategy that `train.parallel` selects.
+
+    Args:
+        processes: Processes of the run; None for a single process.
+
+    Raises:
+        ConfigError: The configuration does not fit the number of processes.
+    """
+    check_processes(config, processes)
+    if processes is None:
+        return Strategy()
+    made = FullySharded if config.train.parallel == FullySharded.name else DataParallel
+    return made(processes, reduces=config.reduce == "global")
+
+
+def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
+    """Sum a bucket of gradients over all processes. By default, `DistributedDataParallel` averages them."""
+    arrived = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return arrived.then(lambda future: future.value()[0])
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the modules whose parameters are gathered together."""
+    found: list[nn.Module] = []
+
+    def search(module: nn.Module) -> None:
+        for child in module.children():
+            is_block = (
+                isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward
+            )
+            if is_block and any(True for _ in child.parameters()):
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    inside = {id(module) for block in found for module in block.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    owners = Counter(id(parameter) for block in found for parameter in block.parameters())
+    owners.update(id(parameter) for module in outside for parameter in module.parameters(recurse=False))
+    return [block for block in dict.fromkeys(found) if all(owners[id(p)] == 1 for p in block.parameters())]
+
+
+def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:
+    """Return whether a trainable parameter receives no gradient from a loss.
+
+    The hooks of the run need not be attached: an intervention keeps the replaced tensor in the graph, or it is refused.
+
+    Args:
+        loss: Scalar loss of one batch. Its autograd graph is freed.
+
+    Returns:
+        True if at least one parameter with `requires_grad` has no gradient. False if the gradients cannot be computed;
+        the first training step reports that error.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    except RuntimeError:
+        # Reentrant checkpointing supports only `backward`. Any other error is raised again in the first training step.
+        return False
+    return any(gradient is None for gradient in gradients)

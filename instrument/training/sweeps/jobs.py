@@ -1,0 +1,308 @@
+"""The jobs of a sweep and their status, read from the folder of the sweep."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ...analysis.config_fields import differing_fields, to_yaml
+from ...config.hydra_internals import BASIC_SWEEPER, plain_value, split_sweep
+from ...config.search_path import config_loader
+from ...errors import ConfigError, InstrumentWarning, Problem
+from ...storage.folder_snapshot import REFUSED
+from ...storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, remote_address_of
+
+REQUIRED_KEYS = ("hydra.overrides", "hydra.sweep", "hydra.sweeper", "hydra.runtime")
+JOB_NUMBER = "${hydra.job.num}"
+DONE, STOPPED, RUNNING, MISSING, UNKNOWN = "done", "stopped", "running", "missing", "unknown"
+KILLED, INTERRUPTED = "killed", "interrupted"
+
+
+@dataclass(frozen=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: Folder of the job, relative to the folder of the sweep; usually the job number.
+        folder: Existing or planned folder of the job.
+        overrides: Overrides of the job, as on the command line.
+        status: Status in `run.json`. Without a `run.json`: `failed` if the job was refused, else `missing`.
+        error: Error that ended the job, in one line; None if no error occurred.
+    """
+
+    name: str
+    folder: Path
+    overrides: tuple[str, ...]
+    status: str
+    error: str | None
+
+
+class Jobs:
+    """The jobs in a folder, and the keys in which they differ.
+
+    Attributes:
+        has_known_jobs: Whether all jobs are known before the first one starts, and each folder is named by its job number.
+    """
+
+    has_known_jobs = False
+
+    @property
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values. Values that are calculated are left out."""
+        raise NotImplementedError
+
+    def jobs(self) -> list[SweepJob]:
+        """Return all jobs, sorted by number."""
+        raise NotImplementedError
+
+    def label(self, job: SweepJob) -> str:
+        """Return the overrides in which a job differs from the others, for example `hooks.tame.norm=0.1 seed=1`."""
+        return " ".join(f"{key}={value}" for key, value in self.differing(job).items())
+
+    def differing(self, job: SweepJob) -> dict[str, str]:
+        """Return the overrides in which a job differs from the others, by key. Of mappings, the fields that differ."""
+        found: dict[str, str] = {}
+        for override in job.overrides:
+            name, _, value = override.lstrip("+").partition("=")
+            key = name.partition("@")[0]
+            if key not in self.swept:
+                continue
+            if value.startswith("{"):
+                parsed = OverridesParser.create().parse_override(override)
+                fields = differing_fields(key, parsed.value(), self.swept[key])
+                found |= {field: to_yaml(item) for field, item in fields.items()}
+            else:
+                found[key] = value
+        return found
+
+
+class Sweep(Jobs):
+    """A sweep with a record, read from its folder.
+
+    Raises:
+        ConfigError: The folder has no readable sweep record.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.record = read_sweep(folder)
+        self.hydra = self.record.hydra
+        subdir = OmegaConf.to_container(self.hydra.sweep, resolve=False)["subdir"]  # type: ignore[call-overload,index]
+        self.has_known_jobs = bool(self.hydra.sweeper["_target_"] == BASIC_SWEEPER and subdir == JOB_NUMBER)
+
+    @cached_property
+    def swept(self) -> Mapping[str, Sequence[Any]]:
+        """The keys whose values differ between jobs, each with its values."""
+        return values_of(sweep_overrides(self.hydra))
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the values of an override are shuffled, so that the jobs have another order in each expansion."""
+        return any(getattr(override.value(), "shuffle", False) for override in sweep_overrides(self.hydra))
+
+    @property
+    def address(self) -> str | None:
+        """Remote folder of the sweep; each job is uploaded to a folder below it.
+
+        None if the jobs are not uploaded, or if the address differs between jobs.
+        """
+        try:
+            remote = OmegaConf.select(self.record, REMOTE_KEY)
+        except OmegaConfBaseException:
+            return None
+        return None if remote is None or REMOTE_KEY in self.swept else remote_address_of(self.folder, str(remote))
+
+    def jobs(self) -> list[SweepJob]:
+        """Return all jobs, sorted by number. Missing jobs are included only if `has_known_jobs` is true."""
+        with suppress_warnings():
+            jobs = self._existing()
+        for name, overrides in (self._planned(jobs) if self.has_known_jobs else {}).items():
+            if name not in jobs:
+                jobs[name] = SweepJob(name, self.folder / name, overrides, MISSING, None)
+            elif not jobs[name].overrides:
+                jobs[name] = replace(jobs[name], overrides=overrides)
+        return [jobs[name] for name in sorted(jobs, key=natural_sort_key)]
+
+    def _existing(self) -> dict[str, SweepJob]:
+        """Return the jobs with a folder, by name."""
+        names = [str(folder.relative_to(self.folder)) for folder in _jobs_below(self.folder)]
+        return {name: self._job(name, recorded_overrides(self.folder / name)) for name in names}
+
+    def _planned(self, existing: Mapping[str, SweepJob]) -> dict[str, tuple[str, ...]]:
+        """Return the overrides of the planned jobs by number."""
+        jobs = expand_sweep(self.hydra)
+        if not self.is_shuffled:
+            return {str(number): overrides for number, overrides in enumerate(jobs)}
+        # Each expansion of `shuffle(...)` has another order: jobs without a record get the numbers without one.
+        recorded = {name: job.overrides for name, job in existing.items() if job.overrides}
+        unrecorded = list((Counter(jobs) - Counter(recorded.values())).elements())
+        numbers = [str(number) for number in range(len(jobs)) if str(number) not in recorded]
+        return dict(zip(numbers, unrecorded, strict=False))
+
+    def _job(self, name: str, overrides: tuple[str, ...]) -> SweepJob:
+        from ...storage.run_files import RunFiles
+
+        folder = self.folder / name
+        if not (folder / "run.json").exists():
+            refused = _first_line_of(folder / REFUSED)
+            return SweepJob(name, folder, overrides, "failed" if refused else MISSING, refused)
+        files = RunFiles(folder)
+        info = files.info()
+        unreadable = files.problems if info["status"] == UNKNOWN else []
+        return SweepJob(name, folder, overrides, info["status"], error_of(info) or "; ".join(unreadable) or None)
+
+
+@contextmanager
+def suppress_warnings() -> Iterator[None]:
+    """Suppress `InstrumentWarning` about the location of rows during the `with` block, which reads only `run.json`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", InstrumentWarning)
+        yield
+
+
+def error_of(info: Mapping[str, Any]) -> str | None:
+    """Return the first line of the error that ended a run; None if no error occurred."""
+    return str(info["error"]).partition("\n")[0].removesuffix(": ") if info.get("error") else None
+
+
+@lru_cache(maxsize=1)
+def _parse_record(text: str) -> DictConfig:
+    """Parse the text of a sweep record, read-only, because all jobs in a process share it."""
+    record = OmegaConf.create(text)
+    assert isinstance(record, DictConfig), "a record is a mapping"
+    OmegaConf.set_readonly(record, True)
+    return record
+
+
+def read_sweep(folder: Path) -> DictConfig:
+    """Read the sweep record of Hydra: the configuration from which the jobs are composed. It is read-only.
+
+    Raises:
+        ConfigError: The record is missing, cannot be read, or was not written by Hydra.
+    """
+    try:
+        with (folder / SWEEP_RECORD).open() as file:
+            record = _parse_record(file.read())
+        reason = "" if all(OmegaConf.select(record, key) for key in REQUIRED_KEYS) else "it was not written by Hydra"
+    except (OSError, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, AssertionError) as error:
+        reason = str(error.strerror if isinstance(error, OSError) else type(error).__name__)
+    if reason:
+        message = f"cannot read {SWEEP_RECORD} in this folder: {reason}"
+        raise ConfigError(Problem("", message, given=str(folder), allowed="the folder of a sweep"))
+    return record
+
+
+def expand_sweep(hydra: DictConfig) -> list[tuple[str, ...]]:
+    """Expand a sweep into its jobs, as the basic sweeper of Hydra does: the product of the values of all overrides.
+
+    Returns:
+        The overrides of each job, by job number.
+
+    Raises:
+        ConfigError: The values of an override cannot be expanded.
+    """
+    parser = OverridesParser.create(config_loader=config_loader())
+    overrides = [_parse_override(parser, written) for written in arguments_of(hydra)]
+    return [tuple(job) for job in split_sweep(overrides)]
+
+
+def _parse_override(parser: OverridesParser, written: str) -> Override:
+    try:
+        (override,) = parser.parse_overrides([written])
+        if override.is_sweep_override():
+            list(override.sweep_string_iterator())
+    except (ValueError, OmegaConfBaseException) as error:
+        reason = str(error).partition("\n")[0]
+        allowed = "comma-separated values, range(...), glob(...) or choice(...)"
+        message = f"cannot expand the values of this sweep override: {reason}"
+        raise ConfigError(Problem("", message, given=written, allowed=allowed)) from None
+    return override
+
+
+def count_by_status(jobs: Sequence[SweepJob]) -> str:
+    """Return the number of jobs by status, with `done` first: `5 done, 1 failed`."""
+    if not jobs:
+        return "no job was started"
+    counts = Counter(job.status for job in jobs)
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda item: item[0] != DONE))
+
+
+def arguments_of(hydra: DictConfig) -> list[str]:
+    """Return the overrides of a sweep: those in `hydra.sweeper.params`, then those of the command line."""
+    parameters: Mapping[str, Any] = hydra.sweeper.get("params") or {}
+    return [*(f"{key}={value}" for key, value in parameters.items()), *overrides_of(hydra, "task")]
+
+
+def sweep_overrides(hydra: DictConfig) -> list[Override]:
+    """Return the overrides that have several values."""
+    parsed = OverridesParser.create().parse_overrides(arguments_of(hydra))
+    return [override for override in parsed if override.is_sweep_override()]
+
+
+def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
+    """Return the values of overrides of a sweep by key. Ranges and other calculated values are left out."""
+    found: dict[str, list[Any]] = {}
+    for override in overrides:
+        choice = override.value()
+        values = choice.list if isinstance(choice, ChoiceSweep) else []
+        found[override.key_or_group] = [plain_value(value) for value in values]
+    return found
+
+
+def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:
+    """Return the overrides of the command line as written.
+
+    They are not resolved: `seed=${hydra:job.num}`, for example, has a value only in a job.
+    """
+    written: Any = OmegaConf.to_container(hydra.overrides[part], resolve=False)
+    return [str(override) for override in written]
+
+
+def natural_sort_key(name: str) -> list[str | int]:
+    """Return a sort key that orders job 10 after job 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _jobs_below(sweep: Path) -> Iterator[Path]:
+    """Find the folders of jobs, with a `run.json` or a `.hydra` folder. Jobs and hidden folders are not searched further."""
+    for above, folders, files in os.walk(sweep):
+        if "run.json" in files or ".hydra" in folders:
+            folders.clear()
+            yield Path(above)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+
+
+def recorded_overrides(folder: Path) -> tuple[str, ...]:
+    """Return the overrides that Hydra recorded in the folder of a job; empty if the record is missing or unreadable."""
+    try:
+        overrides = yaml.load((folder / ".hydra" / "overrides.yaml").read_text(), yaml.CSafeLoader)
+    except (OSError, yaml.YAMLError):
+        return ()
+    return tuple(str(override) for override in overrides or ())
+
+
+def _first_line_of(file: Path) -> str | None:
+    try:
+        return file.read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def folder_override(key: str, folder: Path) -> str:
+    """Return a Hydra override that sets a key to a path, with quotes escaped."""
+    escaped = str(folder).replace("'", r"\'")
+    return f"{key}='{escaped}'"

@@ -1,0 +1,207 @@
+"""Fingerprints of a training: digests of its state after each step and evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import new_class
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...config.experiment import RunConfig
+from ...config.hook_specs import HookSpec
+from ...probe.probe import Probe
+from ...storage.memory import MemorySink
+from ...values.nested import iter_tensors
+from ...values.sparse import as_coo, is_sparse
+from ..device_and_seed import process_state
+from ..experiment import Experiment, prepare
+from ..loop import Progress, train
+
+# Times always differ; gradients are compared one by one.
+IGNORED_METRICS = ("seconds", "samples_per_second", "grad_norm")
+
+Key = tuple[str, str]
+"""The quantity and its location: `("the gradient", "fc.weight")`. The location is empty if it exists only once."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The digests of the state after a training step or an evaluation.
+
+    Attributes:
+        step: The index of the training step, from 0. For an evaluation, the number of completed steps.
+        digests: The digests of evaluation outputs, metrics, gradients, parameters, buffers, optimizer state and random
+            states. This is the order in which a difference spreads.
+    """
+
+    step: int
+    phase: str
+    digests: Mapping[Key, str]
+
+
+class Trace(NamedTuple):
+    """What a training gave.
+
+    Attributes:
+        parameters: The parameters at the end, by name, on the CPU.
+    """
+
+    fingerprints: list[Fingerprint]
+    sites: int
+    rows: int
+    parameters: Mapping[str, Tensor]
+
+
+class _StopTrainingError(Exception):
+    """The required number of fingerprints is reached."""
+
+
+def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: int | None = None) -> Trace:
+    """Train an experiment and compute a fingerprint after each step and each evaluation.
+
+    Args:
+        hooks: The hooks to attach instead of those in the configuration.
+    """
+    fingerprints: list[Fingerprint] = []
+    with process_state(seed=config.seed, deterministic=config.deterministic):
+        experiment = prepare(config.model_copy(update={"hooks": dict(hooks), "rules": {}}))
+        sink = MemorySink()
+        probe = _OutputProbe(experiment, sink)
+
+        def append_fingerprint(progress: Progress) -> None:
+            fingerprints.append(_fingerprint(experiment, progress, probe.outputs))
+            probe.outputs.clear()
+            if len(fingerprints) == max_fingerprints:
+                raise _StopTrainingError
+
+        with suppress(_StopTrainingError), probe:
+            train(experiment, probe, append_fingerprint)
+    rows = sum(len(sink.rows[table]) for table in ("stats", "tensors"))
+    parameters = {name: each.detach().cpu() for name, each in experiment.model.named_parameters()}
+    return Trace(fingerprints, len(experiment.plan.sites), rows, parameters)
+
+
+class _OutputProbe(Probe):
+    """A probe that also computes digests of the model outputs in evaluations.
+
+    Attributes:
+        outputs: For each call of the model, the digests of its output tensors by path.
+    """
+
+    def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
+        self.model = experiment.called_model
+        self.outputs: list[dict[str, str]] = []
+        super().__init__(
+            experiment.plan,
+            sink,
+            optimizer=experiment.optimizers,
+            scaler=experiment.scaler,
+            seed=experiment.config.seed,
+            print_line=lambda line: None,
+        )
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with _record_outputs(self.model, self.outputs), super().evaluating():
+            yield
+
+
+class _RecordsOutputs:
+    """A mixin that computes digests of the outputs of a model. It precedes the class of the model in a new subclass.
+
+    A forward hook would not be equivalent, because PyTorch may select another implementation for modules with hooks.
+    """
+
+    own_class: type[nn.Module]
+    outputs: list[dict[str, str]]
+
+    def __init_subclass__(cls) -> None:
+        """Do nothing, so that a model class that registers its subclasses does not register the new class."""
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        output = super().__call__(*arguments, **named)  # type: ignore[misc]
+        self.outputs.append({path: digest(tensor) for path, tensor in iter_tensors(output)})
+        return output
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy or pickle the model as an instance of its original class."""
+        watched = type(self)
+        object.__setattr__(self, "__class__", self.own_class)
+        try:
+            return self.__reduce_ex__(protocol)
+        finally:
+            object.__setattr__(self, "__class__", watched)
+
+
+@contextmanager
+def _record_outputs(model: nn.Module, outputs: list[dict[str, str]]) -> Iterator[None]:
+    """Compute digests of the model outputs inside the block."""
+    own = type(model)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own, "outputs": outputs}
+    watched = new_class(own.__name__, (_RecordsOutputs, own), exec_body=lambda body: body.update(names))
+    object.__setattr__(model, "__class__", watched)  # A compiled model forwards setattr to its inner model.
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "__class__", own)
+
+
+def _fingerprint(experiment: Experiment, progress: Progress, calls: list[dict[str, str]]) -> Fingerprint:
+    """Compute the fingerprint of the present state."""
+    compared = progress.metrics.keys() - set(IGNORED_METRICS)
+    metrics = {(f"the {name}", ""): repr(value) for name, value in progress.metrics.items() if name in compared}
+    outputs = {
+        ("the output", f"call {call}" + (f", {path}" if path else "")): output_digest
+        for call, tensors in enumerate(calls)
+        for path, output_digest in tensors.items()
+    }
+    step = progress.step - 1 if progress.phase == "train" else progress.step
+    tensors = {key: digest(tensor) for key, tensor in _tensors_of(experiment)}
+    return Fingerprint(step, progress.phase, outputs | metrics | tensors | {("the random state", ""): _random_state()})
+
+
+def _tensors_of(experiment: Experiment) -> Iterator[tuple[Key, Tensor]]:
+    """Yield all tensors of the training state, including buffers that are not in the state dict."""
+    parameters = dict(experiment.model.named_parameters())
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            yield ("the gradient", name), parameter.grad
+    for name, parameter in parameters.items():
+        yield ("the parameter", name), parameter
+    for name, buffer in experiment.model.named_buffers():
+        yield ("the buffer", name), buffer
+    for optimizer in experiment.optimizers:
+        for name, parameter in parameters.items():
+            for path, tensor in iter_tensors(optimizer.state.get(parameter, {})):
+                yield ("the optimizer state", f"{name}, {path}"), tensor
+
+
+def _random_state() -> str:
+    """Return a digest of the random states of PyTorch (all devices), Python and NumPy."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count()))]
+    return digest(torch.cat(states)) + _hash(repr((random.getstate(), np.random.get_state(legacy=False))).encode())
+
+
+def digest(tensor: Tensor) -> str:
+    """Return the BLAKE2b digest of the bytes of a tensor: 16 bytes, hexadecimal; of a sparse tensor, 32 bytes.
+
+    Equal bytes give equal digests. Different bytes give different digests, except with negligible probability.
+    """
+    plain = tensor.detach()
+    if is_sparse(plain):
+        plain = as_coo(plain)
+        return digest(plain.indices()) + digest(plain.values())
+    flat = (plain.to_dense() if plain.layout != torch.strided else plain).cpu().contiguous().reshape(-1)
+    return _hash(flat.resolve_conj().resolve_neg().view(torch.uint8).numpy().tobytes())
+
+
+def _hash(content: bytes) -> str:
+    """Return the BLAKE2b digest of bytes: 16 bytes, hexadecimal."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,259 @@
+"""The private parts of Hydra, and overrides of known fields that no file defines: in single runs, sweeps and their jobs."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra._internal.hydra
+import pytest
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins import basic_launcher
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import create_config_search_path
+from hydra.core.override_parser.types import Override
+from hydra.core.singleton import Singleton
+from hydra.core.utils import setup_globals
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+import instrument
+from instrument import ConfigError
+from instrument.commands import verify
+from instrument.config.experiment import RunConfig
+from instrument.config.hydra_internals import FieldLoader, TaskRepository
+from instrument.config.known_keys import fields_below
+from instrument.config.parse import parse_config
+from instrument.config.search_path import conf_folder, config_loader
+from instrument.training.sweeps.jobs import expand_sweep
+
+Cli = Callable[..., Any]
+TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "train.steps=2", "quiet=true")
+MINE = "+hooks.mine={layers:layers.0,kind:forward,action:record}"
+
+
+def composed(*overrides: str, mode: RunMode = RunMode.RUN) -> tuple[FieldLoader, DictConfig]:
+    setup_globals()
+    loader = FieldLoader(create_config_search_path(str(conf_folder())))
+    given = ["+exp=mnist_hooks", "data=digits", *overrides]
+    return loader, loader.load_configuration("config", overrides=given, run_mode=mode)
+
+
+def parsed(config: DictConfig) -> RunConfig:
+    return parse_config({key: _plain(config[key]) for key in config if key != "hydra"})
+
+
+def text_of(config: Any) -> str:
+    """Return the keys and values of a configuration in order, without resolving its interpolations."""
+    return repr(OmegaConf.to_container(config))
+
+
+def nodes_of(node: Any) -> Iterator[tuple[str, object]]:
+    """Yield each node of a configuration in order, with its types and flags."""
+    fields = dict(vars(node._metadata))
+    fields.pop("resolver_cache", None)  # times
+    yield node._get_full_key(None), fields
+    if OmegaConf.is_dict(node) and not node._is_none() and not node._is_missing():
+        for key in node:
+            yield from nodes_of(node._get_node(key))
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def test_known_fields_are_overridden_without_a_plus() -> None:
+    overrides = [
+        *(
+            "hooks.tame.every=5",
+            "hooks.tame.scope=tensor",
+            "hooks.noisy.heads.of=4",
+            "hooks.noisy.heads.take=[0,3]",
+            "hooks.noisy.mean=0.5",
+            "hooks.activations.tensors=true",
+        ),
+        *("data.slice.stride=2", "data.slice.classes=[1,2]", "data.eval_slice.stop=64", "data.fallback=digits"),
+        *("sink.keep_local=true", "sink.mlflow=true", "train.find_unused_parameters=true", "train.checkpoint.every=7"),
+        *("budget.time=5%", "apply.init.mode=fan_out", "apply.init.exclude=encoder.0", MINE, "hooks.mine.every=9"),
+    ]
+    config = parsed(composed(*overrides)[1])
+    assert config.hooks["tame"].every == 5
+    assert config.hooks["mine"].every == 9
+    assert (config.hooks["noisy"].heads.of, config.hooks["noisy"].heads.take) == (4, (0, 3))
+    assert (config.data.slice.stride, config.data.slice.classes, config.data.eval_slice.stop) == (2, (1, 2), 64)
+    assert (config.train.checkpoint.every, config.budget.time, config.sink.mlflow) == (7, 0.05, True)
+    assert config.apply["init"].model_extra == {"nonlinearity": "relu", "mode": "fan_out"}
+
+
+def test_every_field_of_every_section_is_known() -> None:
+    sections = [("train",), ("train", "checkpoint"), ("sink",), ("budget",), ("data",), ("data", "slice")]
+    for path in sections:
+        fields = {field.alias or name for name, field in _model(path).model_fields.items()}
+        assert set(fields_below(path)) == fields, path
+    assert {"every", "norm", "fn", "std", "dim", "slice", "unit_dim"} <= set(fields_below(("hooks", "tame")))
+    assert {"fn", "std", "nonlinearity", "value", "module"} <= set(fields_below(("apply", "init")))
+    assert fields_below(("model",)) == fields_below(("optimizer",)) == fields_below(("hooks", "tame", "fn")) == ()
+
+
+def _model(path: tuple[str, ...]) -> Any:
+    from instrument.config.known_keys import model_at
+
+    return model_at(RunConfig, path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["hooks.tmae.every=5", "hooks.tame.evry=5", "hooks.tame.heads.fo=5", "data.slice.stp=1", "optimizr.lr=1"],
+)
+def test_unknown_keys_are_refused(override: str) -> None:
+    with pytest.raises(ConfigCompositionException):
+        composed(override)
+
+
+@pytest.mark.parametrize(
+    "overrides", [["+hooks.tame={norm: 5}"], ["+apply.init={mode: fan_out}"], [MINE, "+hooks.mine={every: 2}"]]
+)
+def test_plus_refuses_an_existing_spec(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"(hooks|apply)\.\w+: exists already(.|\n)*fix .*without \+ changes"):
+        composed(*overrides)
+
+
+def test_spec_is_added_again_after_its_removal() -> None:
+    spec = {"layers": "layers.0", "kind": "forward", "action": "record"}
+    for removal in ("~hooks.tame", "hooks.tame=null"):
+        config = composed(removal, MINE.replace("mine", "tame"), "hooks.tame.every=3")[1]
+        assert OmegaConf.to_container(config.hooks.tame) == {**spec, "every": 3}
+
+
+def test_all_specs_are_removed() -> None:
+    config = parsed(composed("~hooks", "~apply", MINE)[1])
+    assert list(config.hooks) == ["mine"]
+    assert not config.apply
+
+
+def test_override_is_recorded_as_given() -> None:
+    _, config = composed("hooks.tame.every=5")
+    assert list(config.hydra.overrides.task) == ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=5"]
+
+
+def test_pickled_loader_composes_the_same_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Hydra keeps the first classes of its sources if a launcher imports the plugins again, and cannot pickle them.
+    sources = SourcesRegistry.instance().types
+    latest = {scheme: getattr(sys.modules[kind.__module__], kind.__name__) for scheme, kind in sources.items()}
+    monkeypatch.setattr(SourcesRegistry.instance(), "types", latest)
+    loader, config = composed("hooks.tame.every=5,6", "hydra.sweep.dir=out", mode=RunMode.MULTIRUN)
+    copy = pickle.loads(pickle.dumps(loader))
+    job = copy.load_sweep_config(config, ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=6"])
+    assert parsed(job).hooks["tame"].every == 6
+
+
+def test_sweep_values_of_a_single_run_are_refused() -> None:
+    loader = composed()[0]
+    overrides = ["hooks=activations", "seed=5,6"]
+    loader.load_configuration("config", overrides, RunMode.MULTIRUN, validate_sweep_overrides=False)
+    with pytest.raises(ConfigCompositionException, match="Ambiguous"):
+        loader.load_configuration("config", [*overrides, "hydra.mode=RUN"], RunMode.RUN)
+
+
+def write_sweep_of_a_known_field() -> None:
+    Path("conf/exp").mkdir(parents=True)
+    Path("conf/exp/mine.yaml").write_text(
+        "# @package _global_\nhydra: {sweeper: {params: {hooks.mine.every: '1,2'}}}\n"
+        "hooks: {mine: {layers: layers.0, kind: forward, action: record}}\n"
+    )
+
+
+def test_sweep_values_take_known_fields(workdir: Path) -> None:
+    write_sweep_of_a_known_field()
+    loader = config_loader()
+    overrides = ["+exp=mine", *TINY, "hooks.mine.start=0,1", "hydra.sweep.dir=out"]
+    config = loader.load_configuration("config", overrides, RunMode.MULTIRUN)
+    jobs = [parsed(loader.load_sweep_config(config, list(job))).hooks["mine"] for job in expand_sweep(config.hydra)]
+    assert sorted((hook.every, hook.start) for hook in jobs) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.slow
+def test_sweep_and_search_space_take_known_fields(cli: Cli) -> None:
+    write_sweep_of_a_known_field()
+    answer = cli("-m", "+exp=mine", *TINY, "hooks.mine.start=0,1", "hydra.sweep.dir=out")
+    assert answer.code == 0, answer.err
+    runs = instrument.load("out").runs
+    assert sorted(zip(runs["hooks.mine.every"], runs["hooks.mine.start"], strict=True)) == [
+        *[(1, 0), (1, 1), (2, 0), (2, 1)]
+    ]
+
+
+def test_verify_takes_known_fields(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("instrument.commands.hydra_main.command", lambda job: verify.main())
+    answer = cli(*TINY, MINE, "hooks.mine.every=2", "data.slice.per_class=9")
+    assert answer.code == 0, answer.err
+    assert "EQUAL" in answer.out
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        ["hydra/launcher=joblib", "hydra/job_logging=disabled", "hydra.job.chdir=true"],
+    ],
+)
+def test_composition_equals_that_of_hydra(overrides: list[str]) -> None:
+    given = ["+exp=mnist_hooks", "model=mlp", *overrides]
+    loaders = [kind(create_config_search_path(str(conf_folder()))) for kind in (ConfigLoaderImpl, FieldLoader)]
+    theirs, ours = (loader.load_configuration("config", given, RunMode.RUN) for loader in loaders)
+    assert text_of(ours) == text_of(theirs)
+    assert [*nodes_of(ours)] == [*nodes_of(theirs)]
+
+
+def test_plugins_may_be_imported_again() -> None:
+    before = composed()[1]
+    Singleton.set_state(Singleton.get_state())  # as a launcher does for each job in the same process
+    after = composed()[1]
+    assert OmegaConf.get_type(after.hydra.launcher) is basic_launcher.BasicLauncherConf
+    assert text_of(after) == text_of(before)
+
+
+def test_defaults_list_may_name_another_choice(tmp_path: Path) -> None:
+    for name, text in {
+        "config.yaml": "defaults: [data: small, model: '${data}_net', _self_]",
+        "data/small.yaml": "size: 1",
+        "data/large.yaml": "size: 9",
+        "model/small_net.yaml": "width: 2",
+        "model/large_net.yaml": "defaults: [/data@given: '${data}']\nwidth: 8",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    setup_globals()
+    for overrides in ([], ["data=large"]):
+        configs = []
+        for kind in (ConfigLoaderImpl, FieldLoader):
+            loader = kind(create_config_search_path(str(tmp_path)))
+            config = loader.load_configuration("config", overrides=list(overrides), run_mode=RunMode.RUN)
+            configs.append({key: config[key] for key in config if key != "hydra"})
+        assert configs[0] == configs[1]
+    assert configs[1] == {"data": {"size": 9}, "model": {"given": {"size": 9}, "width": 8}}
+
+
+def test_private_parts_of_hydra_have_the_expected_form() -> None:
+    """A new version of Hydra that changes one of them fails here, and not in a run."""
+    loader = ConfigLoaderImpl
+    assert hydra._internal.hydra.ConfigLoaderImpl is loader  # type: ignore[attr-defined]
+    parameters = {
+        loader._parse_overrides_and_create_caching_repo: ["self", "config_name", "overrides"],
+        loader._compose_config_from_defaults_list: ["self", "defaults", "repo"],
+        ConfigRepository.load_config: ["self", "config_path"],
+        ConfigRepository._find_object_source: ["self", "config_path", "object_type"],
+        BasicSweeper.split_arguments: ["overrides", "max_batch_size"],
+        Callbacks.__init__: ["self", "config"],
+        Override._convert_value: ["value"],
+    }
+    assert {function: [*inspect.signature(function).parameters] for function in parameters} == parameters
+    assert isinstance(config_loader().repository, TaskRepository)  # type: ignore[attr-defined]

@@ -1,0 +1,296 @@
+"""step_post: the parameter, its gradient, its update, the buffers and the optimizer's state."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import instrument
+from instrument.errors import ConfigError
+from instrument.tables.reasons import NO_STATE
+
+RECORD = {"kind": "step_post", "action": "record", "stats": "none", "tensors": True}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, specs: Any, steps: int = 2) -> instrument.Probe:
+    torch.manual_seed(1)
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(5, 3)).square().mean().backward()
+            optimizer.step()
+            probe.end_step()
+    return probe
+
+
+def test_step_post_records_are_bit_identical() -> None:
+    model, before = net(), net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    roles = ["param", "param_grad", "update", "state.exp_avg", "state.exp_avg_sq", "state.step"]
+    specs = {role.replace(".", "_"): {"layers": "**", "types": "Linear", "role": role, **RECORD} for role in roles}
+    probe = train(model, optimizer, {**specs, "buffer": {"layers": "1", "role": "buffer", **RECORD}}, steps=1)
+    rows = probe.sink.records("tensors")
+    assert len(rows) == len(roles) * 4 + 3
+    for row in rows:
+        if row["role"] == "buffer":
+            assert torch.equal(row["values"], model[1].get_buffer(row["path"]))
+            continue
+        parameter = model.get_parameter(f"{row['layer']}.{row['path']}")
+        start = before.get_parameter(f"{row['layer']}.{row['path']}")
+        wanted = {"param": parameter.detach(), "param_grad": parameter.grad, "update": (parameter - start).detach()}
+        wanted |= {f"state.{name}": value for name, value in optimizer.state[parameter].items()}
+        assert torch.equal(row["values"], wanted[row["role"]]), row["role"]
+    assert {row["path"] for row in rows if row["role"] == "buffer"} == {
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    }
+
+
+HABITS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "one tensor at a time": {"foreach": False},
+    "gradients set to zero": {"set_to_none": False},
+    "activations offloaded": {"around": torch.autograd.graph.save_on_cpu},
+    "compiled step": {"compiled": True},
+}
+
+
+def train_with(
+    hooks: dict[str, Any],
+    *,
+    set_to_none: bool = True,
+    around: Any = nullcontext,
+    compiled: bool = False,
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[torch.Tensor], instrument.Probe]:
+    """Return the weights after a training, the changes of the first one at each step, and the probe."""
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), torch.randn(4, 6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+    changes = []
+    with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            with around():
+                loss = model(batch).square().mean()
+            loss.backward()
+            before = model[0].weight.detach().clone()
+            step()
+            changes.append(model[0].weight.detach() - before)
+            probe.end_step(loss=loss)
+    return [parameter.detach() for parameter in model.parameters()], changes, probe
+
+
+@pytest.mark.parametrize("habit", HABITS.values(), ids=HABITS)
+def test_hooks_around_the_step_work_with_habits_of_gpu_trainings(habit: dict[str, Any]) -> None:
+    hooks = {
+        "outputs": {"layers": "*", "kind": "forward", "action": "record"},
+        "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
+        "momentum": {"layers": "**", "kind": "step_post", "role": "state.exp_avg", "action": "record"},
+        "updates": {"layers": "**", "kind": "step_post", "role": "update", "action": "record"},
+    }
+    weights, changes, probe = train_with(hooks, **habit)
+    expected, *_ = train_with({}, **habit)
+    for weight, bare in zip(weights, expected, strict=True):
+        assert torch.equal(weight, bare)
+    assert {(row["hook"], row["fired"]) for row in probe.coverage()} == {(hook, 3) for hook in hooks}
+    rows = [row for row in probe.sink.records("stats") if (row["hook"], row["layer"]) == ("updates", "0")]
+    norms = [row["l2"] for row in rows if row["path"] == "weight"]
+    assert norms == pytest.approx([torch.linalg.vector_norm(change.double()).item() for change in changes], rel=1e-5)
+
+
+def test_intervention_before_a_compiled_step_changes_what_it_uses() -> None:
+    hooks = {"zero": {"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.0}}
+    weights, _, probe = train_with(hooks, compiled=True, weight_decay=0.0)
+    untrained, *_ = train_with(hooks, weight_decay=0.0)
+    for weight, bare in zip(weights, untrained, strict=True):
+        assert torch.equal(weight, bare)
+    assert all(row["fired"] == 3 for row in probe.coverage())
+    _, changes, _ = train_with({}, compiled=True, weight_decay=0.0)
+    assert all(change.any() for change in changes)  # without the hook, it changes
+
+
+def test_update_of_plain_sgd_is_minus_lr_times_gradient() -> None:
+    model = net()
+    specs = {role: {"layers": "0", "params": "bias", "role": role, **RECORD} for role in ("update", "param_grad")}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), specs)
+    rows = {(row["hook"], row["step"]): row["values"] for row in probe.sink.records("tensors")}
+    for step in range(2):
+        torch.testing.assert_close(rows["update", step], -0.1 * rows["param_grad", step])
+
+
+@pytest.mark.parametrize("names", [("clip", "update"), ("update", "clip")], ids="-".join)
+def test_update_includes_earlier_interventions(names: tuple[str, ...]) -> None:
+    """After a clip, the update is the clipped parameter minus the one before the step."""
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    specs = {
+        "clip": {"layers": ".", "kind": "step_post", "action": "clip", "value": 0.01},
+        "update": {"layers": ".", "kind": "step_post", "role": "update", "action": "record"},
+    }
+    with instrument.attach(model, {name: specs[name] for name in names}, optimizer=optimizer, rules=None) as probe:
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+    after = before - 0.4
+    expected = (after.clamp(-0.01, 0.01) if names[0] == "clip" else after) - before
+    assert probe.stats["mean"].tolist() == [pytest.approx(expected.double().mean().item(), rel=1e-6)]
+
+
+class Wrapper(Tensor):
+    """A tensor of a subclass that supports no operations on lists of tensors."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_foreach" in func.__name__:
+            raise NotImplementedError(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["plain", "subclass", "DTensor", "other dtype after the step"])
+def test_update_of_parameters_of_any_class(kind: str) -> None:
+    model = nn.Module()
+    model.plain, model.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    if kind == "subclass":
+        model.other = nn.Parameter(torch.ones(4).as_subclass(Wrapper))
+    if kind == "DTensor":
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        mesh = init_device_mesh("cpu", (2,))
+        model.other = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    if kind.startswith("other"):
+        optimizer.register_step_post_hook(
+            lambda *_: setattr(model, "other", nn.Parameter(model.other.detach().double()))
+        )
+    hooks = {"update": {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}}
+    try:
+        with instrument.attach(model, hooks, optimizer=optimizer, rules=None) as probe:
+            for parameter in model.parameters():
+                parameter.grad = 2.0 * torch.ones_like(parameter)
+            optimizer.step()
+            probe.end_step()
+    finally:
+        if kind == "DTensor":
+            dist.destroy_process_group()
+    assert probe.stats["path"].tolist() == ["plain", "other"]
+    assert probe.stats["mean"].tolist() == pytest.approx([-0.2, -0.2], rel=1e-6)
+
+
+def test_step_post_intervention_changes_the_updated_parameter() -> None:
+    model, plain = net(), net()
+    clip = {"layers": "0", "params": "weight", "kind": "step_post", "action": "clip", "value": 0.1}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), {"box": clip}, steps=1)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1), {"r": {"layers": "0", **RECORD}}, steps=1)
+    assert torch.equal(model[0].weight, plain[0].weight.clamp(-0.1, 0.1))
+    assert torch.equal(model[0].bias, plain[0].bias)
+    assert model[0].weight.requires_grad
+    assert model[0].weight.is_leaf
+    (row,) = probe.sink.records("effects")
+    changed = int((plain[0].weight.abs() > 0.1).sum())
+    assert (row["path"], row["changed"]) == ("weight", changed)
+    assert changed > 0
+
+
+def test_specs_at_step_post_act_in_the_written_order() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 8.0)
+    base = {"layers": ".", "kind": "step_post"}
+    specs = {
+        "cap": {**base, "action": "clip", "max": 4.0},
+        "half": {**base, "action": "scale", "factor": 0.5},
+        "seen": {"layers": ".", **RECORD},
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with instrument.attach(model, specs, optimizer=optimizer) as probe:
+        optimizer.step()
+        probe.end_step()
+    assert model.weight.item() == 2.0
+    assert probe.sink.records("tensors")[0]["values"].item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "role", "allowed"),
+    [
+        (torch.optim.SGD, "state.momentum_buffer", "none"),
+        (torch.optim.Adam, "state.exp_average", "state.exp_avg, state.exp_avg_sq, state.step"),
+        (torch.optim.Adam, "state.max_exp_avg_sq", "state.exp_avg, state.exp_avg_sq, state.step"),
+        (torch.optim.Muon, "state.momentum", "state.momentum_buffer"),
+    ],
+)
+def test_unknown_optimizer_state_is_refused_before_step_0(make: Any, role: str, allowed: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4, bias=False))
+    random_state = torch.get_rng_state()
+    optimizer = make(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(ConfigError) as refused,
+        instrument.attach(model, {"h": {"layers": "0", "role": role, **RECORD}}, optimizer=optimizer),
+    ):
+        pass
+    message = f"role {role!r} requires optimizer state that {make.__name__} does not keep with its current options"
+    assert f"hooks.h.role: {message}" in str(refused.value)
+    assert f"given    {role}" in str(refused.value)
+    assert f"allowed  {allowed}" in str(refused.value)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("make", "role"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "momentum_buffer"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "max_exp_avg_sq"),
+        (torch.optim.RMSprop, "square_avg"),
+        (torch.optim.Adagrad, "sum"),
+        (torch.optim.NAdam, "mu_product"),
+        (torch.optim.Rprop, "prev"),
+        (torch.optim.ASGD, "eta"),
+    ],
+)
+def test_state_of_any_optimizer_is_recorded(make: Any, role: str) -> None:
+    model = net()
+    optimizer = make(model.parameters())
+    probe = train(
+        model, optimizer, {"h": {"layers": "0", "params": "weight", "role": f"state.{role}", **RECORD}}, steps=1
+    )
+    (row,) = probe.sink.records("tensors")
+    assert torch.equal(row["values"].double().view(-1), optimizer.state[model[0].weight][role].double().view(-1))
+
+
+def test_parameter_without_gradient_has_no_optimizer_state() -> None:
+    model = net()
+    unused = nn.Linear(2, 2)
+    model.register_module("unused", unused)
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    optimizer = torch.optim.Adam(model.parameters())
+    probe = train(model, optimizer, {"h": {"layers": ["0", "unused"], "role": "state.exp_avg", **RECORD}})
+    coverage = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert coverage == {"0": (2, 2, ""), "unused": (2, 0, NO_STATE)}
+
+
+def test_frozen_parameters_have_values_but_no_gradient() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    specs = {role: {"layers": "*", "types": "Linear", "role": role, **RECORD} for role in ("param", "param_grad")}
+    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), specs, steps=1)
+    coverage = {(row["hook"], row["layer"], row["path"]): (row["fired"], row["cause"]) for row in probe.coverage()}
+    assert coverage["param", "0", "weight"] == (1, "")
+    assert coverage["param_grad", "0", "weight"][0] == 0
+    assert coverage["param_grad", "0", "weight"][1]
+    assert coverage["param_grad", "2", "weight"] == (1, "")

@@ -1,0 +1,728 @@
+"""full_backward kinds, implemented by tensor hooks, compared with PyTorch's module hooks on an out-of-place copy."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import resource
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import of_torchvision
+from tiers import tiered
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import instrument
+from instrument.hooks.tensor_gradients import OutputGradients
+from instrument.stats.kernel import is_connected
+
+Gradients = dict[tuple[str, str], Tensor]
+
+RECORDS = {
+    "grad_input": {"layers": "**", "kind": "full_backward", "action": "record", "stats": "none", "tensors": True},
+    "grad_output": {
+        "layers": "**",
+        "kind": "full_backward",
+        "role": "grad_output",
+        "action": "record",
+        "stats": "none",
+        "tensors": True,
+    },
+    "on_the_way_in": {
+        "layers": "**",
+        "kind": "full_backward_pre",
+        "action": "record",
+        "stats": "none",
+        "tensors": True,
+    },
+}
+
+
+class Residual(nn.Module):
+    """A module whose input is also used elsewhere, and whose output is added to in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.conv(x))
+        out += x
+        return out
+
+
+class OutOfPlaceResidual(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x)) + x
+
+
+class First(nn.Module):
+    """The first two columns: a view of a slice of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :2]
+
+
+class DenseLayer(nn.Module):
+    """In-place operation first, as in a DenseNet; the input is concatenated to the output."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv = nn.Conv2d(channels, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.conv(self.relu(self.norm(x)))], 1)
+
+
+def in_place_first() -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1))
+
+
+def small_vit() -> nn.Module:
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(16, 8, 2, 2, 16, 32, num_classes=10)
+    nn.init.normal_(model.heads.head.weight)  # initialised with zeros, which would make every gradient before it zero
+    return model
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {}
+
+
+def case(shape: tuple[int, ...], name: str, build: Callable[[], nn.Module], plain: Any = None) -> None:
+    def make() -> tuple[nn.Module, nn.Module, tuple[int, ...]]:
+        model = build()
+        reference = out_of_place(copy.deepcopy(model) if plain is None else plain(model))
+        return model, reference, shape
+
+    CASES[name] = make
+
+
+def out_of_place(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(getattr(module, "inplace", None), bool):
+            module.inplace = False
+    return model
+
+
+def plain_residual(model: nn.Module) -> nn.Module:
+    """Return a copy with the same weights, without `+=`."""
+    plain = copy.deepcopy(model)
+    for name, module in model.named_children():
+        if isinstance(module, Residual):
+            new = OutOfPlaceResidual()
+            new.load_state_dict(module.state_dict())
+            setattr(plain, name, new)
+    return plain
+
+
+class PlainBlock(nn.Module):
+    """torchvision's BasicBlock without `+=`, with the same children."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        for name, child in block.named_children():
+            self.add_module(name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.bn2(self.conv2(self._relu_once(self.bn1(self.conv1(x)))))
+        return self.relu(out + (self.downsample(x) if hasattr(self, "downsample") else x))
+
+    def _relu_once(self, x: Tensor) -> Tensor:
+        return self.relu(x)
+
+
+def plain_resnet(model: nn.Module) -> nn.Module:
+    plain = copy.deepcopy(model)
+    for stage in (plain.layer1, plain.layer2, plain.layer3, plain.layer4):
+        for i, block in enumerate(stage):
+            stage[i] = PlainBlock(block)
+    return plain
+
+
+IMAGE = (2, 3, 8, 8)
+case((2, 3, 64, 64), "resnet18", lambda: of_torchvision("resnet18").make(), plain_resnet)
+case((2, 3, 16, 16), "vit", small_vit)
+case(IMAGE, "dense", lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)))
+case(IMAGE, "residual", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), Residual(), nn.ReLU(inplace=True)), plain_residual)
+case(IMAGE, "in place first in a block", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), in_place_first(), in_place_first()))
+case(
+    IMAGE,
+    "identity before in place",
+    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)),
+)
+case(
+    IMAGE,
+    "view before in place",
+    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(192, 3)),
+)
+case(
+    IMAGE,
+    "nested identities before in place",
+    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Identity(), nn.Identity()), nn.ReLU6(inplace=True)),
+)
+case(IMAGE, "dropout in place", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5, inplace=True), nn.Tanh()))
+
+
+def call_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    torch.manual_seed(5)  # for dropout
+    output = model(batch)
+    return (output * torch.linspace(-1, 2, output.numel()).view_as(output)).sum()
+
+
+def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients]:
+    """Return what PyTorch's full backward hooks see, by layer and call: grad_input, grad_output, pre-hook."""
+    seen: tuple[Gradients, Gradients, Gradients] = ({}, {}, {})
+    calls: dict[str, int] = {}
+
+    def keep(into: Gradients, name: str, count: str, gradients: Any) -> None:
+        n = calls[count] = calls.get(count, 0) + 1
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                into[name, f"{n}.{i}"] = gradient.detach().clone()
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            continue  # they split query, key and value where these are one tensor, which changes the rounding
+        module.register_full_backward_pre_hook(lambda m, out, name=name: keep(seen[2], name, f"pre {name}", out))
+        module.register_full_backward_hook(
+            lambda m, into, out, name=name: (
+                (
+                    keep(seen[0], name, f"in {name}", into),
+                    keep(seen[1], name, f"out {name}", out),
+                )[2:]
+                or None
+            )
+        )
+    call_loss(model, batch).backward()
+    return seen
+
+
+def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients, instrument.Probe]:
+    """Return the same from recorded tensors; calls are counted in the order of PyTorch's hooks, last call first."""
+    with instrument.attach(model, RECORDS) as probe:
+        call_loss(model, batch).backward()
+        probe.end_step()
+    seen: dict[str, Gradients] = {name: {} for name in RECORDS}
+    rows = probe.sink.records("tensors")
+    last = {row["layer"]: max(r["call"] for r in rows if r["layer"] == row["layer"]) for row in rows}
+    for row in rows:
+        if row["module_type"] == "MultiheadAttention":
+            continue
+        nth = last[row["layer"]] - row["call"] + 1
+        seen[row["hook"]][row["layer"], f"{nth}.{row['path'] or 0}"] = row["values"]
+    return seen["grad_input"], seen["grad_output"], seen["on_the_way_in"], probe
+
+
+@pytest.mark.parametrize("name", tiered(CASES, CASES.keys() - {"resnet18"}))
+def test_gradients_are_bit_identical_to_pytorch_module_hooks(name: str) -> None:
+    torch.manual_seed(0)
+    model, reference, shape = CASES[name]()
+    batch = torch.randn(shape, requires_grad=True)
+    *reference_gradients, _ = *gradients_from_pytorch(reference, batch), None
+    *recorded, probe = gradients_from_records(model, batch.detach().clone().requires_grad_())
+    for role, actual, wanted in zip(RECORDS, recorded, reference_gradients, strict=True):
+        assert actual.keys() == wanted.keys(), role
+        for key, gradient in wanted.items():
+            assert torch.equal(actual[key], gradient), (role, key)
+    silent = [row["layer"] for row in probe.coverage() if row["fired"] != row["expected"]]
+    assert all(layer.endswith("out_proj") for layer in silent), "attention never calls its output projection"
+    for (where, parameter), same in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if parameter.grad is not None:
+            assert torch.equal(parameter.grad, same.grad), where
+
+
+def test_grad_input_is_of_the_module_and_tensor_is_the_total() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.one(x) + 2 * self.two(x)
+
+    model, batch = Shared(), torch.randn(2, 3, requires_grad=True)
+    specs = {
+        "share": {"layers": "*", "kind": "full_backward", "action": "record", "tensors": True},
+        "total": {"layers": "*", "kind": "tensor", "role": "input", "action": "record", "tensors": True},
+    }
+    with instrument.attach(model, specs) as probe:
+        hidden = batch * 1.0
+        model(hidden).sum().backward()
+        probe.end_step()
+    seen = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
+    ones = torch.ones(2, 3)
+    assert torch.equal(seen["share", "one"], ones @ model.one.weight)
+    assert torch.equal(seen["share", "two"], 2 * ones @ model.two.weight)
+    for layer in ("one", "two"):
+        assert torch.equal(seen["total", layer], batch.grad)
+
+
+class ReturnsInput(nn.Module):
+    """A module that returns its input, which is also used next to it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(64, 64), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        first = hidden * 0.3
+        same = self.inner(hidden)
+        return first + same.sin() + 3 * hidden + same.exp()
+
+
+PASS_THROUGH = pytest.mark.parametrize(
+    "inner", [nn.Identity(), nn.Dropout(0.5, inplace=True).eval(), nn.Dropout().eval()], ids=str
+)
+
+
+@PASS_THROUGH
+def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) -> None:
+    torch.manual_seed(0)
+    model = ReturnsInput(inner)
+    batch = torch.randn(32, 64)
+    baseline = copy.deepcopy(model)
+    baseline(batch).sum().backward()
+    with instrument.attach(model, RECORDS) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
+    rows = {(row["hook"], row["layer"]): row["values"] for row in probe.sink.records("tensors")}
+    full = rows["grad_output", "linear"]
+    for hook in RECORDS:
+        assert torch.equal(rows[hook, "inner"], full), "one tensor has one gradient"
+
+
+@PASS_THROUGH
+@pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
+def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind: str) -> None:
+    model = ReturnsInput(inner)
+    batch = torch.randn(2, 64)
+    with instrument.attach(model, {"h": {"layers": "inner", "kind": kind, "action": "scale", "factor": 5.0}}) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    hidden = model.linear(batch).detach().requires_grad_()
+    (hidden * 0.3 + 5 * hidden.sin() + 3 * hidden + 5 * hidden.exp()).sum().backward()
+    assert torch.allclose(model.linear.bias.grad, hidden.grad.sum(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x.view(2, 8), lambda x: x[:, :5], lambda x: x.t()], ids=["all", "part", "turned"]
+)
+def test_grad_input_of_a_module_that_writes_to_a_view(view: Any) -> None:
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2.0
+            x.mul_(3.0)
+            return y.sum() + (x * x).sum()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.writing = nn.Linear(4, 8), Writing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            before = hidden * 0.5
+            return self.writing(view(hidden)) + before.sum()
+
+    model = Outer()
+    batch = torch.randn(2, 4)
+    baseline = copy.deepcopy(model)
+    baseline(batch).backward()
+    with instrument.attach(model, {"share": RECORDS["grad_input"]}) as probe:
+        model(batch).backward()
+        probe.end_step()
+    given = view(model.linear(batch)).detach().requires_grad_()
+    (2 * given + (3 * given).square()).sum().backward()
+    (values,) = [row["values"] for row in probe.sink.records("tensors") if row["layer"] == "writing"]
+    assert torch.allclose(values, given.grad, rtol=1e-6)
+    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward", "tensor"])
+@pytest.mark.parametrize("between", [nn.Identity, nn.Flatten, First], ids=["identity", "flatten", "part of a tensor"])
+def test_gradient_is_changed_where_a_view_is_written_in_place(kind: str, between: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=True))
+    plain = out_of_place(copy.deepcopy(model))
+    batch = torch.randn(3, 4)
+    spec = {"layers": "1", "kind": kind, "action": "scale", "factor": 3.0}
+    with instrument.attach(model, {"h": spec}) as probe:
+        model(batch).sum().backward()
+        probe.end_step()
+    plain(batch).sum().backward()
+    assert len(probe.sink.rows["effects"]) == 1
+    assert plain[0].weight.grad.any()
+    torch.testing.assert_close(model[0].weight.grad, 3 * plain[0].weight.grad)
+
+
+class Last(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 2:]
+
+
+class LastRows(nn.Module):
+    """Returns all rows of its input but the first one: a contiguous view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[1:]
+
+
+def test_view_hook_fires_once_after_a_write_to_its_base() -> None:
+    view, x = First(), torch.ones(2, 4, requires_grad=True)
+    spec = {"layers": ".", "kind": "tensor", "action": "scale", "factor": 3.0}
+    with instrument.attach(view, {"h": spec}) as probe:
+        full = x * 1.0
+        used = view(full) * 1.0
+        full += 1.0  # the memory of the view changes after the view was used
+        (used.sum() + full[:, 2:].sum()).backward()
+        probe.end_step()
+    assert x.grad.tolist() == [[3.0, 3.0, 1.0, 1.0]] * 2
+    assert len(probe.sink.rows["effects"]) == 1
+
+
+def test_grad_output_of_a_view_excludes_the_rest_of_the_tensor() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Last(), nn.ReLU(inplace=True))
+    with instrument.attach(model, {"h": {**RECORDS["grad_output"], "layers": "1"}}) as probe:
+        output = model(torch.randn(3, 4))
+        (output * torch.arange(6.0).view(3, 2)).sum().backward()
+        probe.end_step()
+    (row,) = probe.sink.records("tensors")
+    assert torch.equal(row["values"], torch.arange(6.0).view(3, 2) * (output > 0))
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "tensor"])
+@pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
+@pytest.mark.parametrize("between", [Last, LastRows, nn.Flatten], ids=["columns", "rows", "all"])
+def test_gradient_statistics_of_a_view_cover_only_the_view(between: Any, written: bool, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), between(), nn.ReLU(inplace=written))
+    weights = torch.arange(1.0, 13).view(3, 4)
+    batch = torch.randn(3, 4)
+    role = {} if kind == "tensor" else {"role": "grad_output"}
+    spec = {"layers": "1", "kind": kind, **role, "action": "record", "stats": ["l1", "numel"]}
+    with instrument.attach(model, {"h": spec}) as probe:
+        output = model(batch)
+        used = weights[: len(output), : output.shape[1]]
+        (output * used).sum().backward()
+        probe.end_step()
+    expected = (used * (output > 0)).sum().item()
+    assert [(row["l1"], row["numel"]) for row in probe.sink.records("stats")] == [(expected, output.numel())]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, 1)]
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["written in place", "only read"])
+def test_each_backward_pass_through_a_view_is_recorded(written: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=written))
+    with instrument.attach(
+        model, {"h": {"layers": "0", "kind": "tensor", "action": "record", "stats": ["l1"]}}
+    ) as probe:
+        output = model(torch.randn(2, 3, 4))
+        for factor in range(1, 4):
+            (factor * output[0]).sum().backward(retain_graph=True)
+        probe.end_step()
+    positive = (output[0] > 0).sum().item()
+    found = {row["backward"]: row["l1"] for row in probe.sink.records("stats")}
+    assert found == {0: positive, 1: 2 * positive, 2: 3 * positive}
+
+
+@pytest.mark.parametrize("stats", [["l1"], ["l1", "skewness"]], ids=["C", "Python"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0, 1, 1)], ids=str)
+def test_passes_before_and_after_a_write_to_a_view_are_recorded(order: tuple[int, ...], stats: list[str]) -> None:
+    """Each pass reaches the view either as it was before the write, or after it."""
+    view, x = nn.Flatten(), torch.randn(2, 2, 3, requires_grad=True)
+    spec = {"layers": ".", "kind": "tensor", "action": "record", "stats": stats}
+    with instrument.attach(view, {"h": spec}) as probe:
+        y = view(x * 1.0)
+        before = 2 * y
+        y += 1.0
+        for at in order:
+            (before, 5 * y)[at].sum().backward(retain_graph=True)
+        probe.end_step()
+    expected = [(number, x.numel() * (2.0, 5.0)[at]) for number, at in enumerate(order)]
+    assert sorted((row["backward"], row["l1"]) for row in probe.sink.records("stats")) == expected
+
+
+@pytest.mark.parametrize("view", [Last(), LastRows()], ids=["columns", "rows"])
+@pytest.mark.parametrize(
+    ("is_used", "count"), [(True, 1), (False, 0)], ids=["read before a write to its base", "not used"]
+)
+def test_gradient_of_a_view_is_recorded_once_or_not_at_all(view: nn.Module, is_used: bool, count: int) -> None:
+    x = torch.ones(2, 4, requires_grad=True)
+    with instrument.attach(
+        view, {"h": {"layers": ".", "kind": "tensor", "action": "record", "stats": ["l1"]}}
+    ) as probe:
+        full = x * 1.0
+        used = view(full) * 1.0
+        if is_used:
+            full += 1.0
+            (used.sum() + full[:1, :2].sum()).backward()
+        else:
+            full[:1, :2].sum().backward()
+        probe.end_step()
+    assert [row["l1"] for row in probe.sink.records("stats")] == [4.0] * count
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(1, count)]
+
+
+@pytest.mark.skipif(not is_connected, reason="without the compiled kernel, all calls need Python code")
+def test_calls_that_return_views_need_no_python_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = (
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        torch.randn(2, 3, 4),
+    )  # a linear layer returns a view of a matrix
+    assert model[0](batch)._base is not None
+    monkeypatch.setattr(OutputGradients, "register", None)
+    specs = {kind: {"layers": "*", "kind": kind, "action": "record", "stats": ["l1"]} for kind in ("forward", "tensor")}
+    with instrument.attach(model, specs) as probe:
+        output = model(batch)
+        output.sum().backward()
+        probe.end_step()
+    found = {(row["layer"], row["kind"]): row["l1"] for row in probe.sink.records("stats")}
+    assert found["1", "tensor"] == output.numel()
+    assert found["0", "tensor"] == pytest.approx((1 - output**2).sum().item(), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ leaves
+
+
+class Prompt(nn.Module):
+    """A model that passes a parameter to a module, and has a module that returns its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(3))
+        self.give = ReturnsParameter()
+        self.head = nn.Linear(3, 1)
+
+    def forward(self) -> Tensor:
+        return self.head(self.prompt) + self.give().sum()
+
+
+class ReturnsParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+@pytest.mark.parametrize(
+    ("spec", "of"),
+    [
+        ({"layers": "head", "kind": "tensor", "role": "input"}, "prompt"),
+        ({"layers": "head", "kind": "full_backward"}, "prompt"),
+        ({"layers": "give", "kind": "tensor"}, "give.weight"),
+        ({"layers": "give", "kind": "full_backward_pre"}, "give.weight"),
+    ],
+    ids=str,
+)
+def test_parameter_passed_through_modules_is_hooked_each_step(spec: dict[str, Any], of: str) -> None:
+    model = Prompt()
+    hook = {**spec, "action": "scale", "factor": 4.0, "stop": 3}
+    wanted = 4 * model.head.weight.detach().view(-1) if of == "prompt" else torch.full((3,), 4.0)
+    with instrument.attach(model, {"h": hook}) as probe:
+        for step in range(5):
+            model.zero_grad()
+            model().backward()
+            gradient = model.get_parameter(of).grad
+            assert gradient is not None
+            assert torch.equal(gradient, wanted if step < 3 else wanted / 4)
+            probe.end_step()
+        assert [row["step"] for row in probe.sink.records("effects")] == [0, 1, 2]
+    assert not model.get_parameter(of)._backward_hooks
+
+
+def test_two_passes_in_one_step_do_not_share_leaf_hooks() -> None:
+    model = Prompt()
+    spec = {"layers": "head", "kind": "tensor", "role": "input", "action": "scale", "factor": 3.0}
+    with instrument.attach(model, {"h": spec}) as probe:
+        for _ in range(2):
+            model().backward()
+        probe.end_step()
+    assert torch.allclose(model.prompt.grad, 2 * 3 * model.head.weight.view(-1))
+    assert [row["call"] for row in probe.sink.records("effects")] == [0, 1]
+
+
+# ----------------------------------------------------------------------------------------- one tensor at two paths
+
+
+class Pair(nn.Module):
+    def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
+        total = a + a
+        return total, total
+
+
+@pytest.mark.parametrize("path", [None, "0", "1"])
+def test_tensor_at_two_paths_has_its_gradient_changed_once(path: str | None) -> None:
+    x = torch.ones(2, requires_grad=True)
+    hook = {"layers": ".", "kind": "full_backward_pre", "path": path, "action": "scale", "factor": 3.0}
+    with instrument.attach(Pair(), {"h": hook}) as probe:
+        left, right = probe.plan.layers.model(x * 1.0)
+        assert left is right
+        (left + right).sum().backward()
+        probe.end_step()
+    assert x.grad.tolist() == [12.0, 12.0]  # 2 uses of 2 outputs, times 3
+    assert [row["path"] for row in probe.sink.records("effects")] == [path or "0"]
+
+
+# ------------------------------------------------------------------------------------------------ checkpointing
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Dropout(0.5))
+        self.head = nn.Linear(4, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+def test_checkpoint_recomputation_is_not_recorded_again(reentrant: bool) -> None:
+    records = {
+        f"{kind}_{role}": {"layers": "block.*", "kind": kind, "role": role, "action": "record"}
+        for kind, role in [
+            ("forward_pre", "input"),
+            ("forward", "output"),
+            ("forward", "input"),
+            ("full_backward_pre", "grad_output"),
+            ("full_backward", "grad_input"),
+            ("full_backward", "grad_output"),
+            ("tensor", "output"),
+            ("tensor", "input"),
+        ]
+    }
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    batch = torch.randn(3, 4, requires_grad=True)
+    baseline = copy.deepcopy(model)
+    torch.manual_seed(1)
+    baseline(batch).sum().backward()
+    torch.manual_seed(1)
+    with instrument.attach(model, records) as probe:
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(1)
+            model(batch).sum().backward()
+            probe.end_step()
+    table = probe.sink.frame("stats")
+    assert (table.groupby(["hook", "layer", "step"]).size() == 1).all()
+    assert len(table) == len(records) * 3 * 2
+    assert set(table.call) == {0}
+    again = set(table[table.recompute].kind)
+    assert again == ({"full_backward_pre", "full_backward", "tensor"} if reentrant else set())
+    assert all(row["fired"] == row["expected"] == 2 and not row["cause"] for row in probe.coverage())
+    for actual, wanted in zip(model.parameters(), baseline.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize(
+    "change",
+    [{"action": "modify", "fn": "noise", "std": 0.5}, {"action": "scale", "factor": 0.5}],
+    ids=["noise", "scale"],
+)
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_intervention_under_checkpointing_equals_plain_training(
+    kind: str, change: dict[str, Any], reentrant: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant).eval()
+    plain = copy.deepcopy(model)
+    plain.forward = lambda x: plain.head(plain.block(x))
+    batch = torch.randn(3, 4, requires_grad=True)
+    rows = []
+    for each in (model, plain):
+        with instrument.attach(each, {"h": {"layers": "block.0", "kind": kind, **change}}, seed=7) as probe:
+            each(batch).sum().backward()
+            probe.end_step()
+        rows.append([(row["layer"], row["call"], row["norm_after"]) for row in probe.sink.records("effects")])
+    assert len(rows[0]) == 1
+    assert rows[0] == rows[1]
+    for actual, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual.grad, wanted.grad)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+class Leaky(nn.Module):
+    """A model with every way in which a hook could keep alive the graph that holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(256, 256), nn.Identity(), nn.ReLU(inplace=True), nn.Linear(256, 256), nn.Unflatten(1, (16, 16))
+        )
+        self.view = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(256, 256), First())
+        self.tail = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.view(self.body(x)))
+
+
+EVERY_GRADIENT = {
+    **RECORDS,
+    "total": {**RECORDS["grad_input"], "kind": "tensor", "role": "input"},
+    "output": {**RECORDS["grad_input"], "kind": "tensor"},
+    "penalty": {"layers": "**", "kind": "tensor", "action": "modify", "fn": "l2", "coefficient": 0.1},
+}
+
+
+@pytest.mark.parametrize("backward", [True, False], ids=["backward", "no backward"])
+def test_graph_with_gradient_hooks_is_freed_immediately(backward: bool) -> None:
+    model = Leaky()
+    seen: list[Any] = []
+    layers = [model.body[0], model.body[1], model.body[4], model.view[0]]
+    for layer in layers:
+        layer.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    with instrument.attach(model, EVERY_GRADIENT) as probe:
+        gc.disable()
+        try:
+            loss = model(torch.randn(4, 256, requires_grad=True)).sum()
+            if backward:
+                loss.backward()
+            del loss
+            assert len(seen) == 4
+            assert all(ref() is None for ref in seen)
+        finally:
+            gc.enable()
+        probe.end_step()
+
+
+@pytest.mark.slow
+def test_memory_stays_constant_over_many_steps() -> None:
+    class Drop(instrument.MemorySink):
+        def write(self, table: str, rows: Any) -> None:
+            pass
+
+        def keep(self, *tensor: Any) -> bool:
+            return True
+
+    model = Leaky()
+    with instrument.attach(model, EVERY_GRADIENT) as probe:
+        probe.sink = probe.recorder.sink = Drop()
+        batch = torch.randn(256, 256, requires_grad=True)  # a step's activations are 256 kB each
+        gc.disable()
+        try:
+            for step in range(220):
+                model(batch).sum().backward()
+                probe.end_step()
+                if step == 40:
+                    warm = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        finally:
+            gc.enable()
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - warm
+    assert grown < 20_000, f"{grown} kB more after 180 steps; one tensor of each step would be 46,000"

@@ -1,0 +1,155 @@
+"""Signals while rows are written."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument.config.spec_file import read_specs
+from instrument.plan.hook_plan import make_plan
+from instrument.probe.deferred_interrupts import deferred_signals, uninterrupted
+
+RECORD = {"layers": ".", "kind": "forward", "action": "record"}
+
+
+@pytest.fixture(autouse=True)
+def sigint() -> Iterator[None]:
+    """Restore the default handler: tests started in the background may inherit an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def train_one_step(model: nn.Module, probe: instrument.Probe) -> None:
+    with probe:
+        model(torch.ones(1, 2))
+        probe.end_step(loss=0.5)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)  # to the current thread, delivered before it returns
+
+
+def test_ctrl_c_is_raised_after_the_block() -> None:
+    done = []
+
+    def write_rows() -> None:
+        with deferred_signals():
+            interrupt()
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows()
+    assert done == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_ctrl_c_is_raised_immediately() -> None:
+    done = []
+
+    def write_rows() -> None:
+        with deferred_signals():
+            interrupt()
+            interrupt()
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows()
+    assert done == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_error_in_the_block_restores_signal_handlers() -> None:
+    with pytest.raises(ValueError, match="inside"), deferred_signals():
+        raise ValueError("inside")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_is_raised_after_an_error_in_the_block() -> None:
+    def fail() -> None:
+        with deferred_signals():
+            interrupt()
+            raise ValueError("inside")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_uninterrupted_block_defers_repeated_signals_and_raises_once() -> None:
+    done = []
+
+    def write_rows() -> None:
+        with deferred_signals():
+            with uninterrupted():
+                interrupt()
+                interrupt()
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_rows()
+    assert done == ["inner", "outer"]
+    assert caught.value.__context__ is None
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_all_deferred_signals_are_handled() -> None:
+    received: list[int] = []
+
+    def receive() -> None:
+        with uninterrupted():
+            interrupt()
+            signal.raise_signal(signal.SIGUSR1)
+            assert not received
+
+    previous = signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            receive()
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert received == [signal.SIGUSR1]
+
+
+def test_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with deferred_signals():
+        interrupt()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_threads_do_not_defer_signals() -> None:
+    done = []
+
+    def inside() -> None:
+        with deferred_signals():
+            done.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert done == [signal.default_int_handler]
+
+
+def test_step_written_during_ctrl_c_is_complete_and_unique() -> None:
+    class Interrupting(instrument.MemorySink):
+        def write(self, table: str, rows: Any) -> None:
+            super().write(table, rows)
+            if table == "metrics":
+                interrupt()
+
+    sink = Interrupting()
+
+    model = nn.Linear(2, 2)
+    probe = instrument.Probe(make_plan(read_specs({"h": RECORD}), model), sink)
+    with pytest.raises(KeyboardInterrupt):
+        train_one_step(model, probe)
+    assert len(sink.rows["metrics"]) == len(sink.rows["stats"]) == sink.records("coverage")[0]["fired"] == 1

@@ -1,0 +1,273 @@
+"""A signal or an error at any moment of attaching and detaching leaves no hook behind, and a signal is raised once."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from tiers import tiered
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.overrides import _get_current_function_mode_stack
+
+import instrument
+from instrument.integrations.clipping import before_clipping
+from instrument.integrations.trainer_callback import TrainerCallbackBase
+from instrument.storage.lock import is_locked
+
+RECORD = {"layers": "*", "kind": "forward", "action": "record"}
+HOOKS: dict[str, Any] = {
+    "seen": {**RECORD, "every": 2},
+    "scaled": {**RECORD, "action": "scale", "factor": 0.5},
+    "flow": {**RECORD, "kind": "full_backward"},
+    "theirs": {**RECORD, "kind": "full_backward", "layers": "0", "via": "module"},
+    "micro": {**RECORD, "kind": "parameter_grad_micro"},
+    "used": {**RECORD, "kind": "parameter_grad"},
+    "step": {**RECORD, "kind": "step_post", "role": "update"},
+    "saved": {**RECORD, "kind": "state_dict_post"},
+    "loaded": {**RECORD, "kind": "load_state_dict_pre"},
+    "functions": {**RECORD, "kind": "function", "layers": "1", "functions": "relu"},
+}
+RECORDED = {"seen": HOOKS["seen"]}
+TRIALS = 8
+NEVER = 10**9
+
+
+@pytest.fixture(autouse=True)
+def sigint() -> Iterator[None]:
+    """Use the default handler, and restore the trace function that measures test coverage."""
+    handler, trace = signal.signal(signal.SIGINT, signal.default_int_handler), sys.gettrace()
+    yield
+    sys.settrace(trace)
+    signal.signal(signal.SIGINT, handler)
+
+
+class InterruptAtLine:
+    """Sends SIGINT before a certain line of this package or of `contextlib` runs."""
+
+    def __init__(self, line: int) -> None:
+        self.remaining = line
+        self.location = ""
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> InterruptAtLine | None:
+        file = Path(frame.f_code.co_filename)
+        is_expression = frame.f_code.co_name == "<genexpr>"  # Python ignores exceptions while it closes one
+        if is_expression or (file.name != "contextlib.py" and "instrument" not in file.parts):
+            return None
+        if isinstance(sys.exc_info()[1], StopIteration):  # Python 3.11 would handle it forever after such an interrupt
+            return self
+        self.remaining -= event == "line"
+        if self.remaining <= 0 and not self.location:
+            self.location = f"{file.name}:{frame.f_lineno}"
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def network() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def hooks_left(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the dictionaries of PyTorch that contain hooks."""
+    owners = [*model.modules(), optimizer, *model.parameters()]
+    names = [
+        (owner, name) for owner in owners for name in dir(owner) if name.endswith(("_hooks", "_kwargs", "_called"))
+    ]
+    return [name for owner, name in names if isinstance(hooks := getattr(owner, name), dict) and hooks]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, probe: instrument.Probe) -> None:
+    for _ in range(2):
+        model(torch.ones(1, 3, requires_grad=True)).sum().backward()
+        optimizer.step()
+        probe.end_step()
+
+
+def interrupt(model: nn.Module, optimizer: torch.optim.Optimizer, part: str, trace: InterruptAtLine) -> None:
+    """Attach, train and detach, and interrupt one part of it."""
+    try:
+        sys.settrace(trace if part == "attach" else None)
+        with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:
+            sys.settrace(trace if part == "steps" else None)
+            train(model, optimizer, probe)
+            sys.settrace(trace if part in ("detach", "error") else None)
+            if part == "error":
+                raise ValueError("in the block")
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.parametrize("part", ["attach", "steps", "detach", "error"])
+@pytest.mark.parametrize("offset", tiered(range(16), quick=[0]))
+def test_interrupt_at_any_line_leaves_no_hook(part: str, offset: int) -> None:
+    interrupt(*network(), "none", InterruptAtLine(NEVER))  # imports what attaching needs
+    complete = InterruptAtLine(NEVER)
+    with suppress(ValueError):
+        interrupt(*network(), part, complete)
+    lines = NEVER - complete.remaining
+    assert lines > 16 * TRIALS
+    # Before the first line, Python itself has called `__exit__`, and nothing can defer a signal.
+    for line in range(2 + offset * lines // (16 * TRIALS), lines, lines // TRIALS):
+        model, optimizer = network()
+        trace = InterruptAtLine(line)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            interrupt(model, optimizer, part, trace)
+        assert not hooks_left(model, optimizer), trace.location
+        assert not _get_current_function_mode_stack(), trace.location
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, trace.location
+        assert not isinstance(caught.value.__context__, KeyboardInterrupt), trace.location
+
+
+@pytest.mark.parametrize("part", ["attach", "detach"])
+@pytest.mark.parametrize("offset", tiered([None, *range(16)], quick=[None]))
+def test_interrupt_of_a_trainer_callback_at_any_line_leaves_no_hook(part: str, offset: int | None) -> None:
+    def run(trace: InterruptAtLine) -> list[str]:
+        """Return the hooks that are left while the interrupt is handled: its traceback refers to all local variables."""
+        model, optimizer = network()
+        callback = TrainerCallbackBase(RECORDED, rules=None)
+        try:
+            sys.settrace(trace if part == "attach" else None)
+            callback._attach(model, clipped_by=None, around=before_clipping(lambda _: None), optimizer=optimizer)
+            sys.settrace(trace if part == "detach" else None)
+            callback._detach()
+            sys.settrace(None)
+        except KeyboardInterrupt as error:
+            if part == "detach":  # as at the end of the `with` block, or in `on_exception`
+                callback._detach(error)
+            return hooks_left(model, optimizer)
+        return hooks_left(model, optimizer)
+
+    run(InterruptAtLine(NEVER))  # imports what attaching needs
+    complete = InterruptAtLine(NEVER)
+    assert not run(complete)
+    lines = NEVER - complete.remaining
+    step = lines // TRIALS
+    for line in (1, 2, lines - 1, lines) if offset is None else range(1 + offset * step // 16, lines, step):
+        trace = InterruptAtLine(line)
+        assert not run(trace), trace.location
+        assert trace.location
+        assert torch.nn.utils.clip_grad_norm_ is clip_grad_norm_, trace.location
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_failed_registration_leaves_no_hook(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    model, optimizer = network()
+    expected = model(torch.ones(1, 3))
+    remaining = number
+
+    def failing(register: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal remaining
+            remaining -= 1
+            if not remaining:
+                raise RuntimeError("no hooks, please")
+            return register(*args, **kwargs)
+
+        return call
+
+    for owner in (nn.Module, torch.optim.Optimizer, torch.Tensor):
+        for name in [name for name in vars(owner) if name.startswith("register_") and name.endswith("_hook")]:
+            monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
+    with (
+        pytest.raises(RuntimeError, match="no hooks, please"),
+        instrument.attach(model, HOOKS, optimizer=optimizer, rules=None),
+    ):
+        pass
+    assert not remaining
+    assert not hooks_left(model, optimizer)
+    assert torch.equal(model(torch.ones(1, 3)), expected)
+
+
+def test_later_registration_that_fails_registers_nothing() -> None:
+    class Refusing(nn.Linear):
+        def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("no hooks, please")
+
+    model = nn.Sequential(Refusing(3, 3))
+    theirs = {"h": {**HOOKS["theirs"], "start": 1}}
+    with instrument.attach(model, theirs, rules=None) as probe:
+        model(torch.ones(1, 3))
+        with pytest.raises(RuntimeError, match="no hooks, please"):
+            probe.end_step()
+        assert not model[0]._forward_hooks
+        assert not model[0]._forward_pre_hooks
+        assert not model[0]._backward_pre_hooks
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_interrupts_while_detaching_are_raised_after_all_rows(times: int) -> None:
+    model = nn.Linear(2, 2)
+    probes: list[Any] = []
+
+    def run() -> None:
+        with instrument.attach(model, {"h": {**RECORD, "layers": "."}}, rules=None) as probe:
+            probes.append(probe)
+            model(torch.ones(1, 2))
+            probe.end_step()
+            for _ in range(times):
+                probe._hooks._attached.callback(signal.raise_signal, signal.SIGINT)  # before the hooks are removed
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run()
+    assert caught.value.__context__ is None
+    assert not model._forward_hooks
+    assert probes[0].sink.records("coverage")[0]["fired"] == 1
+
+
+def test_interrupt_of_other_signals_is_deferred_too() -> None:
+    model = nn.Linear(2, 2)
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise TimeoutError
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(TimeoutError), instrument.attach(model, {"h": {**RECORD, "layers": "."}}) as probe:
+            probe._hooks._attached.callback(signal.raise_signal, signal.SIGALRM)
+        assert signal.getsignal(signal.SIGALRM) is stop
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    assert received == [signal.SIGALRM]
+    assert not model._forward_hooks
+
+
+def test_interrupt_while_the_folder_is_created_leaves_it_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, optimizer = network()
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr("instrument.storage.run_folder.git_revision", lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt), instrument.attach(model, HOOKS, optimizer=optimizer, out=folder):
+            pass
+    assert not is_locked(folder)
+    assert not folder.exists()
+    with instrument.attach(model, HOOKS, optimizer=optimizer, out=folder, rules=None) as probe:
+        train(model, optimizer, probe)
+    assert instrument.load(folder).info["status"] == "done"
+
+
+def test_attaching_in_another_thread_leaves_signal_handlers_alone() -> None:
+    model, optimizer = network()
+    left: list[list[str]] = []
+
+    def run() -> None:
+        with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:
+            train(model, optimizer, probe)
+        left.append(hooks_left(model, optimizer))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert left == [[]]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

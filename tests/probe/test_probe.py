@@ -1,0 +1,538 @@
+"""The life of a probe: attaching, steps, evaluations, detaching, and its coverage."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import instrument
+from instrument import AlreadyAttachedError, MemorySink, Probe
+from instrument.config.parse import parse_hooks
+from instrument.plan.hook_plan import make_plan
+from instrument.probe.coverage import NEVER_DUE
+
+RECORD = {"layers": ".", "kind": "forward", "action": "record"}
+
+
+def probe_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **specs: Any) -> Probe:
+    return Probe(make_plan(parse_hooks(specs), model), MemorySink(), optimizer=optimizer)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(2, 1)
+
+
+X = torch.ones(3, 2)
+
+
+# ------------------------------------------------------------------------------------------------ life
+
+
+def test_probe_refuses_to_attach_twice(model: nn.Module) -> None:
+    probe = probe_of(model, h=RECORD)
+    with probe:
+        with pytest.raises(AlreadyAttachedError):
+            probe.__enter__()
+        model(X)
+        probe.end_step()
+    with pytest.raises(AlreadyAttachedError), probe:
+        pass
+    assert not model._forward_hooks
+    assert len(probe.sink.rows["stats"]) == 1
+
+
+def test_two_probes_on_one_model_are_independent(model: nn.Module) -> None:
+    double = {**RECORD, "action": "scale", "factor": 2.0}
+    with probe_of(model, outer=double) as outer:
+        with probe_of(model, inner=RECORD) as inner:
+            doubled = model(X)
+            inner.end_step()
+        assert torch.equal(model(X), doubled)
+        outer.end_step()
+    assert torch.equal(model(X) * 2, doubled)
+    assert len(inner.sink.rows["stats"]) == 1
+    assert len(outer.sink.rows["effects"]) == 2
+
+
+def test_sink_is_closed_whichever_way_the_probe_exits(model: nn.Module) -> None:
+    for error in (None, ValueError("no"), KeyboardInterrupt()):
+        probe = probe_of(model, h=RECORD)
+
+        def use(probe: Probe = probe, error: BaseException | None = error) -> None:
+            with probe:
+                model(X)
+                if error is None:
+                    probe.end_step()
+                if error is not None:
+                    raise error
+
+        if error is None:
+            use()
+        else:
+            with pytest.raises(type(error)):
+                use()
+        assert probe.sink.closed
+        assert len(probe.sink.rows["stats"]) == 1, "the rows of the interrupted step are kept"
+        events = [(row["rule"], row["message"], row["severity"]) for row in probe.sink.records("events")]
+        wanted = {ValueError: ("error", "ValueError: no"), KeyboardInterrupt: ("interrupted", "KeyboardInterrupt: ")}
+        assert events == ([] if error is None else [(*wanted[type(error)], "error")])
+
+
+def test_layers_are_written_on_attach() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1, bias=False))
+    model.again = model[0]
+    model[2].requires_grad_(False)
+    with probe_of(model, a={**RECORD, "layers": "*"}, b={**RECORD, "types": "Linear", "layers": None}) as probe:
+        rows = {row["layer"]: row for row in probe.sink.records("layers")}
+    assert list(rows) == ["", "0", "1", "2"]
+    assert rows["0"]["aliases"] == ["again"]
+    seen = [
+        tuple(rows[name][key] for key in ("module_type", "depth", "parameters", "trainable", "hooks")) for name in rows
+    ]
+    assert seen == [
+        ("Sequential", 0, 0, 0, []),
+        ("Linear", 1, 6, 6, ["a", "b"]),
+        ("BatchNorm1d", 1, 4, 4, ["a"]),
+        ("Linear", 1, 2, 0, ["a", "b"]),
+    ]
+
+
+# ----------------------------------------------------------------------------------- steps and metrics
+
+
+def test_end_step_returns_and_writes_the_metrics(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("instrument.probe.probe.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    with probe_of(model, optimizer, h=RECORD) as probe:
+        probe.epoch = 3
+        now[0] += 0.5
+        row = probe.end_step(loss=torch.tensor(1.5, requires_grad=True), accuracy=torch.tensor(0.5), grad_norm=2.0)
+        assert probe.step == 1
+        optimizer.param_groups[0]["lr"] = 0.125
+        now[0] += 0.25
+        probe.end_step(lr=0.75)
+        probe.end_step()
+    assert (row["loss"], row["accuracy"], row["grad_norm"], row["lr"]) == (1.5, 0.5, 2.0, 0.25)
+    first, second, third = probe.sink.records("metrics")
+    assert {key: first[key] for key in ("step", "epoch", "phase", "loss", "accuracy", "grad_norm", "lr")} == {
+        "step": 0,
+        "epoch": 3,
+        "phase": "train",
+        "loss": 1.5,
+        "accuracy": 0.5,
+        "grad_norm": 2.0,
+        "lr": 0.25,
+    }
+    assert (second["step"], second["loss"], second["lr"]) == (1, None, 0.75)
+    assert (first["seconds"], second["seconds"]) == (0.5, 0.25), "each step is timed from the end of the previous one"
+    assert third["lr"] == 0.125
+
+
+def test_rows_reach_the_sink_when_the_step_ends(model: nn.Module) -> None:
+    with probe_of(model, h={**RECORD, "tensors": True}) as probe:
+        model(X)
+        assert probe.sink.rows["stats"] == []
+        assert len(probe.sink.rows["tensors"]) == 1  # copied immediately, written by the end of the step
+        probe.end_step()
+        assert (len(probe.sink.rows["stats"]), len(probe.sink.rows["tensors"])) == (1, 1)
+        assert probe.sink.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("samples_per_second", "has its own column 'samples_per_second'"),
+        ("skipped", "has its own column 'skipped'"),
+        ("step", "has its own column 'step'"),
+        ("Loss", "has its own column 'loss'"),
+        ("val loss", "is not a valid name of a metric"),
+    ],
+)
+def test_name_of_a_metric_is_checked(model: nn.Module, name: str, message: str) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for call in (probe.end_step, probe.log, partial(probe.write_metrics, seconds=1.0)):
+            with pytest.raises(TypeError, match=rf"{name}.*{message}"):
+                call(**{name: 2.0})
+        assert probe.step == 0
+        model(X)
+        probe.end_step(loss=1.0)
+    assert [(row["loss"], row["custom"]) for row in probe.sink.records("metrics")] == [(1.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (3, 3.0),
+        (True, 1.0),
+        (np.float32(0.5), 0.5),
+        (np.array(0.1), 0.1),
+        (np.array([7]), 7.0),
+        (np.array([[2.5]], np.float16), 2.5),
+        ([4], 4.0),
+        (torch.tensor([1.5], dtype=torch.float64, requires_grad=True), 1.5),
+        (torch.tensor(3), 3.0),
+        (math.inf, math.inf),
+        (None, None),
+    ],
+)
+def test_loss_and_metric_of_any_kind_of_number(model: nn.Module, value: object, number: float | None) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        model(X)
+        probe.end_step(loss=value, score=value)
+    (row,) = probe.sink.records("metrics")
+    assert (row["loss"], row["custom"]) == (number, {"score": number})
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["0.5", torch.zeros(2), np.zeros(2), [], {}, 1j, torch.tensor(1j), np.array("x"), np.array(None), [[1], [2, 3]]],
+)
+def test_loss_or_metric_that_is_no_number_is_named(model: nn.Module, value: object) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for name in ("loss", "episode_return"):
+            with pytest.raises(TypeError, match=rf"^{name} must be one real number, but is a "):
+                probe.end_step(**{name: value})
+        assert probe.step == 0
+
+
+def test_logged_metrics_are_in_the_next_row_of_their_phase(model: nn.Module) -> None:
+    number = torch.tensor(1.0)
+    with probe_of(model, h=RECORD) as probe:
+        for step in range(2):
+            model(X)
+            probe.log(entropy=9.0, clipped=number)
+            number += 1  # later changes do not count
+            with probe.evaluating():
+                probe.log(entropy=float(step))
+            probe.log(entropy=0.25, reward=1.0)
+            probe.end_step(loss=0.5, reward=2.0 + step)
+        model(X)
+        probe.end_step()
+    found = [(row["step"], row["phase"], row["loss"], row["custom"]) for row in probe.sink.records("metrics")]
+    assert found == [
+        (0, "eval", None, {"entropy": 0.0}),
+        (0, "train", 0.5, {"entropy": 0.25, "clipped": 1.0, "reward": 2.0}),
+        (1, "eval", None, {"entropy": 1.0}),
+        (1, "train", 0.5, {"entropy": 0.25, "clipped": 2.0, "reward": 3.0}),
+        (2, "train", None, None),
+    ]
+
+
+def test_metric_logged_after_the_last_step_is_an_event(model: nn.Module) -> None:
+    expected = pytest.warns(instrument.InstrumentWarning, match="are missing in the metrics table: reward")
+    with expected, instrument.attach(model, {"h": RECORD}) as probe:
+        model(X)
+        probe.end_step(loss=1.0)
+        probe.log(reward=1.0)
+
+
+def test_metrics_of_an_evaluation_include_logged_ones(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        model(X)
+        probe.end_step()
+        with probe.evaluating():
+            model(X)
+            probe.log(recall=0.5)
+            row = probe.write_metrics(seconds=1.0, loss=2.0)
+    assert (row["recall"], row["loss"]) == (0.5, 2.0)
+    assert [row["phase"] for row in probe.sink.records("metrics")] == ["train", "eval"]
+
+
+def test_evaluation_has_its_own_phase_and_micro_steps(model: nn.Module) -> None:
+    with probe_of(model, train=RECORD, eval={**RECORD, "phase": "eval"}) as probe:
+        for _ in range(2):
+            model(X)
+            probe.end_step()
+        with probe.evaluating():
+            assert probe.phase == "eval"
+            for _ in range(2):
+                model(X)
+                probe.end_micro_step()
+            probe.write_metrics(loss=1.0, seconds=0.5, samples=3)
+        assert (probe.phase, probe.step) == ("train", 2)
+        model(X)
+        probe.end_step()
+    rows = [(row["hook"], row["phase"], row["step"], row["micro_step"]) for row in probe.sink.records("stats")]
+    assert rows == [
+        *[("train", "train", step, 0) for step in range(2)],
+        *[("eval", "eval", 2, micro_step) for micro_step in range(2)],
+        ("train", "train", 2, 0),
+    ]
+    metrics = probe.sink.records("metrics")[2]
+    assert [metrics[name] for name in ("step", "phase", "seconds", "samples_per_second")] == [2, "eval", 0.5, 6.0]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3), (2, 2)]
+
+
+def test_failed_evaluation_restores_the_phase(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        with pytest.raises(ValueError, match="no"), probe.evaluating():
+            raise ValueError("no")
+        assert probe.phase == "train"
+
+
+def test_unknown_phase_is_refused(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'probe', 'sanity', not 'test'"):
+        probe.phase = "test"
+
+
+def test_schedules_that_change_before_the_first_step_hold(model: nn.Module) -> None:
+    probe = probe_of(model, h={**RECORD, "every": 2})
+    probe.phase = "sanity"
+    probe.phase = "train"
+    probe.change_hooks(parse_hooks({"h": {**RECORD, "every": 3}}), ())
+    with probe:
+        for _ in range(4):
+            model(X)
+            probe.end_step()
+    assert [row[0] for row in probe.sink.rows["stats"]] == [0, 3]
+
+
+# ------------------------------------------------------------------------------------------------ coverage
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ({}, 12),
+        ({"every": 5}, 3),
+        ({"every": 5, "start": 2}, 2),
+        ({"start": 10}, 2),
+        ({"stop": 3}, 3),
+        ({"steps": [0, 7, 99]}, 2),
+        ({"phase": "eval"}, 4),
+        ({"phase": "eval", "every": 8}, 2),
+    ],
+    ids=str,
+)
+def test_expected_count_follows_the_schedule(model: nn.Module, schedule: dict[str, Any], expected: int) -> None:
+    with probe_of(model, h={**RECORD, **schedule}) as probe:
+        for step in range(12):
+            model(X)
+            probe.end_step()
+            if step % 4 == 3:
+                with probe.evaluating():
+                    model(X)
+                    if step == 7:
+                        probe.end_micro_step()
+                        model(X)
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"], row["cause"]) == (expected, expected, "")
+    assert probe.sink.rows["events"] == []
+
+
+def test_expected_count_with_gradient_accumulation(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kinds = ["forward", "full_backward_pre", "post_accumulate_grad", "parameter_grad", "step_post"]
+    specs = {kind: {"layers": ".", "kind": kind, "action": "record", "every": 2} for kind in kinds}
+    with probe_of(model, optimizer, **specs) as probe:
+        for _ in range(4):
+            for _ in range(3):
+                model(X).sum().backward()
+                probe.end_micro_step()
+            optimizer.step()
+            probe.end_step()
+    counts = {row["hook"]: (row["expected"], row["fired"]) for row in probe.coverage()}
+    assert counts == {
+        "forward": (6, 6),
+        "full_backward_pre": (6, 6),
+        "post_accumulate_grad": (6, 6),
+        "parameter_grad": (2, 2),
+        "step_post": (2, 2),
+    }
+
+
+def test_hook_that_is_never_scheduled_is_reported(model: nn.Module) -> None:
+    with probe_of(model, late={**RECORD, "start": 100}, now=RECORD) as probe:
+        model(X)
+        probe.end_step()
+    late, now = probe.sink.records("coverage")
+    assert (late["expected"], late["fired"], late["cause"]) == (0, 0, NEVER_DUE)
+    assert (now["expected"], now["fired"], now["cause"]) == (1, 1, "")
+    (event,) = probe.sink.records("events")
+    assert "'late'" in event["message"]
+    assert event["layer"] == ""
+
+
+def test_layers_with_one_cause_share_one_event() -> None:
+    model = nn.Sequential(nn.ModuleList(nn.Linear(1, 1) for _ in range(7)), nn.Linear(2, 1))
+    model.forward = model[1].forward
+    with probe_of(model, h={**RECORD, "layers": "0.*"}) as probe:
+        model(X)
+        probe.end_step()
+    (event,) = probe.sink.records("events")
+    for part in ("hook 'h' (forward) fired 0 of 7 times", "0.0, 0.1, 0.2, 0.3, 0.4 and 2 more", "not called"):
+        assert part in event["message"]
+    assert event["layer"] is None
+    assert event["severity"] == "warning"
+
+
+def test_interrupted_step_is_not_counted_as_missed(model: nn.Module) -> None:
+    probe = probe_of(model, h={**RECORD, "kind": "tensor"})
+
+    def use() -> None:
+        with probe:
+            model(X).sum().backward()
+            probe.end_step()
+            model(X)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"], row["cause"]) == (1, 1, "")
+
+
+@pytest.mark.parametrize("error", [None, KeyError], ids=str)
+def test_unfinished_first_step_is_not_reported_as_unscheduled(model: nn.Module, error: type[Exception] | None) -> None:
+    probe = probe_of(model, now=RECORD, at_the_end={**RECORD, "kind": "tensor"}, late={**RECORD, "start": 1})
+
+    def use() -> None:
+        with probe:
+            model(X)
+            if error is not None:
+                raise error
+
+    if error is None:
+        use()
+    else:
+        with pytest.raises(error):
+            use()
+    causes = {row["hook"]: row["cause"] for row in probe.sink.records("coverage")}
+    assert causes == {"now": "", "at_the_end": "", "late": NEVER_DUE}
+
+
+def test_hook_scheduled_after_the_last_step_is_unscheduled(model: nn.Module) -> None:
+    with probe_of(model, h={**RECORD, "steps": [2]}) as probe:
+        for _ in range(2):
+            model(X)
+            probe.end_step()
+    assert [row["cause"] for row in probe.sink.records("coverage")] == [NEVER_DUE]
+
+
+@pytest.mark.parametrize("announced", [0, 1, 2], ids=lambda n: f"{n} micro-steps announced")
+def test_evaluation_inside_a_step_is_not_a_micro_step(model: nn.Module, announced: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    specs = {kind: {**RECORD, "kind": kind} for kind in ("forward", "tensor", "post_accumulate_grad", "parameter_grad")}
+    with probe_of(model, optimizer, **specs, eval={**RECORD, "phase": "eval"}) as probe:
+        for _ in range(2):
+            for i in range(2):
+                model(X).sum().backward()
+                if i < announced:
+                    probe.end_micro_step()
+            optimizer.step()
+            with probe.evaluating():
+                model(X)
+            probe.end_step()
+    counts = {row["hook"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
+    assert counts == {
+        "forward": (4, 4, ""),
+        "tensor": (4, 4, ""),
+        "post_accumulate_grad": (4, 4, ""),
+        "parameter_grad": (2, 2, ""),
+        "eval": (2, 2, ""),
+    }
+    rows = [
+        (row["step"], row["micro_step"], row["call"]) for row in probe.sink.records("stats") if row["hook"] == "forward"
+    ]
+    one_step = {0: [(0, 0), (0, 1)], 1: [(0, 0), (1, 0)], 2: [(0, 0), (1, 0)]}[announced]
+    assert rows == [(step, *each) for step in range(2) for each in one_step]
+
+
+def test_last_micro_step_ends_with_the_step(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for _ in range(2):
+            model(X)
+            probe.end_micro_step()
+            model(X)
+            probe.end_step()
+    rows = [(row["step"], row["micro_step"], row["call"]) for row in probe.sink.records("stats")]
+    assert rows == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(4, 4)]
+
+
+def test_micro_steps_continue_after_an_evaluation(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        for i in range(3):
+            model(X)
+            probe.end_micro_step()
+            if i == 1:
+                with probe.evaluating():
+                    model(X)
+        probe.end_step()
+    assert [row["micro_step"] for row in probe.sink.records("stats")] == [0, 1, 2]
+    assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3)]
+
+
+def test_run_without_steps_has_coverage(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        pass
+    (row,) = probe.sink.records("coverage")
+    assert (row["expected"], row["fired"]) == (0, 0)
+
+
+def test_custom_event_has_the_step(model: nn.Module) -> None:
+    with probe_of(model, h=RECORD) as probe:
+        probe.end_step()
+        probe.event("fallback", "words", severity="info", layer="x")
+    event = probe.sink.records("events")[0]
+    assert (event["step"], event["rule"], event["message"], event["severity"], event["layer"]) == (
+        1,
+        "fallback",
+        "words",
+        "info",
+        "x",
+    )
+
+
+def test_module_with_two_hooks_is_called_once() -> None:
+    calls: list[int] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return super().forward(x)
+
+    model = Counted(2, 1)
+    with instrument.attach(model, {"a": RECORD, "b": {**RECORD, "role": "input"}}) as probe:
+        model(X)
+        probe.end_step()
+    assert len(calls) == 1
+    assert [row["fired"] for row in probe.coverage()] == [1, 1]
+
+
+def test_learning_rate_is_the_one_used_by_the_step() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    with instrument.attach(
+        model, {"h": {"layers": ".", "kind": "forward", "action": "record"}}, optimizer=optimizer
+    ) as probe:
+        for _ in range(3):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            probe.end_step()
+    assert [row["lr"] for row in probe.sink.records("metrics")] == [0.5, 0.25, 0.125]
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_optimizer_without_parameters_of_the_model_is_reported(model: nn.Module) -> None:
+    updates = {"layers": ".", "kind": "step_post", "role": "update", "action": "record"}
+    stale = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    with probe_of(model, stale, h=updates) as probe:
+        probe.end_step()
+    assert [row[3] for row in probe.sink.rows["events"]].count("optimizer") == 1
+    assert "the optimizer holds none of the model's 2 parameters" in probe.warnings[0]
+    half = torch.optim.SGD([model.get_parameter("bias"), *nn.Linear(2, 1).parameters()], lr=0.1)
+    with probe_of(model, half, h=updates) as probe:
+        probe.end_step()
+    assert not any("holds none" in warning for warning in probe.warnings)

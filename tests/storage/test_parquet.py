@@ -1,0 +1,355 @@
+"""The Parquet sink: bit-identical values, when rows are written, and that readers see only complete files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import numpy as np
+import pandas as pd
+import polars
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import tiered
+from torch import Tensor
+
+import instrument
+from instrument.errors import SinkError
+from instrument.storage import parquet, parts, tensors
+from instrument.storage.journal import Journal
+from instrument.storage.parquet import ParquetSink
+from instrument.tables.schemas import TABLES
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
+
+
+def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:
+    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
+    for tensor in tensors:
+        assert sink.keep(key, tensor.shape, tensor) is not None
+
+
+def bits(tensor: Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return bytes(flat.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else flat.numpy())
+
+
+def finished(folder: Path) -> instrument.Run:
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    return instrument.load(folder)
+
+
+def examples(dtype: torch.dtype) -> Tensor:
+    if dtype in INTEGERS:
+        return torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    info = torch.finfo(dtype)
+    values = [0.0, -0.0, 1 / 3, info.max, info.min, info.tiny, info.smallest_normal / 2, math.nan, math.inf, -math.inf]
+    return torch.tensor(values, dtype=torch.float64).to(dtype).view(2, 5)
+
+
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
+    given = [examples(dtype), examples(dtype)[0, 0], examples(dtype)[:0], examples(dtype).t()]
+    sink = ParquetSink(tmp_path, tensors=mode)
+    keep(sink, *given)
+    sink.close()
+    rows = finished(tmp_path).tensors()
+    for tensor, row in zip(given, rows.itertuples(), strict=True):
+        back = row.values
+        assert back.shape == tuple(tensor.shape) == row.shape
+        assert row.dtype == str(tensor.dtype).removeprefix("torch.")
+        if dtype == torch.bfloat16:  # NumPy has no bfloat16: it is loaded as float32, which represents it exactly
+            assert back.dtype == np.float32
+            words = np.ascontiguousarray(back).view(np.uint32)
+            assert not (words & 0xFFFF).any()
+            assert (words >> 16).astype(np.uint16).tobytes() == bits(tensor)
+        else:
+            assert back.dtype == tensor.numpy().dtype
+            assert np.ascontiguousarray(back).tobytes() == bits(tensor)
+
+
+@pytest.mark.parametrize("examples", tiered([4, 40], [4]))
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+def test_float32_of_any_bits_is_stored_bit_identically(
+    tmp_path_factory: pytest.TempPathFactory, mode: Any, examples: int
+) -> None:
+    @settings(max_examples=examples)
+    @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=20))
+    def check(words: list[int]) -> None:
+        folder = tmp_path_factory.mktemp("run")
+        tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
+        sink = ParquetSink(folder, tensors=mode)
+        keep(sink, tensor)
+        sink.close()
+        (back,) = finished(folder).tensors()["values"]
+        assert back.tobytes() == bits(tensor)
+
+    check()
+
+
+@pytest.mark.parametrize("mode", ["list", "bytes"])
+def test_int64_and_float64_are_stored_as_bytes(tmp_path: Path, mode: Any) -> None:
+    big = [torch.tensor([2**53 + 1]), torch.tensor([1e300, 1 + 2**-40], dtype=torch.float64)]
+    sink = ParquetSink(tmp_path, tensors=mode)
+    keep(sink, *big, torch.zeros(2))
+    sink.close()
+    table = pq.read_table(tmp_path / "tensors").to_pylist()
+    assert [row["values"] is None for row in table] == [True, True, mode == "bytes"]
+    assert [row["data"] is None for row in table] == [False, False, mode == "list"]
+    back = finished(tmp_path).tensors()["values"]
+    assert [list(values) for values in back] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
+
+
+def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    for step in range(3):
+        sink.write("metrics", [(step, *METRICS[1:])])
+        keep(sink, torch.full((2,), float(step)), step=step)
+        sink.end_step()
+        assert not list(tmp_path.rglob("*.parquet"))
+        run = finished(tmp_path)
+        assert list(run.metrics.step) == list(run.tensors().step) == list(range(step + 1))
+        assert [values.tolist() for values in run.tensors()["values"]] == [[i, i] for i in range(step + 1)]
+        assert list(run.sql("select step from metrics order by step").step) == list(range(step + 1))
+        with pa.OSFile(str(tmp_path / "journal" / "metrics-0000-000000.arrows")) as file:
+            assert pa.ipc.open_stream(file).read_all().column("step").to_pylist() == list(range(step + 1))
+    sink.close()
+    assert not (tmp_path / "journal").exists()
+    assert pq.read_table(tmp_path / "metrics").column("step").to_pylist() == [0, 1, 2]
+    assert pq.read_table(tmp_path / "tensors").column("step").to_pylist() == [0, 1, 2]
+
+
+def test_rows_of_an_unfinished_step_are_not_read(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    sink.write("metrics", [METRICS])
+    assert len(finished(tmp_path).metrics) == 1
+
+
+def test_large_journal_becomes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet, "ROWS_JOURNAL_BYTES", 5_000)
+    sink = ParquetSink(tmp_path)
+    counts = []
+    for step in range(40):
+        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.end_step()
+        counts.append(len(list(tmp_path.glob("metrics/*.parquet"))))
+        assert list(finished(tmp_path).metrics.step) == list(range(step + 1))
+        journals = list(tmp_path.glob("journal/*.arrows"))
+        assert len(journals) == 1
+        assert journals[0].stat().st_size < 7_000
+    assert counts[-1] >= 3
+    assert counts == sorted(counts)
+    sink.close()
+    assert pq.read_table(tmp_path / "metrics").column("step").to_pylist() == list(range(40))
+
+
+def test_many_tensors_of_a_step_are_written_as_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "ROW_GROUP_BYTES", 10_000)
+    sink = ParquetSink(tmp_path)
+    for step, count in enumerate((1, 10, 2, 7)):
+        keep(sink, *[torch.full((1000,), float(step))] * count, step=step)  # 4,000 bytes each
+        sink.end_step()
+        # A large step first flushes the journal to a part, so that parts are in step order.
+        assert len(list((tmp_path / "tensors").glob("*.parquet"))) == [0, 2, 2, 4][step]
+    assert list(finished(tmp_path).tensors().step) == [0] + [1] * 10 + [2] * 2 + [3] * 7
+    file = pq.ParquetFile(tmp_path / "tensors" / "part-0000-000001.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [3, 3, 3, 1]
+    sink.close()
+    assert [values[0] for values in finished(tmp_path).tensors()["values"]] == [0] + [1] * 10 + [2] * 2 + [3] * 7
+
+
+def test_tensor_changed_after_keep_is_stored_unchanged(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    tensor = torch.zeros(100_000)
+    for step in range(20):
+        tensor.fill_(step)
+        keep(sink, tensor, step=step)
+        tensor.fill_(-1)
+        sink.end_step()
+    sink.close()
+    assert [(float(v.min()), float(v.max())) for v in finished(tmp_path).tensors()["values"]] == [
+        (step, step) for step in range(20)
+    ]
+
+
+def test_every_table_is_readable_after_an_empty_run(tmp_path: Path) -> None:
+    ParquetSink(tmp_path).close()
+    for name, table in TABLES.items():
+        read = pq.read_table(tmp_path / name)
+        assert read.num_rows == 0
+        assert read.column_names == table.schema.names
+        assert list(pd.read_parquet(tmp_path / name).columns) == table.schema.names
+        assert polars.read_parquet(tmp_path / name / "*.parquet").height == 0
+    assert finished(tmp_path).tensors().empty
+
+
+def test_files_have_the_declared_types_and_descriptions(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("metrics", [METRICS])
+    sink.close()
+    for name, table in TABLES.items():
+        schema = pq.read_schema(tmp_path / name / "part-0000-000000.parquet")
+        assert schema.equals(table.schema)
+        for column in table.columns:
+            meaning = schema.field(column.name).metadata[b"meaning"].decode()
+            assert meaning == column.meaning != ""
+
+
+def replace_folder(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+    folder.mkdir()
+
+
+def lose_parts(folder: Path) -> None:
+    shutil.rmtree(folder / "metrics")
+
+
+def move_parts(folder: Path) -> None:
+    """Simulate `sink.keep_local=false`, which removes parts that were uploaded."""
+    record = {"config": {"sink": {"keep_local": False}}, "remote": "s3://bucket/run"}
+    (folder / "run.json").write_text(json.dumps(record))
+    lose_parts(folder)
+
+
+def cut_journal(folder: Path) -> None:
+    (folder / "journal" / "stats-0000-000001.arrows").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "saved"),
+    [
+        (shutil.rmtree, "the folder does not exist any more: nothing is saved"),
+        (replace_folder, "the folder was replaced by another one: nothing of this run is saved"),
+        (lose_parts, "steps up to 1 are saved, but files of metrics are missing"),
+        (move_parts, "steps up to 1 are saved"),
+        (cut_journal, "steps up to 1 are saved, but files of stats are missing"),
+        (lambda folder: None, "steps up to 1 are saved"),
+    ],
+    ids=["removed", "replaced", "parts lost", "parts moved", "journal cut", "read-only"],
+)
+def test_error_reports_what_is_actually_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], saved: str
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sink = ParquetSink(folder)
+    for step in range(2):
+        sink.write("metrics", [(step, *METRICS[1:])] if step == 0 else [])
+        sink.write("stats", [stats_row(step)])
+        sink.end_step()
+        if step == 0:
+            sink.finish_parts()
+    damage(folder)
+    monkeypatch.setattr(Journal, "append", read_only)
+    sink.write("stats", [stats_row(2)])
+    with pytest.raises(SinkError, match=f"Read-only file system; {saved}$"):
+        sink.end_step()
+
+
+def stats_row(step: int) -> tuple[Any, ...]:
+    cells = {"step": step, "rank": 0, "phase": "train"}
+    return tuple(cells.get(name) for name in TABLES["stats"].names)
+
+
+def read_only(self: Journal, batch: pa.RecordBatch) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("stats", [stats_row(0)])
+    sink.end_step()
+
+    plain = os.stat
+
+    def denied(path: Any, **more: Any) -> os.stat_result:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return plain(path, **more)
+
+    monkeypatch.setattr("instrument.storage.parquet.os.stat", denied)
+    monkeypatch.setattr(Journal, "append", read_only)
+    sink.write("stats", [stats_row(1)])
+    with pytest.raises(SinkError, match="cannot check which rows are saved: Permission denied"):
+        sink.end_step()
+
+
+def test_journal_changed_by_another_process_is_detected(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    for step in range(2):
+        sink.write("stats", [stats_row(step)])
+        sink.end_step()
+    os.truncate(tmp_path / "journal" / "stats-0000-000000.arrows", 3000)
+    sink.write("stats", [stats_row(2)])
+    with pytest.raises(
+        SinkError, match="was changed by another process while it was being written; steps up to 1 are saved, but"
+    ):
+        sink.end_step()
+
+
+def test_incomplete_part_is_not_visible_to_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = ParquetSink(tmp_path)
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    sink.finish_parts()
+    sink.write("metrics", [METRICS])
+    sink.end_step()
+    seen: list[int] = []
+
+    def read_before_rename(source: Path, target: Path) -> None:
+        """Read the run just before the part is renamed."""
+        assert source.exists()
+        assert [file.name for file in (tmp_path / "metrics").iterdir()] == ["part-0000-000000.parquet"]
+        assert len(pd.read_parquet(tmp_path / "metrics")) == 1
+        assert ds.dataset(tmp_path / "metrics").count_rows() == 1
+        assert polars.read_parquet(tmp_path / "metrics").height == 1
+        with duckdb.connect() as connection:
+            assert connection.execute(f"select count(*) from '{tmp_path}/metrics/*.parquet'").fetchall() == [(1,)]
+        seen.append(len(finished(tmp_path).metrics))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.os, "replace", read_before_rename)
+        with pytest.raises(KeyboardInterrupt):
+            sink.finish_parts()
+    assert seen == [2]  # one part and one journal
+    assert len(finished(tmp_path).metrics) == 2
+
+
+def test_tensor_values_are_readable_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    keep(sink, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
+    sink.close()
+    assert pd.read_parquet(tmp_path / "tensors")["values"][0].tolist() == [1.0, 2.0, 3.0, 4.5]
+    assert polars.read_parquet(tmp_path / "tensors")["values"].to_list() == [[1.0, 2.0, 3.0, 4.5]]
+    with duckdb.connect() as connection:
+        query = f"select list_sum(\"values\"), shape, hook, layer from '{tmp_path}/tensors/*.parquet'"
+        assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a.b")]
+
+
+def test_parts_of_several_flushes_are_read_in_step_order(tmp_path: Path) -> None:
+    sink = ParquetSink(tmp_path)
+    for step in range(12):
+        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.end_step()
+        sink.finish_parts()
+    sink.close()
+    assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
+    assert list(finished(tmp_path).metrics.step) == list(range(12))

@@ -1,0 +1,68 @@
+"""`certify_replay`: what a certificate shows if steps are missing, or if the run or the replay failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import write_run
+
+from instrument.training.verification.replay_certificate import ReplayCertificate, certify_replay
+
+FAILED: dict[str, Any] = {"status": "failed", "used": {"error": "RuntimeError: stopped here"}}
+
+
+def folder(path: Path, steps: range, status: str = "done", used: dict[str, Any] | None = None) -> Path:
+    """Write a run with the metrics of some steps."""
+    metrics = [{"step": step, "loss": 1.0, "lr": 0.1} for step in steps]
+    return write_run(path, rows={"metrics": metrics}, status=status, used={"error": None, **(used or {})})
+
+
+def certified(path: Path, run: dict[str, Any], replay: dict[str, Any], **fields: Any) -> ReplayCertificate:
+    """Return the certificate of a replay from step 4 on, up to step 7, of a run with the steps 0 to 6."""
+    entry = {
+        "begin": 4,
+        "steps": [5, 8],
+        "counterfactual": [],
+        "first_step": None,
+        "changes": [],
+        "changes_left_out": [],
+    }
+    used = {**replay.get("used", {}), "replay": {**entry, **fields}}
+    recorded: dict[str, Any] = {"steps": range(7), **run}
+    repeated: dict[str, Any] = {"steps": range(4, 7), **replay, "used": used}
+    return certify_replay(folder(path / "run", **recorded), folder(path / "replay", **repeated))
+
+
+def test_equal_steps_hold(tmp_path: Path) -> None:
+    found = certified(tmp_path, {}, {})
+    assert (found.holds, found.steps, found.repeats_failure) == (True, 3, None)
+
+
+def test_step_that_the_replay_lacks_is_a_difference(tmp_path: Path) -> None:
+    found = certified(tmp_path, {}, {"steps": range(4, 6), **FAILED})
+    assert not found.holds
+    assert (found.steps, found.repeats_failure) == (2, False)
+    assert str(found.difference) == "step 6: loss is missing, but was 1.0"
+    assert found.reasons == ("the replay ended before",)
+
+
+def test_nothing_is_shown_without_a_compared_step(tmp_path: Path) -> None:
+    found = certified(tmp_path, {}, {"steps": range(7, 8)}, begin=7)
+    assert (found.steps, found.difference, found.holds) == (0, None, False)
+
+
+@pytest.mark.parametrize(
+    ("replay", "expected"),
+    [
+        (FAILED, True),
+        ({**FAILED, "used": {"error": "ValueError: another error"}}, False),
+        ({"steps": range(4, 8)}, False),
+        ({}, None),
+    ],
+)
+def test_failure_of_the_run_is_repeated_or_not(tmp_path: Path, replay: dict[str, Any], expected: bool | None) -> None:
+    found = certified(tmp_path, FAILED, replay)
+    assert found.repeats_failure is expected
+    assert (found.holds, found.steps) == (True, 3)
