@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from .hook_coverage import HookCoverage
 from .hook_timer import HookTimer
 from .module_calls import is_first_reentrant_pass, recomputed_segment
 from .plain_calls import firing_of
-
-Given = TypeVar("Given")
-Result = TypeVar("Result")
 
 
 class AttachedHook(HookCoverage):

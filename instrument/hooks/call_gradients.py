@@ -19,7 +19,7 @@ from .clock import Clock
 from .gradient_hooks import Hook, LeafHooks, TensorGradientHook
 from .module_calls import Call
 from .plain_calls import firing_of
-from .together import groups_of, is_together, join_gradients
+from .together import JoinedGradients, groups_of, is_together
 
 
 class CallGradients:
@@ -64,13 +64,9 @@ class CallGradients:
                 yield path, tensor
 
     def hook(self, path: str, value: Tensor) -> Hook | None:
-        """Return the hook to register on a tensor; None if no site selects it.
+        """Return the hook to register on a tensor, the value, at a path; None if no site selects it.
 
         A tensor at several paths has one gradient, unless it is in `separate`. A site gets it once, with the first path.
-
-        Args:
-            path: The path of the tensor.
-            value: The tensor that the gradient belongs to.
         """
         attached_hooks = [
             attached
@@ -160,7 +156,7 @@ class CallGradients:
             new = attached.fire_together(given, firing_of(index, next(passes), recompute, origin), values=values)
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
-        aliases = join_gradients([*tensors.values()], on_gradients) if tensors else ()
+        aliases = JoinedGradients.apply(on_gradients, *tensors.values()) if tensors else ()
         self.aliases = {self._key(*item): alias for item, alias in zip(tensors.items(), aliases, strict=True)}
         return self.with_aliases(value)
 
@@ -177,24 +173,18 @@ class CallGradients:
         )
 
     def count_opportunities(self, *, missing_is_expected: bool) -> None:
-        """Count the opportunities of all sites after the hooks of the call were registered.
-
-        Args:
-            missing_is_expected: Whether tensors without a gradient are expected, because they are data.
-        """
+        """Count the opportunities of all sites after the registration; `missing_is_expected`: whether the tensors may be data."""
         for attached in self.attached_hooks:
             if self.call.repeats:
                 continue
             if any(attached.matches_path(path) for path in self.expected_paths):
                 attached.count_opportunity()
             elif reasons := [reason for path, reason in self.unreadable.items() if attached.matches_path(path)]:
-                attached.count_opportunity()
-                attached.count_miss(reasons[0])
+                attached.count_missed_opportunity(reasons[0])
             elif missing_is_expected and self.has_tensors and attached.is_record_hook and torch.is_grad_enabled():
                 attached.count_exempt(NO_INPUT_GRAPH)
             else:
-                attached.count_opportunity()
-                attached.count_miss(no_gradient_reason() if self.has_tensors else NO_TENSOR)
+                attached.count_missed_opportunity(no_gradient_reason() if self.has_tensors else NO_TENSOR)
 
     def miss_callback(self, reason: str) -> Callable[[str], None]:
         """Return a function that counts a miss for each hook. It holds no reference to the call.
@@ -268,8 +258,7 @@ def finish_gradient(
     """Run those hooks on the gradient of an output that `PlainCalls` has not run; see `gradient_hook`.
 
     Args:
-        attached_hooks: The sites, in order.
-        clock: The clock of the probe.
+        attached_hooks, clock: See `gradient_hook`.
         done: How many of the sites have recorded the gradient.
         call: The index of the call.
         backward: The index of the gradient, from 0. Firings of later ones are not counted.

@@ -21,7 +21,6 @@ from ..actions.intervention import Intervention, describe, effect_of
 from ..actions.record import Record
 from ..actions.scale import Scale
 from ..errors import HookError, InstrumentError, user_code_location
-from ..tables.kinds import KINDS
 from ..values.nested import structure
 from .clock import FIRST_CALL, FiringIndex
 from .plain_calls import Recording
@@ -52,9 +51,7 @@ def direct_of(attached: AttachedHook) -> Direct | None:
         is_plain = action.measurement.is_plain and not (action.tables or action.keeps_tensors)
         return _recording(attached, action, is_scaled) if is_plain and action.measurement.unit_dim is None else None
     is_change = isinstance(action, Intervention) and isinstance(action.change, Clip | Scale) and not is_scaled
-    return (
-        _changing(attached, cast(Intervention, action)) if is_change and KINDS[spec.kind].family == "module" else None
-    )
+    return _changing(attached, cast(Intervention, action)) if is_change and spec.definition.family == "module" else None
 
 
 class _Slots(dict[tuple[str, FiringIndex, type], int]):
@@ -113,7 +110,7 @@ def _changing(attached: AttachedHook, action: Intervention) -> Direct:
     held = None if attached.site.spec.follows is None else True  # see `AttachedHook.context`
     slots, module = _Slots(attached, lambda context: rows.slot("effects", context, ())), attached.site.layer.module
     context = attached.context("", FIRST_CALL).without_tensors()
-    is_repeated = KINDS[attached.site.spec.kind].repeats
+    is_repeated = attached.site.spec.definition.repeats
 
     def direct(tensor: Tensor, path: str, firing: FiringIndex) -> Tensor | None:
         if not is_plain_float(tensor) or (firing.recompute and is_repeated):

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torch.compiler import is_compiling
-from torch.utils.hooks import RemovableHandle
 
 from ..plan.function_calls import module_frame
 from ..plan.mode_pauses import needs_pause, register_pauses
@@ -26,25 +25,20 @@ class FunctionPauses(InertWhenCopied):
 
     Args:
         modules: The modules whose functions are hooked.
-        clock: The clock of the probe.
-        threads: The mode of each thread.
+        clock, threads: See `FunctionHooks`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], clock: Clock, threads: FunctionThreads) -> None:
+        super().__init__((), clock)
         self.modules = modules
-        self.clock = clock
         self.threads = threads
-        self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
         """Register the hooks."""
         hooks = (FunctionPauses.pause, FunctionPauses.end, FunctionPauses.resume)
         pause, end, resume = (MethodType(hook, self) for hook in hooks)
         for handle in register_pauses(self.modules, pause, end, resume):
-            self._handles.append(handle)
-
-    def refresh(self) -> None:
-        """Do nothing: the hooks do not depend on the schedule."""
+            self.handles.append(handle)
 
     def pause(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre hook of a module that may need a pause."""
@@ -62,8 +56,3 @@ class FunctionPauses(InertWhenCopied):
         """The forward pre hook of the first layer of an encoder."""
         if not (is_compiling() or self.clock.closed):
             self.threads.mode.resume()
-
-    def detach(self) -> None:
-        """Remove the hooks."""
-        while self._handles:
-            self._handles.pop().remove()

@@ -34,11 +34,10 @@ from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
 from .gradient_hooks import LeafHooks, versions_of
-from .hook_group_interface import InertWhenCopied
+from .hook_group_interface import SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_tensors import ModuleHooks
 from .plain_calls import current_transform
-from .suspendable_hook import SuspendableHooks
 from .together import act_together, groups_of, is_together
 
 _UNMEASURED = nullcontext()
@@ -74,11 +73,9 @@ class HookedModule(RunningModule):
             elif gradients is not None:
                 gradients.count_opportunities(missing_is_expected=True)
             elif attached in self.called or has_raised:
-                attached.count_opportunity()
-                attached.count_miss(self.obstacles.get(attached, RAISED if has_raised else NO_TENSOR))
+                attached.count_missed_opportunity(self.obstacles.get(attached, RAISED if has_raised else NO_TENSOR))
             elif attached in self.compiled:
-                attached.count_opportunity()
-                attached.count_miss(PARTLY_COMPILED)
+                attached.count_missed_opportunity(PARTLY_COMPILED)
             else:
                 no_function = NO_VISIBLE_FUNCTION if has_compiled() else NO_FUNCTION
                 attached.count_exempt(self.pause_reason or no_function)
@@ -215,42 +212,23 @@ class HookedFunctions(FunctionMode):
         return value
 
 
-class FunctionHooks(InertWhenCopied):
-    """The sites of the function kinds at one module. The hooks are suspended like those of `ModuleHooks`.
+class FunctionHooks(SuspendableModuleHooks):
+    """The sites of the function kinds at one module.
 
     Args:
-        module: The module.
-        attached_hooks: The sites.
-        clock: The clock of the probe.
-        calls: The calls of the module.
+        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
         threads: The mode of each thread.
-        suspend: Whether the hooks may be suspended.
     """
 
     early = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        calls: Calls,
-        threads: FunctionThreads,
-        *,
-        suspend: bool = True,
+        self, attached_hooks: Sequence[AttachedHook], calls: Calls, threads: FunctionThreads, *, suspend: bool
     ) -> None:
-        self.module = module
-        self.attached_hooks = attached_hooks
-        self.clock = clock
+        super().__init__(attached_hooks, calls, suspend=suspend)
         self.threads = threads
-        self.calls = calls
-        self.calls.add_group()
-        self.leaf_hooks = LeafHooks(clock)
-        for attached in attached_hooks:
-            attached.module_calls = self.calls
+        self.leaf_hooks = LeafHooks(self.clock)
         self.scheduled: dict[str, AttachedHook] = {}
-        self.unscheduled: list[AttachedHook] = []  # empty after the next call of the module
-        self.hooks = SuspendableHooks(may_suspend=suspend)
 
     def attach(self) -> None:
         """Register both hooks."""
@@ -262,16 +240,14 @@ class FunctionHooks(InertWhenCopied):
     def refresh(self) -> None:
         """Update the scheduled sites."""
         self.scheduled = {each.site.spec.name: each for each in self.attached_hooks if each.is_scheduled}
-        self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
-        are_counted = all(each.is_phase_counted for each in self.unscheduled)
-        self.hooks.update(are_needed=bool(self.scheduled) or not are_counted)
+        super().refresh()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook: starts to observe functions."""
         if not self._is_active():
             return
         if current_transform() is not None:
-            self._miss(TRANSFORMED)
+            self.count_missed_call(TRANSFORMED)
             return
         with self.clock.timer or _UNMEASURED:
             frame, _ = module_frame()
@@ -283,23 +259,16 @@ class FunctionHooks(InertWhenCopied):
     def enter_compiled(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
         """The forward pre hook in compiled code, which calls no functions."""
         if self._is_active():
-            self._miss(COMPILED)
+            self.count_missed_call(COMPILED)
 
     def _is_active(self) -> bool:
         """Return whether a site is scheduled. Count the sites that are not."""
         if self.clock.closed:
             return False
-        for attached in self.unscheduled:
-            attached.count_unscheduled()
-        self.unscheduled = []
-        if not self.scheduled:
+        self.count_unscheduled()
+        if not self.active:
             self.hooks.suspend()
-        return bool(self.scheduled)
-
-    def _miss(self, reason: str) -> None:
-        for attached in self.scheduled.values():
-            attached.count_opportunity()
-            attached.count_miss(reason)
+        return self.active
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """The forward hook: ends the observation, also after an exception."""
@@ -314,21 +283,13 @@ class FunctionHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks, the hooks on leaf tensors, and the mode of this thread."""
-        self.hooks.remove()
+        super().detach()
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
 
 
 class FunctionThreads(threading.local):
-    """The mode of each thread: PyTorch's stack of modes belongs to a thread.
-
-    Args:
-        specs: The specs of the function kinds.
-        clock: The clock of the probe.
-
-    Attributes:
-        mode: The mode of this thread.
-    """
+    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread."""
 
     def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
         self.mode = HookedFunctions(specs, clock)
@@ -349,11 +310,7 @@ def _selects_argument(owner: Owner, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _check_segment(owner: Owner) -> None:
-    """Refuse an intervention in a checkpoint segment that starts inside the module: it would not be repeated.
-
-    Raises:
-        HookError: The function runs in such a segment.
-    """
+    """Raise `HookError` for an intervention in a checkpoint segment that starts in the module: it would not be repeated."""
     running, attached, path = owner
     if current_segment() is not running.call.segment:
         context = attached.context(path, running.call.firing())

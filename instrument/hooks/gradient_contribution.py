@@ -8,7 +8,7 @@ their contributions are summed separately.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,21 +41,19 @@ class ModuleContribution:
         self.detached: Tensor | None = None
         self.version = 0
 
-    def collect_from(self, node: Any, inputs: list[int]) -> None:
-        """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs."""
+    def collect_from(self, node: Any, inputs: Sequence[int], region: ViewRegion | None = None) -> None:
+        """Collect the gradients that a node of the module sends through some of its inputs, each time that it runs.
+
+        Args:
+            node: The node.
+            inputs: The indices of the inputs.
+            region: The region of the tensor, a view, in what the node modifies in place; None for other nodes.
+        """
 
         def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
             given = [gradient for i in inputs if (gradient := sent[i]) is not None]
-            self.sent.setdefault(graph_task(), []).extend(given)
-
-        node.register_hook(after_node)
-
-    def collect_region_from(self, node: Any, region: ViewRegion) -> None:
-        """Collect the view's part of what a node sends back that modifies the tensor, a view, in place."""
-
-        def after_node(sent: tuple[Tensor | None, ...], received: object) -> None:  # noqa: ARG001
-            if sent[0] is not None:
-                self.sent.setdefault(graph_task(), []).append(region.extract(sent[0]))
+            parts = given if region is None else map(region.extract, given)
+            self.sent.setdefault(graph_task(), []).extend(parts)
 
         node.register_hook(after_node)
 
@@ -119,7 +117,7 @@ def find_contributions(
             contribution.collect_from(node, inputs)
         if node.name().endswith(IN_PLACE_ON_VIEW):
             for contribution, region in views.get(node.next_functions[0], ()):
-                contribution.collect_region_from(node, region)
+                contribution.collect_from(node, [0], region)
 
 
 class StoredTensors:

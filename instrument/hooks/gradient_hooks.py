@@ -50,7 +50,7 @@ class TensorGradientHook:
         if base is None or (is_private and not self.is_modified):
             self.detached = None
         else:
-            base.register(self.hook, when=self.is_disconnected)
+            _hook_node(base, self.hook, self.is_disconnected)
 
     @property
     def is_modified(self) -> bool:
@@ -106,14 +106,18 @@ class ViewRegion(NamedTuple):
 
 
 class ViewBase(NamedTuple):
-    """The position in the graph of a view's base tensor, and the region that the view covers.
+    """The position in the graph of a view's base tensor. The gradient there belongs to the view before it was modified in place.
 
-    The gradient there belongs to the view before it was modified in place.
+    Attributes:
+        node: The node whose output the base is.
+        output: The index of this output.
+        base, view: The tensors without a graph.
     """
 
     node: Any
     output: int
-    region: ViewRegion
+    base: Tensor
+    view: Tensor
 
     @classmethod
     def of(cls, view: Tensor) -> ViewBase | None:
@@ -121,52 +125,37 @@ class ViewBase(NamedTuple):
         base = view._base
         if base is None or base.grad_fn is None or base.dtype != view.dtype:
             return None
-        return cls(base.grad_fn, base.output_nr, ViewRegion.of(view, base))
+        return cls(base.grad_fn, base.output_nr, base.detach(), view.detach())
 
-    def register(self, hook: Hook, when: Callable[[], bool]) -> None:
-        """Register a hook on the view's part of the gradient at the base.
-
-        It runs and can change the gradient if `when` is true.
-        """
-        _, output, region = self
-
-        def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
-            gradient = gradients[output]
-            if gradient is None or not when() or (new := hook(region.extract(gradient))) is None:
-                return None
-            return (*gradients[:output], region.insert(gradient, new), *gradients[output + 1 :])
-
-        self.node.register_prehook(before_node)
+    @property
+    def region(self) -> ViewRegion:
+        """The region that the view covers."""
+        return ViewRegion.of(self.view, self.base)
 
 
-class _ViewBaseHook:
-    """A hook on the base of a view, for a hook that only records.
+def _hook_node(base: tuple[Any, int, Tensor, Tensor], hook: Hook, when: Callable[[], bool]) -> None:
+    """Register a hook on the view's part of the gradient at a `ViewBase`. It runs and can change the gradient if `when` is true."""
+    node, output, base_tensor, view = base
 
-    It is needed only if the view is modified in place, which is rare, so it computes the region when it runs.
-    """
+    def before_node(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+        gradient = gradients[output]
+        if gradient is None or not when():
+            return None
+        region = ViewRegion.of(view, base_tensor)  # rarely needed, and therefore computed here
+        if (new := hook(region.extract(gradient))) is None:
+            return None
+        return (*gradients[:output], region.insert(gradient, new), *gradients[output + 1 :])
 
-    __slots__ = ("base", "hook", "output", "version", "view")
-
-    def __init__(self, view: Tensor, base: Tensor, hook: OutputGradientHook) -> None:
-        self.view, self.base, self.hook = view.detach(), base.detach(), hook
-        self.output, self.version = base.output_nr, view._version
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Run the hook on the view's part of the gradient, if the view was modified in place and has no gradient in this pass.
-
-        Args:
-            gradients: The gradients of all outputs of the node of the base.
-        """
-        gradient = gradients[self.output]
-        if self.view._version != self.version and self.hook.task != graph_task() and gradient is not None:
-            self.hook(ViewRegion.of(self.view, self.base).extract(gradient))
+    node.register_prehook(before_node)
 
 
 def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
-    """Register the gradient hook of a view also at its base, where it runs if the view is modified in place. It only records."""
+    """Register the gradient hook of a view also at its base, where it runs if the view is modified in place."""
     base = view._base
-    if base is not None and base.grad_fn is not None and base.dtype == view.dtype:
-        base.grad_fn.register_prehook(_ViewBaseHook(view, base, hook))
+    if base is not None and (node := base.grad_fn) is not None and base.dtype == view.dtype:
+        detached, version = view.detach(), view._version
+        place = node, base.output_nr, base.detach(), detached
+        _hook_node(place, hook, lambda: detached._version != version and hook.task != graph_task())
 
 
 class Graph:

@@ -20,7 +20,7 @@ from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH
 from ..values.nested import join_arguments, split_arguments
 from .attached_hook import AttachedHook
-from .clock import Clock, FiringIndex
+from .clock import FiringIndex
 from .graph_operators import (
     GraphCall,
     Stage,
@@ -88,7 +88,6 @@ class GraphHooks:
 
     Args:
         attached_hooks: The sites.
-        clock: The clock of the probe.
         calls: The calls of the module.
 
     Attributes:
@@ -96,8 +95,8 @@ class GraphHooks:
         obstacle: Why the hooks cannot be part of a graph; None if they can.
     """
 
-    def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock, calls: Calls) -> None:
-        self.clock = clock
+    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls) -> None:
+        self.clock = calls.clock
         self.calls = calls
         self.token = new_token(self)
         self._places = places = Places.of(attached_hooks)
@@ -168,7 +167,7 @@ class GraphHooks:
         return traced_call(output, call, self.token, stages, self.output_gradients, tensors_in(given))
 
     def begin(self, missing: str) -> GraphCall:
-        """See `instrument.hooks.graph_operators.GraphTarget`."""
+        """Start a call of the module. `missing`: why no input gets a gradient; empty if one does."""
         call = self.calls.enter(self, in_graph=True)
         if self.calls.indices.micro_step_index != self._micro_step_index:
             self._micro_step_index = self.calls.indices.micro_step_index
@@ -178,7 +177,12 @@ class GraphHooks:
         return GraphCall(call.index, call.origin, call.is_recomputed, call.micro_step_index)
 
     def end(self, missing: str, begins: bool) -> GraphCall:
-        """See `instrument.hooks.graph_operators.GraphTarget`."""
+        """End the forward pass of a call.
+
+        Args:
+            missing: Why no output gets a gradient; empty if one does.
+            begins: Whether the call starts here too, since no hook needs its start.
+        """
         if begins:
             self.begin("")
         call = self.calls.leave(self, in_graph=True)
@@ -212,7 +216,7 @@ class GraphHooks:
     def run(
         self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
     ) -> tuple[Tensor, list[bool]]:
-        """See `instrument.hooks.graph_operators.GraphTarget`."""
+        """Run the hooks of a stage on a tensor. Return the tensor that replaces it, and which hooks acted."""
         acted = [False] * len(self._stages[stage])
         if self.clock.closed:
             return value, acted
@@ -244,7 +248,7 @@ class GraphHooks:
     def differentiate(
         self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
     ) -> Tensor:
-        """See `instrument.hooks.graph_operators.GraphTarget`."""
+        """Return the gradient of the value that hooks of a stage have changed."""
         firing = FiringIndex(call.number, 0, True, call.origin)
         with torch.enable_grad():
             leaf = value.detach().requires_grad_()

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,6 +32,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from ..tables.reasons import NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
+
+GraphHooks = Any
+"""An `instrument.hooks.graph_hooks.GraphHooks`, whose module imports this one."""
 
 _SITE = "Tensor call, Tensor token, Tensor(a!) order, int stage, str path"
 _SCHEMAS = (
@@ -67,43 +70,18 @@ class GraphCall(NamedTuple):
         return cls(number, origin, bool(is_recomputed), micro_step_index)
 
 
-class GraphTarget(Protocol):
-    """What the operators of a token call."""
-
-    def begin(self, missing: str) -> GraphCall:
-        """Start a call of the module. `missing`: why no input gets a gradient; empty if one does."""
-
-    def end(self, missing: str, begins: bool) -> GraphCall:
-        """End the forward pass of a call.
-
-        Args:
-            missing: Why no output gets a gradient; empty if one does.
-            begins: Whether the call starts here too, since no hook needs its start.
-        """
-
-    def run(
-        self, stage: int, value: Tensor, call: GraphCall, path: str, owner: Tensor | None
-    ) -> tuple[Tensor, Sequence[bool]]:
-        """Run the hooks of a stage on a tensor. Return the tensor that replaces it, and which hooks acted. `owner`: see above."""
-
-    def differentiate(
-        self, stage: int, gradient: Tensor, value: Tensor, acted: Sequence[bool], call: GraphCall, path: str
-    ) -> Tensor:
-        """Return the gradient of the value that hooks of a stage have changed."""
-
-
-_TARGETS: WeakValueDictionary[int, GraphTarget] = WeakValueDictionary()
+_TARGETS: WeakValueDictionary[int, GraphHooks] = WeakValueDictionary()
 _numbers = count()
 
 
-def new_token(target: GraphTarget) -> Tensor:
-    """Return the token of a target, int64 [1]. The target may be freed: the operators then do nothing."""
+def new_token(target: GraphHooks) -> Tensor:
+    """Return the token of hooks, int64 [1]. The hooks may be freed: the operators then do nothing."""
     number = next(_numbers)
     _TARGETS[number] = target
     return torch.tensor([number], device="cpu")
 
 
-def _target(token: Tensor) -> GraphTarget | None:
+def _target(token: Tensor) -> GraphHooks | None:
     return _TARGETS.get(int(token))
 
 
@@ -311,7 +289,7 @@ def traced_call(
 
 
 def begin_call(token: Tensor, missing: str) -> Tensor:
-    """Call the operator that begins a call. Return the call tensor; see `GraphTarget.begin`."""
+    """Call the operator that begins a call. Return the call tensor; see `GraphHooks.begin`."""
     return OPERATORS.begin(token, _FORWARD, missing)  # type: ignore[no-any-return]
 
 
@@ -321,7 +299,7 @@ def end_call(value: Any, token: Tensor, missing: str, begins: bool, stage: Stage
     Args:
         value: The output of the module.
         token: The token.
-        missing, begins: See `GraphTarget.end`.
+        missing, begins: See `GraphHooks.end`.
         stage: The hooks that it runs on the tensors of the output, which change nothing; None for no hooks.
     """
     if stage is None:

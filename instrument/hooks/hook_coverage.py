@@ -85,6 +85,11 @@ class HookCoverage(FiringCounts):
             self.count_miss(reason)
         return reason is None
 
+    def count_missed_opportunity(self, reason: str) -> None:
+        """Count an opportunity, and note why it could not fire."""
+        self.count_opportunity()
+        self.count_miss(reason)
+
     def count_miss(self, reason: str) -> None:
         """Note why it could not fire at an opportunity."""
         self._misses.append(reason)

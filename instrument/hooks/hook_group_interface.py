@@ -1,24 +1,56 @@
-"""The interface of attached hooks, and the base class of those on modules."""
+"""The base classes of attached hooks: of all groups, of those on modules, and of those on calls of modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+
+from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import StepContext
 from .attached_hook import AttachedHook
 from .clock import Clock
+from .module_calls import Calls
+from .suspendable_hook import SuspendableHooks
 
 
-class InertWhenCopied:
+class HookGroup:
+    """The hooks of one family at one location.
+
+    Args:
+        attached_hooks: The sites.
+        clock: The clock of the probe.
+    """
+
+    attached_hooks: Sequence[AttachedHook] = ()
+
+    def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
+        self.attached_hooks = attached_hooks
+        self.clock = clock
+        self.handles: list[RemovableHandle] = []
+
+    def of_kind(self, kind: str) -> list[AttachedHook]:
+        """Return the sites of a kind."""
+        return [attached for attached in self.attached_hooks if attached.site.spec.kind == kind]
+
+    def attach(self) -> None:
+        """Register all hooks. After an exception, `detach` removes those that were registered."""
+
+    def refresh(self) -> None:
+        """Update after the scheduled sites have changed. Default: they are determined when a hook runs."""
+
+    def detach(self) -> None:
+        """Remove all hooks of this group, in reverse order."""
+        while self.handles:
+            self.handles.pop().remove()
+
+
+class InertWhenCopied(HookGroup):
     """Base of hooks on a module. If the module is copied or pickled, the copied hooks become no-ops.
 
     A copied model contains our hooks in its dictionaries. They must neither write rows nor keep the probe alive. Every
     such hook first checks whether the clock is closed.
     """
 
-    clock: Clock
-    attached_hooks: Sequence[AttachedHook] = ()
     early: bool = False  # whether its forward hook runs before those of other code
 
     def __deepcopy__(self, memo: dict[int, object]) -> InertWhenCopied:
@@ -40,14 +72,62 @@ def _closed_copy(cls: type[InertWhenCopied]) -> InertWhenCopied:
     return new
 
 
-class HookGroup(Protocol):
-    """The hooks of one family at one location."""
+class ModuleCallHooks(InertWhenCopied):
+    """Base of hooks that see the calls of one module.
 
-    def attach(self) -> None:
-        """Register all hooks. After an exception, `detach` removes those that were registered."""
+    Args:
+        attached_hooks: The sites, at least one.
+        calls: The calls of the module.
+        note_inputs: See `Calls.add_group`.
+    """
+
+    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, note_inputs: bool = True) -> None:
+        super().__init__(attached_hooks, calls.clock)
+        self.module = attached_hooks[0].site.layer.module
+        self.calls = calls
+        self.calls.add_group(note_inputs=note_inputs)
+        for attached in attached_hooks:
+            attached.module_calls = self.calls
+
+
+class SuspendableModuleHooks(ModuleCallHooks):
+    """Base of hooks that are suspended if no site is scheduled, in each phase after the first call of the module.
+
+    Args:
+        attached_hooks, calls, note_inputs: See `ModuleCallHooks`.
+        suspend: Whether the hooks may be suspended.
+
+    Attributes:
+        active: Whether any site is scheduled.
+        unscheduled: The sites that are not scheduled. Empty after the next call of the module.
+    """
+
+    def __init__(
+        self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, suspend: bool, note_inputs: bool = True
+    ) -> None:
+        super().__init__(attached_hooks, calls, note_inputs=note_inputs)
+        self.active = False
+        self.unscheduled: list[AttachedHook] = []
+        self.hooks = SuspendableHooks(may_suspend=suspend)
 
     def refresh(self) -> None:
-        """Update after the scheduled sites have changed."""
+        """Resume the hooks if a site is scheduled, or is not counted yet in this phase. Otherwise suspend them."""
+        self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
+        self.active = len(self.unscheduled) < len(self.attached_hooks)
+        self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
+
+    def count_unscheduled(self) -> None:
+        """Count the first call in this phase for each site that is not scheduled."""
+        for attached in self.unscheduled:
+            attached.count_unscheduled()
+        self.unscheduled = []
+
+    def count_missed_call(self, reason: str) -> None:
+        """Count a miss for each scheduled site."""
+        for attached in self.attached_hooks:
+            if attached.is_scheduled:
+                attached.count_missed_opportunity(reason)
 
     def detach(self) -> None:
-        """Remove all hooks of this group."""
+        """Remove the hooks, in reverse order."""
+        self.hooks.remove()

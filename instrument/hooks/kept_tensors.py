@@ -56,9 +56,8 @@ class TensorStore:
             name: The value of `keep_as`.
             location: The layer and the path.
             tensor: The tensor.
-            is_recomputed: Whether activation checkpointing recomputes the pass.
-            segment: The segment that is being recomputed; None if it is unknown.
-            has_lost_graph: Whether this is the first pass of a reentrant checkpoint.
+            is_recomputed, segment: See `for_intervention`.
+            has_lost_graph: See `Kept`.
         """
         if is_recomputed and segment is None:
             return

@@ -8,24 +8,16 @@ from torch import Tensor
 
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
+from .hook_group_interface import HookGroup
 
 
-class LossHooks:
-    """The loss sites of all specs."""
+class LossHooks(HookGroup):
+    """The loss sites of all specs. The loop calls `apply`."""
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        self.attached_hooks = attached_hooks
-        self.clock = clock
-        self.scheduled: list[AttachedHook] = []
+        super().__init__(attached_hooks, clock)
         self.micro_step_index = -1
         self.calls = 0
-
-    def attach(self) -> None:
-        """Do nothing: the loop calls the hooks."""
-
-    def refresh(self) -> None:
-        """Select the scheduled sites."""
-        self.scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
 
     def apply(self, loss: Tensor) -> Tensor:
         """Run the hooks on a loss. Return the loss to call `backward` on."""
@@ -37,8 +29,6 @@ class LossHooks:
         for attached in self.attached_hooks:
             if not attached.is_scheduled:
                 attached.count_unscheduled()
-        firing = [attached for attached in self.scheduled if attached.count_and_check_readable(loss)]
+        scheduled = (attached for attached in self.attached_hooks if attached.is_scheduled)
+        firing = [attached for attached in scheduled if attached.count_and_check_readable(loss)]
         return fire_all(firing, loss, "", FiringIndex(self.calls - 1))
-
-    def detach(self) -> None:
-        """Do nothing: no PyTorch hook was registered."""

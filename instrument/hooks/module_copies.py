@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.lazy_compiler import runs_compiled
+from ..runtime.lazy_compiler import is_compiled_module
 from ..values.nested import iter_tensors, map_tensors
 
 _UNCHANGED = (
@@ -37,19 +37,19 @@ _LOCKS = {type(make()): make for make in (threading.Lock, threading.RLock)}
 
 
 def copy_modules(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return copies of a module and its submodules, with their own parameters and buffers, and without hooks.
+    """Return copies of a module and its submodules, with their own parameters and buffers, without hooks, and not compiled.
 
     Raises:
         Exception: An attribute cannot be copied. It can raise any exception.
     """
     copies: dict[nn.Module, nn.Module] = {part: object.__new__(type(part)) for part in module.modules()}
+    copies.update({part: copies[part._orig_mod] for part in copies if is_compiled_module(part)})  # type: ignore[index]
     known: dict[int, Any] = {id(part): new for part, new in copies.items()}
     for parameter in module.parameters():
         new = known[id(parameter)] = copy.deepcopy(parameter)
         vars(new).update(_copy(vars(parameter), known))  # such as `main_grad`, to which a backward pass adds
     for part, copied in copies.items():
-        if part is not module and runs_compiled(part):  # its calls are replayed
-            copied.__dict__.update(vars(nn.Module()))
+        if is_compiled_module(part):
             continue
         for name, value in part.__dict__.items():
             is_hooks = name.endswith("_hooks") and isinstance(value, OrderedDict)
@@ -74,15 +74,7 @@ def copy_arguments(arguments: dict[str, Any], copy_tensor: Callable[[str, Tensor
 
 
 def _copy(value: Any, known: dict[int, Any]) -> Any:
-    """Return a copy of a value, like `deepcopy`, but also of functions and of tensors of a graph.
-
-    Args:
-        value: The value.
-        known: The copies of objects, by identity.
-
-    Raises:
-        TypeError: It contains a module outside of the copied one, a compiled function, or an object that cannot be copied.
-    """
+    """Return a copy of a value, like `deepcopy` with the memo `known`, but also of functions and of tensors of a graph."""
     if id(value) in known:
         return known[id(value)]
     known.setdefault(id(known), []).append(value)  # as `deepcopy`: the identity stays that of this object
@@ -105,18 +97,8 @@ def _new_copy(value: Any, known: dict[int, Any]) -> Any:
             return getattr(copy_part(value.__self__), value.__name__)
         case weakref.ref():
             return weakref.ref(known[id(value())]) if id(value()) in known else value
-        case tuple() if type(value) is tuple:
-            return tuple(map(copy_part, value))
-        case list() if type(value) is list:
-            items: list[Any] = []
-            known[id(value)] = items
-            items.extend(map(copy_part, value))
-            return items
-        case dict() if type(value) is dict:
-            entries: dict[Any, Any] = {}
-            known[id(value)] = entries
-            entries.update((copy_part(key), copy_part(part)) for key, part in value.items())
-            return entries
+    if type(value) in (tuple, list, dict):
+        return copy._deepcopy_dispatch[type(value)](value, known, _copy)  # type: ignore[attr-defined]
     if type(value) in _LOCKS:
         return _LOCKS[type(value)]()
     if isinstance(value, _UNCHANGED) or type(value) is object:
@@ -130,8 +112,8 @@ def _new_copy(value: Any, known: dict[int, Any]) -> Any:
 
 def _copy_function(function: FunctionType, known: dict[int, Any]) -> FunctionType:
     """Return a copy of a function with copies of the objects that it refers to, such as the module in a replaced `forward`."""
-    if hasattr(function, "_torchdynamo_orig_callable"):
-        raise TypeError("a compiled function")
+    if hasattr(function, "_torchdynamo_orig_callable"):  # it is compiled
+        return _copy(function._torchdynamo_orig_callable, known)  # type: ignore[no-any-return]
     if not (function.__closure__ or function.__defaults__ or function.__kwdefaults__):
         return function
     cells = tuple(CellType() for _ in function.__closure__ or ())

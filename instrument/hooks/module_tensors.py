@@ -17,41 +17,33 @@ from torch.compiler import is_dynamo_compiling
 
 from ..fields.field_types import describe_callable
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
-from ..stats.flatten import unreadable
 from ..tables.reasons import TRANSFORMED
 from ..values.containers import copied_containers, write_back
-from ..values.nested import join_arguments, map_tensors, returned_value, split_arguments
-from .attached_hook import AttachedHook, fire_all
+from ..values.nested import join_arguments, returned_value, split_arguments
+from .attached_hook import AttachedHook
 from .call_gradients import finish_gradient
-from .clock import Clock
 from .graph_hooks import GraphHooks, Places
-from .hook_group_interface import InertWhenCopied
+from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of
-from .suspendable_hook import SuspendableHooks
 from .tensor_gradients import InputGradients, OutputGradients
-from .together import act_together, groups_of, is_together
+from .together import act_on_tensors
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _FORWARD = ("forward_pre", "forward")
 MAX_COMPOSED = 8  # combinations of scheduled hooks that are kept
 
 
-class ModuleHooks(InertWhenCopied):
+class ModuleHooks(SuspendableModuleHooks):
     """All sites at one module, served by two hooks.
 
-    If no site is scheduled, the hooks are suspended, in each phase after the first call of the module. They stay registered
-    if they were prepended, or if any code was compiled: compiled code calls only the hooks that were registered when it was
-    compiled.
+    They are not suspended if they were prepended, or if any code was compiled: compiled code calls only the hooks that were
+    registered when it was compiled.
 
     Args:
-        module: The module.
-        attached_hooks: The sites.
-        clock: The clock of the probe.
-        calls: The calls of the module.
+        attached_hooks, calls, suspend: See `SuspendableModuleHooks`.
         prepend: Whether the hooks run before those that are registered already.
         always_call: Whether the forward hook also runs if the forward pass raises an exception.
-        suspend: Whether the hooks may be suspended.
         early: Whether the forward hook runs before those of other code that are registered already.
 
     Attributes:
@@ -63,9 +55,7 @@ class ModuleHooks(InertWhenCopied):
 
     def __init__(
         self,
-        module: nn.Module,
         attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
         calls: Calls,
         *,
         prepend: bool = False,
@@ -73,28 +63,19 @@ class ModuleHooks(InertWhenCopied):
         suspend: bool = True,
         early: bool = False,
     ) -> None:
-        self.module = module
-        self.attached_hooks = attached_hooks
-        self.clock = clock
+        # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
+        only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
+        may_suspend = suspend and not prepend
+        super().__init__(attached_hooks, calls, suspend=may_suspend, note_inputs=not only_values)
         self.prepend = prepend
         self.always_call = always_call
         self.early = early
-        self.active = False
-        # Hooks that only record inputs and outputs need not know which calls have the same random numbers or graph.
-        only_values = all(each.is_record_hook and each.site.spec.kind in _FORWARD for each in attached_hooks)
-        self.calls = calls
-        self.calls.add_group(note_inputs=not only_values)
-        for attached in attached_hooks:
-            attached.module_calls = self.calls
-        # Sites that are not scheduled; empty after the next call of the module.
-        self.unscheduled: list[AttachedHook] = []
         self.pre: list[AttachedHook] = []
         self.forward_input: list[AttachedHook] = []
         self.output: Sequence[AttachedHook] = []
-        self.graph = GraphHooks(attached_hooks, clock, calls)
-        self.input_gradients = InputGradients(clock)
-        self.output_gradients = OutputGradients(clock)
-        self.hooks = SuspendableHooks(may_suspend=suspend and not prepend)
+        self.graph = GraphHooks(attached_hooks, calls)
+        self.input_gradients = InputGradients(self.clock)
+        self.output_gradients = OutputGradients(self.clock)
         self.earlier_hooks: dict[str, AttachedHook | None] = {}
         # Where the scheduled sites act, and what runs the calls, by what each site does with plain tensors (False: it is not scheduled).
         self._composed: dict[tuple[object, ...], tuple[Places, PlainCalls | None]] = {}
@@ -127,10 +108,8 @@ class ModuleHooks(InertWhenCopied):
         scheduled = [attached for attached in self.attached_hooks if attached.is_scheduled]
         key = tuple(attached.is_scheduled and attached.direct for attached in self.attached_hooks)
         places = self._composed[key][0] if key in self._composed else Places.of(scheduled)
-        self.active = bool(scheduled)
         self.graph.refresh()
-        self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
-        self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
+        super().refresh()
         self.pre, self.forward_input, self.output, gradients, contributions, totals = places
         interventions = [attached for attached in self.output if not attached.is_record_hook]
         self.intervenes_first = interventions[0] if interventions and (self.early or self.prepend) else None
@@ -165,7 +144,7 @@ class ModuleHooks(InertWhenCopied):
         if self.clock.closed:
             return None
         if self.unscheduled:
-            self._count_unscheduled()
+            self.count_unscheduled()
         if not self.active:
             self.hooks.suspend()
             return None
@@ -173,7 +152,7 @@ class ModuleHooks(InertWhenCopied):
             with timer:  # run again, measured
                 return self.before(module, args, kwargs)
         if current_transform() is not None:
-            self._count_transformed()
+            self.count_missed_call(TRANSFORMED)
             return None
         call = self.calls.enter(self, (*args, *kwargs.values()) if kwargs else args)
         inputs, outputs = self.input_gradients, self.output_gradients
@@ -190,19 +169,6 @@ class ModuleHooks(InertWhenCopied):
             return None
         call.copies = copied_containers(original, new)
         return split_arguments(new, len(args))
-
-    def _count_unscheduled(self) -> None:
-        """Count the first call in this phase for each hook that is not scheduled."""
-        for attached in self.unscheduled:
-            attached.count_unscheduled()
-        self.unscheduled = []
-
-    def _count_transformed(self) -> None:
-        """Count a miss for each scheduled hook, because a transform of torch.func runs the module."""
-        for attached in self.attached_hooks:
-            if attached.is_scheduled:
-                attached.count_opportunity()
-                attached.count_miss(TRANSFORMED)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The forward hook: runs the hooks on outputs and registers hooks for their gradients."""
@@ -263,27 +229,7 @@ class ModuleHooks(InertWhenCopied):
         active_hooks = [
             attached for attached in attached_hooks if not call.is_recomputed or attached.runs_in_recomputation
         ]
-        fired: set[AttachedHook] = set()
-        obstacles: dict[AttachedHook, str] = {}
-
-        def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
-            accepting = [attached for attached in group if attached.accepts(tensor, path)]
-            if accepting and (reason := unreadable(tensor)) is not None:
-                obstacles.update(dict.fromkeys(accepting, reason))
-                return tensor
-            fired.update(accepting)
-            return fire_all(accepting, tensor, path, firing)
-
-        new = value
-        for group in groups_of(active_hooks, is_together):
-            if not is_together(group[0]):
-                new = map_tensors(new, partial(act, group), in_place=in_place)
-                continue
-            new, obstacle = act_together(group[0], new, firing, in_place=in_place)
-            if obstacle is None:
-                fired.add(group[0])
-            else:
-                obstacles[group[0]] = obstacle
+        new, fired, obstacles = act_on_tensors(active_hooks, value, firing, in_place)
         if not call.is_recomputed:
             for attached in attached_hooks:
                 attached.count_opportunity()
@@ -295,8 +241,8 @@ class ModuleHooks(InertWhenCopied):
 
     def detach(self) -> None:
         """Remove both hooks in reverse order, and the hooks on tensors that outlive the graph."""
-        self.hooks.remove()
-        self.input_gradients.release()
+        super().detach()
+        self.input_gradients.leaf_hooks.release()
         self.output_gradients.leaf_hooks.release()
 
 

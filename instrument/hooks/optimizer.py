@@ -7,74 +7,54 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..runtime.lazy_compiler import excluded_method
-from ..tables.reasons import FROZEN, NO_GRADIENT_AT_STEP, NO_STATE, NO_TENSOR, NOT_OPTIMIZED, REMOVED
 from .attached_hook import AttachedHook
-from .clock import Clock
 from .direct import are_recordings, batched_launch
-from .optimizer_closure import Arguments, run_after_gradients
-from .optimizer_owners import Owners, parameter_ids
+from .optimizer_owners import Arguments, OptimizerHooks, run_after_gradients
 
 
-class StepHooks:
+class StepHooks(OptimizerHooks):
     """The step_pre and step_post sites of an optimizer, served by one hook before its `step` and one after it.
 
     The first one also copies the parameters whose update is recorded.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        owners: Owners,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        *,
-        steps_by_loop: bool = False,
-    ) -> None:
-        self.optimizer = optimizer
-        self.owners = owners
-        self.clock = clock
-        self.pre = [attached for attached in attached_hooks if attached.site.spec.kind == "step_pre"]
-        self.post = [attached for attached in attached_hooks if attached.site.spec.kind == "step_post"]
-        self.parameters_before: dict[AttachedHook, Tensor] = {}
-        # Sites whose buffer there contains the update already.
-        self.sites_with_update: frozenset[AttachedHook] = frozenset()
-        self.steps_by_loop = steps_by_loop
-        self.handles: list[RemovableHandle] = []
+    sites_with_update: frozenset[AttachedHook] = frozenset()  # whose buffer contains the update already
+
+    @cached_property
+    def parameters_before(self) -> dict[AttachedHook, Tensor]:
+        """The buffers for parameters before their update."""
+        return {}
 
     def attach(self) -> None:
         """Register the hook after the step, and the one before it unless the loop announces the step. Both break a compiled step."""
         self.handles.append(self.optimizer.register_step_post_hook(excluded_method(self.after_step)))
-        if not self.steps_by_loop:
-            self.handles.append(self.optimizer.register_step_pre_hook(excluded_method(self.on_step)))
-
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined at each step."""
+        super().attach()
 
     def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
         """The hook before the step. Sites on gradients run after the closure if there is one."""
         if self.clock.closed:
             return None
-        self._act([attached for attached in self.pre if not _is_gradient(attached)])
+        self._act([attached for attached in self.of_kind("step_pre") if not _is_gradient(attached)])
         with self.clock.timer or nullcontext():
             self._copy_parameters()
         return run_after_gradients(args, kwargs, self._on_gradients)
 
     def before_step(self) -> None:
         """Run the step_pre sites, then copy parameters. Call it when all gradients are complete."""
-        self._act(self.pre)
+        self._act(self.of_kind("step_pre"))
         self._copy_parameters()
 
     def _on_gradients(self) -> None:
-        self._act([attached for attached in self.pre if _is_gradient(attached)])
+        self._act([attached for attached in self.of_kind("step_pre") if _is_gradient(attached)])
 
     @torch.no_grad()
     def _copy_parameters(self) -> None:
@@ -83,7 +63,7 @@ class StepHooks:
         The copies are float32 or wider: a difference of half-precision numbers would lose most updates.
         """
         copies: list[tuple[Tensor, Tensor]] = []
-        for attached in self._scheduled(self.post):
+        for attached in self.scheduled(self.of_kind("step_post")):
             if attached.role == "update":
                 parameter, buffer = attached.current_parameter(), self.parameters_before.get(attached)
                 if parameter is None or is_lazy(parameter):
@@ -106,11 +86,11 @@ class StepHooks:
     def after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """Run the step_post sites."""
         if not self.clock.closed:
-            self._act(self.post)
+            self._act(self.of_kind("step_post"))
 
     @torch.no_grad()
     def _act(self, attached_hooks: Sequence[AttachedHook]) -> None:
-        scheduled = self._scheduled(attached_hooks)
+        scheduled = self.scheduled(attached_hooks)
         # If no hook changes a parameter, all updates are computed first. Otherwise later hooks see the change.
         self.sites_with_update = self._subtract_parameters(scheduled) if are_recordings(scheduled) else frozenset()
         with batched_launch(scheduled):
@@ -127,11 +107,7 @@ class StepHooks:
                     tensor.copy_(new)
 
     def _subtract_parameters(self, scheduled: Sequence[AttachedHook]) -> frozenset[AttachedHook]:
-        """Turn copies of parameters before their update into the updates, with few launches on a device.
-
-        Returns:
-            The sites whose copy is the update now: those of plain parameters.
-        """
+        """Turn copies of plain parameters before their update into the updates, and return the sites that have one."""
         pairs = {
             attached: (buffer, parameter)
             for attached in scheduled
@@ -147,9 +123,6 @@ class StepHooks:
             torch._foreach_add_(buffers, [parameter for _, parameter in pairs.values()])
         return frozenset(pairs)
 
-    def _scheduled(self, attached_hooks: Sequence[AttachedHook]) -> list[AttachedHook]:
-        return self.owners.sites_of(self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled])
-
     def _tensor(self, attached: AttachedHook, parameter: Parameter | None) -> Tensor | None:
         """Return the tensor of a site. If it does not exist, note the reason and return None."""
         role, site = attached.role, attached.site
@@ -157,19 +130,9 @@ class StepHooks:
         if current is not None and is_lazy(current):
             return current
         tensor = None if current is None else self._in_role(attached, role, current)
-        if tensor is not None:
-            return tensor
-        if current is None:
-            attached.count_opportunity()
-            attached.count_miss(NO_TENSOR if role == "buffer" else REMOVED)
-        elif not current.requires_grad:
-            attached.count_exempt(FROZEN)
-        elif id(current) not in parameter_ids(self.optimizer):
-            attached.count_exempt(NOT_OPTIMIZED)
-        else:
-            attached.count_opportunity()
-            attached.count_miss(NO_GRADIENT_AT_STEP if role == "param_grad" else NO_STATE)
-        return None
+        if tensor is None:
+            self.count_missing(attached, current)
+        return tensor
 
     def _in_role(self, attached: AttachedHook, role: str, current: Tensor) -> Tensor | None:
         match role:
@@ -188,11 +151,6 @@ class StepHooks:
                 )
         state = self.optimizer.state.get(current, {}).get(role.removeprefix("state."))
         return state if isinstance(state, Tensor) else None
-
-    def detach(self) -> None:
-        """Remove both hooks in reverse order."""
-        while self.handles:
-            self.handles.pop().remove()
 
 
 def _supports_foreach(buffer: Tensor, parameter: Tensor) -> bool:

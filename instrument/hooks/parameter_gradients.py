@@ -6,27 +6,24 @@ They see the gradient of a micro-batch, the accumulated gradient, and the gradie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import Parameter, is_lazy
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from ..runtime.lazy_compiler import excluded_method
-from ..tables.reasons import CLEARED, FROZEN, NO_GRADIENT_AT_STEP, NOT_OPTIMIZED, REMOVED
+from ..tables.reasons import CLEARED
 from .attached_hook import AttachedHook, fire_all
 from .clock import Clock, FiringIndex
 from .direct import batched_launch
 from .gradient_scaling import unscaled
-from .optimizer_closure import Arguments, run_after_gradients
-from .optimizer_owners import Owners, parameter_ids
+from .hook_group_interface import HookGroup
+from .optimizer_owners import OptimizerHooks, parameter_ids
 
 
-class GradientHooks:
+class GradientHooks(HookGroup):
     """The parameter_grad_micro and post_accumulate_grad sites at one parameter.
 
     The hooks are also registered on frozen parameters and on lazy ones without values, and fire from the first gradient
@@ -35,14 +32,9 @@ class GradientHooks:
     """
 
     def __init__(self, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        self.clock = clock
-        self.attached_hooks = attached_hooks
-        self.micro = [attached for attached in attached_hooks if attached.site.spec.kind == "parameter_grad_micro"]
-        self.accumulated = [
-            attached for attached in attached_hooks if attached.site.spec.kind == "post_accumulate_grad"
-        ]
+        super().__init__(attached_hooks, clock)
+        self.micro, self.accumulated = self.of_kind("parameter_grad_micro"), self.of_kind("post_accumulate_grad")
         self.site = attached_hooks[0]
-        self.handles: list[RemovableHandle] = []
         self.micro_step_index = -1
         self.passes: Counter[str] = Counter()
         self.parameter: Parameter | None = None
@@ -67,13 +59,26 @@ class GradientHooks:
                 if self.accumulated:
                     self.handles.append(parameter.register_post_accumulate_grad_hook(self.on_accumulated))
 
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined at each gradient."""
+    def _fire(
+        self, attached_hooks: Sequence[AttachedHook], kind: str, gradient: Tensor, value: Tensor | None
+    ) -> Tensor:
+        """Run the scheduled hooks on a gradient. A micro-step has several of a kind if backward is called several times."""
+        scheduled = [
+            attached
+            for attached in attached_hooks
+            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
+        ]
+        if self.micro_step_index != self.clock.micro_step_index:
+            self.micro_step_index = self.clock.micro_step_index
+            self.passes.clear()
+        self.passes[kind] += 1
+        return fire_all(
+            scheduled, gradient, self.site.site.own_name, FiringIndex(backward=self.passes[kind] - 1), value
+        )
 
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""
-        scheduled = self._scheduled(self.micro, gradient)
-        new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("micro"), self.parameter)
+        new = self._fire(self.micro, "micro", gradient, self.parameter)
         return None if new is gradient else new
 
     def on_accumulated(self, parameter: Tensor) -> None:
@@ -82,36 +87,14 @@ class GradientHooks:
         if gradient is None:
             for attached in self.accumulated if not self.clock.closed else ():
                 if attached.is_scheduled:
-                    attached.count_opportunity()
-                    attached.count_miss(CLEARED)
+                    attached.count_missed_opportunity(CLEARED)
             return
-        scheduled = self._scheduled(self.accumulated, gradient)
-        new = fire_all(scheduled, gradient, self.site.site.own_name, self._passes("accumulated"), parameter)
+        new = self._fire(self.accumulated, "accumulated", gradient, parameter)
         if new is not gradient:
             _write_gradient(gradient, new)
 
-    def _passes(self, kind: str) -> FiringIndex:
-        """Count a gradient of the parameter. A micro-step has several if backward is called several times."""
-        if self.micro_step_index != self.clock.micro_step_index:
-            self.micro_step_index = self.clock.micro_step_index
-            self.passes.clear()
-        self.passes[kind] += 1
-        return FiringIndex(backward=self.passes[kind] - 1)
 
-    def _scheduled(self, attached_hooks: Sequence[AttachedHook], gradient: Tensor) -> list[AttachedHook]:
-        return [
-            attached
-            for attached in attached_hooks
-            if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
-        ]
-
-    def detach(self) -> None:
-        """Remove the hooks in reverse order."""
-        while self.handles:
-            self.handles.pop().remove()
-
-
-class BoundaryHooks:
+class BoundaryHooks(OptimizerHooks):
     """The parameter_grad sites of all specs at an optimizer's parameters, served by one hook before its `step`.
 
     If the step has a closure (LBFGS), the sites run after each call of the closure, which computes the gradients. A
@@ -119,35 +102,13 @@ class BoundaryHooks:
     (`steps_by_loop`).
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        owners: Owners,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        *,
-        steps_by_loop: bool = False,
-    ) -> None:
-        self.optimizer = optimizer
-        self.owners = owners
-        self.clock = clock
-        self.by_spec: dict[str, list[AttachedHook]] = {}
-        for attached in attached_hooks:
-            self.by_spec.setdefault(attached.site.spec.name, []).append(attached)
-        self.steps_by_loop = steps_by_loop
-        self.handle: RemovableHandle | None = None
-
-    def attach(self) -> None:
-        """Register the hook before the step, unless the loop announces the step. It breaks the graph of a compiled step."""
-        if not self.steps_by_loop:
-            self.handle = self.optimizer.register_step_pre_hook(excluded_method(self.on_step))
-
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined at each step."""
-
-    def on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:  # noqa: ARG002
-        """The hook before the step."""
-        return run_after_gradients(args, kwargs, self.before_step)
+    @cached_property
+    def by_spec(self) -> dict[str, list[AttachedHook]]:
+        """The sites by the name of their spec."""
+        by_spec: dict[str, list[AttachedHook]] = {}
+        for attached in self.attached_hooks:
+            by_spec.setdefault(attached.site.spec.name, []).append(attached)
+        return by_spec
 
     def before_step(self) -> None:
         """Run the specs in the order of the configuration. Each sees the gradients that the previous one returned."""
@@ -155,12 +116,16 @@ class BoundaryHooks:
             return
         optimized_ids = parameter_ids(self.optimizer)  # parameters may be added or removed during the loop
         for attached_hooks in self.by_spec.values():
-            scheduled = self.owners.sites_of(
-                self.optimizer, [attached for attached in attached_hooks if attached.is_scheduled]
-            )
+            scheduled = self.scheduled(attached_hooks)
             # A fused optimizer unscales gradients itself and provides the factor.
             scale = getattr(self.optimizer, "grad_scale", None)
-            sites = [entry for attached in scheduled if (entry := _with_gradient(attached, optimized_ids)) is not None]
+            sites = []
+            for attached in scheduled:
+                parameter = attached.current_parameter()
+                if parameter is None or parameter.grad is None or id(parameter) not in optimized_ids:
+                    self.count_missing(attached, parameter)
+                else:
+                    sites.append((attached, parameter, parameter.grad))
             if attached_hooks[0].is_record_hook:
                 with torch.no_grad(), batched_launch(scheduled):
                     for attached, parameter, gradient in sites:
@@ -184,36 +149,9 @@ class BoundaryHooks:
             if new is not gradient:
                 _write_gradient(gradient, new)
 
-    def detach(self) -> None:
-        """Remove the hook."""
-        if self.handle is not None:
-            self.handle.remove()
-
-
-def _with_gradient(attached: AttachedHook, optimized_ids: Set[int]) -> tuple[AttachedHook, Parameter, Tensor] | None:
-    """Return a site with its parameter and gradient. If the gradient is missing, note the reason and return None."""
-    parameter = attached.current_parameter()
-    if parameter is None:
-        attached.count_opportunity()
-        attached.count_miss(REMOVED)
-        return None
-    if id(parameter) in optimized_ids and parameter.grad is not None:
-        return attached, parameter, parameter.grad
-    if not parameter.requires_grad:
-        attached.count_exempt(FROZEN)
-    elif id(parameter) not in optimized_ids:
-        attached.count_exempt(NOT_OPTIMIZED)
-    else:
-        attached.count_opportunity()
-        attached.count_miss(NO_GRADIENT_AT_STEP)
-    return None
-
 
 def _can_train(parameter: Parameter) -> bool:
-    """Return whether a parameter can get a gradient.
-
-    Integers and frozen parameters of torch.inference_mode() cannot.
-    """
+    """Return whether a parameter can get a gradient: no integer, and no frozen parameter of torch.inference_mode()."""
     if parameter.requires_grad or is_lazy(parameter):
         return True
     return not parameter.is_inference() and (parameter.is_floating_point() or parameter.is_complex())
@@ -221,10 +159,7 @@ def _can_train(parameter: Parameter) -> bool:
 
 @contextmanager
 def _requiring_grad(parameter: Parameter) -> Iterator[None]:
-    """Allow registering hooks on the parameter.
-
-    PyTorch refuses them on frozen and lazy parameters, but keeps existing ones.
-    """
+    """Allow registering hooks on frozen and lazy parameters, on which PyTorch refuses them, but keeps existing ones."""
     frozen = not parameter.requires_grad
     with torch._C.DisableTorchFunctionSubclass() if is_lazy(parameter) else nullcontext():
         if frozen:

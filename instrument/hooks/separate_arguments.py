@@ -3,8 +3,6 @@
 In the graph of the call, the arguments are one tensor. To record without side effects, the module must get this tensor: code
 such as `query is key` decides what it computes. So the module is evaluated again, on aliases of the arguments and with the same
 random numbers. The copy that is evaluated has its own parameters, buffers and attributes, and no hooks.
-Submodules that are compiled, or have hooks that may change values or gradients, are not evaluated again. Their outputs are those of
-the call (`instrument.hooks.replayed_calls`).
 
 The gradients of the aliases must add up to the module's contribution to the gradient of the tensor, which is known from the graph of
 the call. If the sum differs, the second evaluation differs from the call, and no gradient is recorded.
@@ -12,22 +10,40 @@ the call. If the sum differs, the second evaluation differs from the call, and n
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..values.dtensor import is_sharded
 from ..values.nested import iter_tensors, split_arguments
-from .clock import Clock
 from .gradient_contribution import StoredTensors
 from .gradient_hooks import versions_of
 from .module_copies import copy_arguments, copy_modules
-from .replayed_calls import GradientSource, RandomStates, ReplayedCalls
-from .separate_gradients import ArgumentGradient, SeparateGradients, are_close, describe_error, without_side_effects
+from .separate_gradients import SeparateGradients, are_close, describe_error, without_side_effects
+
+
+def save_random_states() -> Callable[[], None]:
+    """Return a function that restores the current states of the global random generators."""
+    restorations: list[Callable[[], object]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
+    ]
+    if torch.cuda.is_initialized():
+        restorations.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+
+    def restore() -> None:
+        for each in restorations:
+            each()
+
+    return restore
 
 
 class Inputs(NamedTuple):
@@ -57,28 +73,14 @@ class SeparateArguments:
         inputs: The module and its arguments.
         tensor: The tensor that the module gets as several arguments.
         gradients: Receives the results of the second evaluation.
-        clock: The clock of the probe.
-        active: See `ReplayedCalls`.
-
-    Attributes:
-        tensor, gradients: See the arguments.
-        calls: The calls of the submodules that are not evaluated again.
     """
 
-    def __init__(
-        self,
-        inputs: Inputs,
-        tensor: Tensor,
-        gradients: SeparateGradients,
-        clock: Clock,
-        active: dict[int, ReplayedCalls],
-    ) -> None:
+    def __init__(self, inputs: Inputs, tensor: Tensor, gradients: SeparateGradients) -> None:
         self.module = inputs.module
         self.given = inputs.arguments
         self.positional = inputs.positional
         self.tensor = tensor
         self.gradients = gradients
-        self.calls = ReplayedCalls(inputs.module, clock, active, find_repeated_arguments)
         given = dict(iter_tensors(inputs.arguments))
         self.aliases = {path: _alias(tensor) for path, each in given.items() if each is tensor}
         self.obstacle: str | None = None
@@ -88,18 +90,8 @@ class SeparateArguments:
         except Exception as error:  # from the objects of users
             self.obstacle = f"it cannot be copied: {describe_error(error)}"
         self.versions = versions_of(each for each in given.values() if each.requires_grad)
-        self.random_states = RandomStates.now()
+        self.restore_random_states = save_random_states()
         gradients.precision = _precision(inputs.module, tensor.device)
-
-    @property
-    def returned(self) -> str | None:
-        """The path of the argument that the module returns."""
-        return self.gradients.returned
-
-    def sources(self, contribution: GradientSource) -> dict[str, GradientSource]:
-        """Return where the gradient of each argument comes from, by path, given the contribution to the gradient of the tensor."""
-        taken: dict[int, dict[str, Tensor]] = {}
-        return {path: ArgumentGradient(self.gradients, contribution, path, taken) for path in self.aliases}
 
     def _argument(self, path: str, tensor: Tensor) -> Tensor:
         """Return an argument of the second evaluation. A module may write to tensors without a gradient, such as buffers."""
@@ -107,29 +99,23 @@ class SeparateArguments:
             return self.aliases[path]
         return tensor.detach() if tensor.requires_grad else tensor.clone()
 
-    def evaluate(self, output: Any, stored: StoredTensors | None = None) -> str | None:
-        """Evaluate the module again, after it has run. Return why this is not possible; None if it is.
-
-        Args:
-            output: The output of the module.
-            stored: The tensors that the module stores.
-        """
-        self.calls.release()
-        obstacle = self.obstacle or self._obstacle()
+    def evaluate(self, output: Any, stored: StoredTensors) -> None:
+        """Evaluate the module again, after it has run with this output. Count misses if this is not possible."""
+        obstacle = self.obstacle or self._obstacle() or self._evaluate(output, stored)
         if obstacle is not None:
-            return obstacle
-        outputs = [tensor for _, tensor in iter_tensors(self.calls.own_output(output))]
-        stored = stored or StoredTensors(self.module)
+            self.gradients.count_misses(obstacle)
+
+    def _evaluate(self, output: Any, stored: StoredTensors) -> str | None:
+        outputs = [tensor for _, tensor in iter_tensors(output)]
         try:
-            self.calls.install(self.copies)
             again = [tensor for _, tensor in iter_tensors(self._run(self.copies[self.module], self.arguments))]
             pairs = [*zip(outputs, again, strict=True)]
             stored_pairs = [*zip(stored(), stored(self.copies), strict=True)]
             pairs += [pair for pair in stored_pairs if pair[0] is not self.tensor]
             if not all(are_close(new, old, [old], self.gradients.precision) for old, new in pairs):
                 return (
-                    "its second evaluation gives another result: it compares its arguments, uses global variables, or is changed by a "
-                    "hook of kind function"
+                    "its second evaluation gives another result: it compares its arguments, uses global variables, or is changed by "
+                    "hooks"
                 )
         except Exception as error:  # the module depends on more than its arguments
             return f"its second evaluation fails: {describe_error(error)}"
@@ -144,11 +130,7 @@ class SeparateArguments:
         return "global hooks on modules are registered" if _has_any_global_hook() else None
 
     def _store_results(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> str | None:
-        """Store the results of the second evaluation. Return why this is not possible; None if it is.
-
-        Args:
-            pairs: Each output of the call with the same output of the second evaluation.
-        """
+        """Store pairs of outputs of the call and of the second evaluation. Return why this is not possible; None if it is."""
         paths = {id(alias): path for path, alias in self.aliases.items()}
         returned = {paths.get(id(new)) for old, new in pairs if old is self.tensor}
         if len(returned) > 1 or None in returned:
@@ -156,11 +138,7 @@ class SeparateArguments:
         used = [
             (old, new) for old, new in pairs if old is not self.tensor and old.requires_grad and new.grad_fn is not None
         ]
-        self.gradients.aliases = self.aliases
-        self.gradients.outputs = [new for _, new in used]
-        self.gradients.submodule_inputs = self.calls.inputs
-        self.gradients.returned = next(iter(returned), None)
-        self.gradients.receive_from([old for old, _ in used])
+        self.gradients.receive_from(used, self.aliases, next(iter(returned), None))
         return None
 
     def _run(self, module: nn.Module, arguments: dict[str, Any]) -> Any:
@@ -170,24 +148,8 @@ class SeparateArguments:
             lambda tensor: tensor if tensor.is_leaf else tensor.detach(), lambda tensor: tensor
         )
         with without_side_effects(), as_they_are, torch._C.DisableTorchFunction():
-            self.random_states.restore()
+            self.restore_random_states()
             return module(*args, **kwargs)
-
-
-def find_repeated_arguments(
-    module: nn.Module, arguments: dict[str, Any], positional: int, calls: ReplayedCalls
-) -> list[SeparateArguments]:
-    """Return the tensors with a gradient that a module gets as several arguments. Call this function before the module runs."""
-    repeated = repeated_tensors(arguments)
-    tensors = {
-        id(tensor): tensor for _, tensor in iter_tensors(arguments) if tensor.requires_grad and id(tensor) in repeated
-    }
-    inputs = Inputs(module, arguments, positional)
-    return [
-        # The sum check of the outer module detects a missing gradient.
-        SeparateArguments(inputs, tensor, SeparateGradients({}, lambda obstacle: None), calls.clock, calls.active)
-        for tensor in tensors.values()
-    ]
 
 
 def _alias(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,9 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..plan.shape_inference import preserve_random_state
 from ..runtime.lazy_compiler import compiler_imported
 from .clock import graph_task
-from .gradient_contribution import edge_of
+from .gradient_contribution import ModuleContribution, edge_of
 from .gradient_hooks import Hook, TensorGradientHook
-from .replayed_calls import GradientSource
 
 
 class SeparateGradients:
@@ -33,9 +31,6 @@ class SeparateGradients:
 
     Attributes:
         aliases: The separate arguments of the second evaluation, by path. Empty if it was not possible.
-        outputs: The outputs of the second evaluation.
-        submodule_inputs: The inputs of the submodules that are not evaluated again, each with the source of its gradient.
-        returned: The path of the alias that the module returns. None if it returns no alias.
         precision: The type with the lowest precision in the computation.
     """
 
@@ -44,18 +39,28 @@ class SeparateGradients:
         self.count_misses = count_misses
         self.aliases: dict[str, Tensor] = {}
         self.outputs: list[Tensor] = []
-        self.submodule_inputs: list[tuple[Tensor, GradientSource]] = []
         self.returned: str | None = None
         self.precision = torch.float64
         self.obstacle = (
-            "the gradients of the arguments do not add up to that of the tensor, as in a double backward pass"
+            "the gradients of the arguments do not add up to that of the tensor, as in a double backward pass or with hooks that "
+            "change gradients in the module"
         )
         self._received: dict[int, dict[int, Tensor]] = {}  # by backward pass, and by the index of the output
         self._lock = threading.Lock()  # several threads may run passes through one graph
 
-    def receive_from(self, outputs: Sequence[Tensor]) -> None:
-        """Register hooks on the outputs of the call, which correspond to those of the second evaluation."""
-        for i, tensor in enumerate(outputs):
+    def receive_from(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], aliases: dict[str, Tensor], returned: str | None
+    ) -> None:
+        """Register hooks on the outputs of the call.
+
+        Args:
+            pairs: Each output of the call with the same output of the second evaluation.
+            aliases: The separate arguments, by path.
+            returned: The path of the alias that the module returns. None if it returns no alias.
+        """
+        self.aliases, self.returned = aliases, returned
+        self.outputs = [new for _, new in pairs]
+        for i, (tensor, _) in enumerate(pairs):
             node, at = edge_of(tensor)
             if tensor._base is not None or tensor.is_leaf:
                 TensorGradientHook(tensor, partial(self._receive, i)).finish_registration()
@@ -66,17 +71,17 @@ class SeparateGradients:
         if gradient is not None:
             self._received.setdefault(graph_task(), {})[index] = gradient
 
-    def deliver(self, contribution: GradientSource, gradient: Tensor) -> None:
+    def deliver(self, contribution: ModuleContribution, gradient: Tensor) -> None:
         """Compute the gradients, and pass them to the hooks.
 
         Args:
-            contribution: The source of the module's contribution to the gradient of the tensor.
+            contribution: The module's contribution to the gradient of the tensor.
             gradient: The gradient of the tensor, to which other code contributes too.
         """
         total = contribution.take()
         if not self.aliases:
             return
-        parts = self.parts(total)
+        parts = self._parts(total)
         if parts is None:
             self.count_misses(self.obstacle)
             return
@@ -86,18 +91,10 @@ class SeparateGradients:
             if path in parts:
                 hook(parts[path])
 
-    def parts(self, total: Tensor | None) -> dict[str, Tensor] | None:
-        """Return the gradients of the aliases that have one.
-
-        Args:
-            total: The expected sum of these gradients. None if no gradient is expected.
-
-        Returns:
-            The gradients by path. None if their sum differs, or if they cannot be computed.
-        """
+    def _parts(self, total: Tensor | None) -> dict[str, Tensor] | None:
+        """Return the gradients of the aliases by path; None if they cannot be computed, or their sum is not `total`."""
         received = self._received.pop(graph_task(), {})
-        given = [(tensor, found) for tensor, each in self.submodule_inputs if (found := each.take()) is not None]
-        given += [(self.outputs[i], of_output) for i, of_output in received.items()]
+        given = [(self.outputs[i], of_output) for i, of_output in received.items()]
         if total is None or not given:
             return {} if total is None else None
         outputs, gradients = zip(*given, strict=True)
@@ -113,23 +110,6 @@ class SeparateGradients:
                 return None
         parts = {path: part for path, part in zip(self.aliases, of_aliases, strict=True) if part is not None}
         return parts if _is_sum(total, [*parts.values()], self.precision) else None
-
-
-@dataclass(eq=False)
-class ArgumentGradient:
-    """The source of the gradient of one argument of a submodule."""
-
-    gradients: SeparateGradients
-    contribution: GradientSource
-    path: str
-    taken: dict[int, dict[str, Tensor]]
-
-    def take(self) -> Tensor | None:
-        task = graph_task()
-        if task not in self.taken:
-            contribution = self.contribution.take()
-            self.taken[task] = self.gradients.parts(contribution) or {}
-        return self.taken[task].pop(self.path, None)
 
 
 @contextmanager
@@ -187,10 +167,7 @@ def are_close(actual: Tensor, expected: Tensor, terms: Sequence[Tensor], precisi
 
 
 def _sizes(tensor: Tensor) -> Tensor:
-    """Return the size of each element for a comparison: its largest neighbour along the other dimensions.
-
-    Elements of an outlier channel, which can be 1e6 times as large, are compared only with each other.
-    """
+    """Return the largest neighbour of each element along the other dimensions: outlier channels are 1e6 times as large."""
     magnitudes = tensor.nan_to_num(0, 0, 0).abs()
     if not tensor.numel():
         return magnitudes

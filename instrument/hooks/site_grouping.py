@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pkgutil import resolve_name
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -19,12 +20,14 @@ from .loss import LossHooks
 from .module_calls import Calls
 from .module_tensors import ModuleHooks
 from .optimizer import StepHooks
-from .optimizer_owners import Owners
 from .parameter_gradients import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks
 from .via_module_backward import ModuleBackwardHooks
 
-Location = tuple[type[HookGroup], int, bool, bool, bool]
+GroupType = type[Any]
+"""A class of a `HookGroup`. Each has another constructor."""
+
+Location = tuple[GroupType, int, bool, bool, bool]
 _ON_MODULES = (ModuleHooks, FunctionHooks, ModuleBackwardHooks, StateDictHooks)  # TorchScript does not support them
 
 
@@ -54,55 +57,28 @@ def group_sites(
     for attached in attached_hooks:
         groups.setdefault((*_location(attached), attached in early), []).append(attached)
     for (group_type, _, prepend, always_call, is_early), sites in groups.items():
-        module = sites[0].site.layer.module
-        if sites[0].site.layer.is_script and group_type in _ON_MODULES:
+        layer = sites[0].site.layer
+        module = layer.module
+        if layer.is_script and group_type in _ON_MODULES:
             continue
+        suspend = module not in never_suspended
         if group_type is ModuleHooks:
-            suspend = module not in never_suspended
-            yield ModuleHooks(
-                module,
-                sites,
-                clock,
-                calls[module],
-                prepend=prepend,
-                always_call=always_call,
-                suspend=suspend,
-                early=is_early,
-            )
+            options = {"prepend": prepend, "always_call": always_call, "early": is_early}
+            yield ModuleHooks(sites, calls[module], suspend=suspend, **options)
         elif group_type is FunctionHooks:
-            suspend = module not in never_suspended
-            yield FunctionHooks(module, sites, clock, calls[module], threads, suspend=suspend)
+            yield FunctionHooks(sites, calls[module], threads, suspend=suspend)
         elif group_type is ModuleBackwardHooks:
-            yield ModuleBackwardHooks(module, sites, clock, calls[module], prepend=prepend)
-        elif group_type is StateDictHooks or sites[0].site.spec.definition.hooks is not None:
-            yield group_type(module, sites, clock)  # type: ignore[call-arg]  # the constructor is not a part of the protocol
-        elif group_type is GradientHooks:
-            yield GradientHooks(sites, clock)
-        elif group_type is LossHooks:
-            yield LossHooks(sites, clock)
-        else:
-            owners = Owners(optimizers)
+            yield ModuleBackwardHooks(sites, calls[module], prepend=prepend)
+        elif group_type in (BoundaryHooks, StepHooks, OptimizerStateDictHooks):
             for optimizer in optimizers:
-                yield _optimizer_hooks(group_type, optimizer, owners, sites, clock, steps_by_loop)
+                yield group_type(optimizer, optimizers, sites, clock, steps_by_loop=steps_by_loop)
+        elif group_type in (GradientHooks, LossHooks, StateDictHooks):
+            yield group_type(sites, clock)
+        else:
+            yield group_type(module, sites, clock)
     modules = [sites[0].site.layer.module for (group_type, *_), sites in groups.items() if group_type is FunctionHooks]
     if modules:  # after the hooks that activate the modes
         yield FunctionPauses(modules, clock, threads)
-
-
-def _optimizer_hooks(
-    group_type: type[HookGroup],
-    optimizer: Optimizer,
-    owners: Owners,
-    sites: Sequence[AttachedHook],
-    clock: Clock,
-    steps_by_loop: bool,
-) -> HookGroup:
-    """Create a group of hooks on an optimizer."""
-    if group_type is BoundaryHooks:
-        return BoundaryHooks(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
-    if group_type is StepHooks:
-        return StepHooks(optimizer, owners, sites, clock, steps_by_loop=steps_by_loop)
-    return OptimizerStateDictHooks(optimizer, owners, sites, clock)
 
 
 def _early_sites(attached_hooks: Sequence[AttachedHook]) -> set[AttachedHook]:
@@ -123,7 +99,7 @@ def _early_sites(attached_hooks: Sequence[AttachedHook]) -> set[AttachedHook]:
     return early
 
 
-def _location(attached: AttachedHook) -> tuple[type[HookGroup], int, bool, bool]:
+def _location(attached: AttachedHook) -> tuple[GroupType, int, bool, bool]:
     """Return the type of the hook group for a site, and the properties that its sites have in common."""
     spec, site = attached.site.spec, attached.site
     module = id(site.layer.module)

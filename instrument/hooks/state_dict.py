@@ -7,153 +7,102 @@ are recorded, but not changed by interventions: a run resumes from the live valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..tables.reasons import CHECKPOINT, NO_STATE
 from .attached_hook import AttachedHook
-from .clock import Clock
 from .hook_group_interface import InertWhenCopied
-from .optimizer_owners import Owners
+from .optimizer_owners import OptimizerHooks
 
-_HOOKS = {
-    "state_dict_pre": "saving",
-    "state_dict_post": "saved",
-    "load_state_dict_pre": "loading",
-    "load_state_dict_post": "loaded",
+_HOOKS = {  # by kind, the method that is the hook
+    "state_dict_pre": "on_values",
+    "state_dict_post": "on_state",
+    "load_state_dict_pre": "on_state",
+    "load_state_dict_post": "on_values",
 }
 
 
-class _HooksOfKinds:
-    """Hooks of the four state-dict kinds on a module or an optimizer: the methods in `_HOOKS`."""
+class _HooksOfKinds(InertWhenCopied):
+    """Hooks of the four state-dict kinds on a module or an optimizer."""
 
-    def __init__(self, owner: nn.Module | Optimizer, attached_hooks: Sequence[AttachedHook], clock: Clock) -> None:
-        self.owner = owner
-        self.clock = clock
-        self.by_kind = {
-            kind: [attached for attached in attached_hooks if attached.site.spec.kind == kind] for kind in _HOOKS
-        }
-        self.handles: list[RemovableHandle] = []
-
-    def attach(self) -> None:
+    def register(self, owner: nn.Module | Optimizer) -> None:
         """Register a hook for each kind that has a site."""
         for kind, hook in _HOOKS.items():
-            if self.by_kind[kind]:
+            if self.of_kind(kind):
                 # PyTorch sets an attribute on one of them, which a bound method does not allow.
-                self.handles.append(getattr(self.owner, f"register_{kind}_hook")(partial(getattr(self, hook))))
+                register = getattr(owner, f"register_{kind}_hook")
+                self.handles.append(register(partial(getattr(self, hook), kind)))
 
-    def refresh(self) -> None:
-        """Do nothing: the scheduled sites are determined when a state dict is saved or loaded."""
+    def scheduled_of_kind(self, kind: str) -> list[AttachedHook]:
+        """Return the scheduled sites of a kind. For the run's own checkpoint, only those that record."""
+        scheduled = [attached for attached in self.of_kind(kind) if attached.is_scheduled]
+        if self.clock.in_checkpoint:
+            for attached in scheduled:
+                if not attached.is_record_hook:
+                    attached.count_exempt(CHECKPOINT)
+            return [attached for attached in scheduled if attached.is_record_hook]
+        return scheduled
 
-    def detach(self) -> None:
-        """Remove the hooks in reverse order."""
-        while self.handles:
-            self.handles.pop().remove()
 
-
-class StateDictHooks(_HooksOfKinds, InertWhenCopied):
+class StateDictHooks(_HooksOfKinds):
     """The sites of the four state-dict kinds with role `entry` at one module."""
 
-    def saving(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
-        """The hook before a state dict is created: the values to be saved."""
-        self._fire_on_current("state_dict_pre")
+    def attach(self) -> None:
+        """Register the hooks."""
+        self.register(self.attached_hooks[0].site.layer.module)
 
-    def saved(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:  # noqa: ARG002
-        """The hook after the module's entries were added to a state dict."""
-        self._act("state_dict_post", state, prefix)
+    def on_values(self, kind: str, module: nn.Module, *rest: Any) -> None:  # noqa: ARG002
+        """The hook before a state dict is created, or after one was loaded: the values of the module."""
+        sites = [attached.site for attached in self.of_kind(kind)]
+        self.on_state(kind, module, {site.own_name: site.current_tensor for site in sites}, "")
 
-    def loading(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ARG002
-        """The hook before a state dict is loaded."""
-        self._act("load_state_dict_pre", state, prefix)
-
-    def loaded(self, module: nn.Module, incompatible: Any) -> None:  # noqa: ARG002
-        """The hook after a state dict was loaded: the new values of the module."""
-        self._fire_on_current("load_state_dict_post")
-
-    def _fire_on_current(self, kind: str) -> None:
-        if self.clock.closed:
-            return
-        sites = [attached.site for attached in self.by_kind[kind]]
-        self._act(kind, {site.own_name: site.current_tensor for site in sites}, "")
-
-    def _act(self, kind: str, state: dict[str, Any], prefix: str) -> None:
-        for attached in [] if self.clock.closed else _scheduled(self.by_kind[kind], self.clock):
-            key = prefix + attached.site.own_name
-            if isinstance(state.get(key), Tensor):
-                if not attached.count_and_check_readable(state[key]):
-                    continue
-                new = attached.fire(state[key].detach(), attached.site.own_name)
-                if not attached.is_record_hook:
-                    state[key] = new
-            else:
-                attached.count_opportunity()
-                attached.count_miss(f"the state dict has no entry {attached.site.own_name!r} of this module")
+    def on_state(self, kind: str, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:  # noqa: ARG002
+        """The hook after the module's entries were added to a state dict, or before one is loaded."""
+        for attached in self.scheduled_of_kind(kind) if not self.clock.closed else ():
+            name = attached.site.own_name
+            _fire(attached, state, prefix + name, f"the state dict has no entry {name!r} of this module")
 
 
-class OptimizerStateDictHooks(_HooksOfKinds):
+class OptimizerStateDictHooks(_HooksOfKinds, OptimizerHooks):
     """The sites of the four state-dict kinds with role `state.*`: the optimizer state of parameters."""
 
-    def __init__(
-        self, optimizer: Optimizer, owners: Owners, attached_hooks: Sequence[AttachedHook], clock: Clock
-    ) -> None:
-        super().__init__(optimizer, attached_hooks, clock)
-        self.owners = owners
+    def attach(self) -> None:
+        """Register the hooks."""
+        self.register(self.optimizer)
 
-    def saving(self, optimizer: Optimizer) -> None:
-        """The hook before a state dict is created."""
-        self._fire_on_current("state_dict_pre", optimizer)
+    def scheduled_of_kind(self, kind: str) -> list[AttachedHook]:
+        """Return the scheduled sites of a kind at parameters of this optimizer."""
+        return self.scheduled(super().scheduled_of_kind(kind))
 
-    def saved(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The hook after a state dict was created."""
-        return self._act("state_dict_post", optimizer, state)
-
-    def loading(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The hook before a state dict is loaded."""
-        return self._act("load_state_dict_pre", optimizer, state)
-
-    def loaded(self, optimizer: Optimizer) -> None:
-        """The hook after a state dict was loaded."""
-        self._fire_on_current("load_state_dict_post", optimizer)
-
-    def _fire_on_current(self, kind: str, optimizer: Optimizer) -> None:
-        for attached in self._scheduled(kind, optimizer):
+    def on_values(self, kind: str, optimizer: Optimizer) -> None:
+        """The hook before a state dict is created, or after one was loaded: the state of the optimizer."""
+        for attached in self.scheduled_of_kind(kind):
             parameter = attached.current_parameter()
             self._fire(attached, {} if parameter is None else optimizer.state.get(parameter, {}))
 
-    def _act(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def on_state(self, kind: str, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The hook after a state dict was created, or before one is loaded."""
         order = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         entries = {key: dict(entry) for key, entry in state["state"].items()}  # the caller's entries are not modified
-        for attached in self._scheduled(kind, optimizer):
+        for attached in self.scheduled_of_kind(kind):
             parameter = id(attached.current_parameter())
             self._fire(attached, entries.get(order.index(parameter), {}) if parameter in order else {})
         return {**state, "state": entries}
 
-    def _scheduled(self, kind: str, optimizer: Optimizer) -> list[AttachedHook]:
-        return self.owners.sites_of(optimizer, _scheduled(self.by_kind[kind], self.clock))
-
     @staticmethod
     def _fire(attached: AttachedHook, entry: dict[str, Any]) -> None:
-        name = attached.role.removeprefix("state.")
-        if not isinstance(entry.get(name), Tensor):
-            attached.count_opportunity()
-            attached.count_miss(NO_STATE)
-        elif attached.count_and_check_readable(entry[name]):
-            new = attached.fire(entry[name].detach(), attached.site.own_name)
-            if not attached.is_record_hook:
-                entry[name] = new
+        _fire(attached, entry, attached.role.removeprefix("state."), NO_STATE)
 
 
-def _scheduled(attached_hooks: Iterable[AttachedHook], clock: Clock) -> list[AttachedHook]:
-    """Return the scheduled sites. For the run's own checkpoint, only those that record."""
-    scheduled = [attached for attached in attached_hooks if attached.is_scheduled]
-    if clock.in_checkpoint:
-        for attached in scheduled:
-            if not attached.is_record_hook:
-                attached.count_exempt(CHECKPOINT)
-        return [attached for attached in scheduled if attached.is_record_hook]
-    return scheduled
+def _fire(attached: AttachedHook, entries: dict[str, Any], key: str, missing: str) -> None:
+    """Run a hook on an entry of a state dict, or count `missing` as the reason if it does not exist."""
+    if not isinstance(entries.get(key), Tensor):
+        attached.count_missed_opportunity(missing)
+    elif attached.count_and_check_readable(entries[key]):
+        new = attached.fire(entries[key].detach(), attached.site.own_name)
+        if not attached.is_record_hook:
+            entries[key] = new

@@ -45,7 +45,6 @@ from .gradient_contribution import (
 )
 from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
 from .module_calls import Call
-from .replayed_calls import ReplayedCalls
 from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
 from .separate_gradients import SeparateGradients
 from .together import is_together
@@ -69,10 +68,13 @@ class PendingInputGradients:
         if (base := ViewBase.of(tensor)) is not None:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
 
-    def hook_leaf(self, hooks: LeafHooks, leaf: Tensor, hook: Hook) -> None:
-        """Register a hook on an input that is a leaf."""
-        self.graph = self.graph or Graph()
-        self.graph.register(hooks, leaf, hook)
+    def register(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
+        """Register a hook on an input."""
+        if tensor.is_leaf:
+            self.graph = self.graph or Graph()
+            self.graph.register(leaf_hooks, tensor, hook)
+        else:
+            TensorGradientHook(tensor, hook).finish_registration()
 
     def complete(self, output: Any) -> None:
         """Complete the registration after the module has run.
@@ -81,13 +83,11 @@ class PendingInputGradients:
         """
         if self.graph is not None:
             self.graph.watch(tensor for _, tensor in iter_tensors(output))
-        stored = self.stored() if self.contributions else None
-        if stored is not None:
+        if self.contributions:
+            stored = self.stored()
             self._find_contributions(output, stored())
-        for arguments in self.repeated:
-            obstacle = arguments.evaluate(output, stored)
-            if obstacle is not None:
-                arguments.gradients.count_misses(obstacle)
+            for arguments in self.repeated:
+                arguments.evaluate(output, stored)
         returned = {
             id(part) for _, tensor in iter_tensors(output) for part in (tensor, tensor._base) if part is not None
         }
@@ -121,20 +121,14 @@ class InputGradients:
         self.leaf_hooks = LeafHooks(clock)
         self.stored: StoredTensors | None = None
         self.hooked = WeakTensorKeyDictionary()  # tensors with a hook for the total gradient
-        # If an exception ends a call, its hooks on submodules remain. They are removed in a later micro-step.
-        self.replayed_calls: dict[int, ReplayedCalls] = {}
 
     def register(self, module: nn.Module, value: dict[str, Any], positional: int, call: Call) -> dict[str, Any]:
         """Register hooks for all input tensors. Return the input with which to call the module.
 
         Args:
-            module: The module.
-            value: Its arguments; see `join_arguments`.
-            positional: The number of positional arguments.
+            module, value, positional: See `Inputs`.
             call: The call.
         """
-        if self.replayed_calls:
-            self._release_calls(but_of=call.micro_step_index)
         groups, joins = gradient_groups(self.contribution_hooks, value)
         in_place = _writes_to_its_input(module)
         totals = CallGradients(self.total_hooks, call, self.clock)
@@ -145,10 +139,7 @@ class InputGradients:
                 continue
             if (hook := totals.hook(path, tensor)) is not None:
                 self.hooked[tensor] = True
-                if tensor.is_leaf:
-                    pending.hook_leaf(self.leaf_hooks, tensor, hook)
-                else:
-                    TensorGradientHook(tensor, hook).finish_registration()
+                pending.register(self.leaf_hooks, tensor, hook)
         # The hook that is next to the module sees its gradients first.
         for group in reversed(groups):
             contributions = CallGradients(group, call, self.clock)
@@ -188,7 +179,7 @@ class InputGradients:
             gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
             contribution = ModuleContribution()
             self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
-            pending.repeated.append(SeparateArguments(inputs, tensor, gradients, self.clock, self.replayed_calls))
+            pending.repeated.append(SeparateArguments(inputs, tensor, gradients))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
     def _stored_tensors(self, module: nn.Module) -> StoredTensors:
@@ -196,28 +187,11 @@ class InputGradients:
         self.stored = self.stored or StoredTensors(module)
         return self.stored
 
-    def release(self) -> None:
-        """Remove the hooks that do not belong to a graph."""
-        self.leaf_hooks.release()
-        self._release_calls()
-
-    def _release_calls(self, *, but_of: int | None = None) -> None:
-        """Remove the hooks on submodules, but not those of a micro-step."""
-        for calls in [*self.replayed_calls.values()]:
-            if calls.micro_step_index != but_of:
-                calls.release()
-
     def _add_contribution(
         self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
     ) -> None:
-        """Collect the contribution of the module to the gradient of a tensor, and register a hook that does not change the graph.
-
-        The contribution is complete when the hook is called.
-        """
-        if tensor.is_leaf:
-            pending.hook_leaf(self.leaf_hooks, tensor, hook)
-        else:
-            TensorGradientHook(tensor, hook).finish_registration()
+        """Collect the contribution of the module to the gradient of a tensor, and register a hook, which gets it complete."""
+        pending.register(self.leaf_hooks, tensor, hook)
         pending.add_contribution(contribution, tensor)
 
 

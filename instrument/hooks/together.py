@@ -8,6 +8,7 @@ that a hook never misses a gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from ..values.nested import iter_tensors, map_tensors
 from ..values.sparse import alias_of
-from .attached_hook import AttachedHook
+from .attached_hook import AttachedHook, fire_all
 from .clock import FiringIndex
 
 Item = TypeVar("Item")
@@ -78,21 +79,49 @@ def act_together(
     return map_tensors(value, new.get, root, in_place=in_place), None
 
 
-def join_gradients(tensors: Sequence[Tensor], hook: GradientsHook) -> tuple[Tensor, ...]:
-    """Register a hook on the gradients of several tensors at once.
+def act_on_tensors(
+    attached_hooks: Sequence[AttachedHook], value: Any, firing: FiringIndex, in_place: Any = ()
+) -> tuple[Any, set[AttachedHook], dict[AttachedHook, str]]:
+    """Run hooks on all tensors of a value, in the order of the configuration.
 
     Args:
-        tensors: The tensors. They require gradients.
-        hook: Gets the gradients, None for those that are undefined, and returns the new ones.
+        attached_hooks: The hooks, with `together: true` or without.
+        value: A tensor or nested tensors.
+        firing: Which of several firings this is.
+        in_place: See `map_tensors`.
 
     Returns:
-        The aliases of the tensors, which deliver their gradients to the hook.
+        The new value, the hooks that fired, and why hooks could not act on a tensor.
     """
-    return JoinedGradients.apply(hook, *tensors)  # type: ignore[no-any-return]
+    fired: set[AttachedHook] = set()
+    obstacles: dict[AttachedHook, str] = {}
+
+    def act(group: Sequence[AttachedHook], path: str, tensor: Tensor) -> Tensor:
+        accepting = [attached for attached in group if attached.accepts(tensor, path)]
+        if accepting and (reason := unreadable(tensor)) is not None:
+            obstacles.update(dict.fromkeys(accepting, reason))
+            return tensor
+        fired.update(accepting)
+        return fire_all(accepting, tensor, path, firing)
+
+    for group in groups_of(attached_hooks, is_together):
+        if not is_together(group[0]):
+            value = map_tensors(value, partial(act, group), in_place=in_place)
+            continue
+        value, obstacle = act_together(group[0], value, firing, in_place=in_place)
+        if obstacle is None:
+            fired.add(group[0])
+        else:
+            obstacles[group[0]] = obstacle
+    return value, fired, obstacles
 
 
 class JoinedGradients(torch.autograd.Function):
-    """A node that passes tensors on, and changes all of their gradients at once."""
+    """A node that passes tensors on, and changes all of their gradients at once.
+
+    `apply` takes the function that gets the gradients, None for those that are undefined, and the tensors, which require
+    gradients. It returns their aliases.
+    """
 
     @staticmethod
     def forward(ctx: Any, hook: GradientsHook, *tensors: Tensor) -> tuple[Tensor, ...]:

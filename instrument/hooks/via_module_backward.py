@@ -9,67 +9,47 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import UNKNOWN_CALL
 from ..errors import ConfigError, Problem
 from ..plan.hook_plan import Site
 from ..stats.flatten import unreadable
 from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH, NOT_SEEN_BY_PYTORCH
-from ..values.nested import iter_tensors, map_tensors
-from .attached_hook import AttachedHook, fire_all, no_gradient_reason
-from .clock import Clock, FiringIndex
-from .hook_group_interface import InertWhenCopied
+from ..values.nested import iter_tensors
+from .attached_hook import AttachedHook, no_gradient_reason
+from .clock import FiringIndex
+from .hook_group_interface import ModuleCallHooks
 from .module_calls import Call, Calls
-from .together import act_together, groups_of, is_together
+from .together import act_on_tensors
 
 IN_PLACE_ERROR = "BackwardHookFunction"  # part of PyTorch's error message if an output is modified in place
 
 
-class ModuleBackwardHooks(InertWhenCopied):
+class ModuleBackwardHooks(ModuleCallHooks):
     """The `via: module` sites at one module.
 
     Raises:
         ConfigError: The module has a hook of the deprecated kind, which PyTorch does not allow in addition to these.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        attached_hooks: Sequence[AttachedHook],
-        clock: Clock,
-        calls: Calls,
-        *,
-        prepend: bool = False,
-    ) -> None:
-        if module._is_full_backward_hook is False:
+    def __init__(self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, prepend: bool) -> None:
+        if attached_hooks[0].site.layer.module._is_full_backward_hook is False:
             site = attached_hooks[0].site
             message = (
                 f"module {site.label!r} has a hook of PyTorch's deprecated kind (register_backward_hook), which PyTorch "
                 "does not allow together with a full backward hook"
             )
             raise ConfigError(Problem(f"hooks.{site.spec.name}.via", message, given="module", fix="remove 'via'"))
-        self.module = module
+        super().__init__(attached_hooks, calls)
         self.prepend = prepend
-        self.attached_hooks = attached_hooks
-        self.clock = clock
         self.returns_tensor = True  # whether the output is a tensor, not a tuple
-        self.calls = calls
-        self.calls.add_group()
-        for attached in attached_hooks:
-            attached.module_calls = self.calls
         # The calls whose gradients are expected, by PyTorch's object for the backward hooks of one call.
         self.expected_calls: WeakKeyDictionary[object, Call] = WeakKeyDictionary()
-        self.handles: list[RemovableHandle] = []
-
-    def attach(self) -> None:
-        """Do nothing: the hooks are registered when a site is scheduled."""
 
     def refresh(self) -> None:
         """Register the hooks if a site is scheduled, and remove them if none is."""
@@ -137,23 +117,9 @@ class ModuleBackwardHooks(InertWhenCopied):
         owner = sys._getframe(2).f_locals.get("self")
         call = None if owner is None else self.expected_calls.get(owner)
         firing = FiringIndex(UNKNOWN_CALL) if call is None else call.firing()
-        fired: set[AttachedHook] = set()
-
-        def act(group: Sequence[AttachedHook], path: str, gradient: Tensor) -> Tensor:
-            accepting = [
-                attached for attached in group if attached.accepts(gradient, path) and unreadable(gradient) is None
-            ]
-            fired.update(accepting)
-            return fire_all(accepting, gradient, path, firing)
-
         is_tensor = role == "grad_output" and self.returns_tensor
-        new = value = gradients[0] if is_tensor else gradients
-        for group in groups_of(attached_hooks, is_together):
-            if is_together(group[0]):
-                new, obstacle = act_together(group[0], new, firing)
-                fired.update(group if obstacle is None else ())
-            else:
-                new = map_tensors(new, partial(act, group))
+        value = gradients[0] if is_tensor else gradients
+        new, fired, _ = act_on_tensors(attached_hooks, value, firing)
         for attached in fired:
             attached.count_firing()
         if new is value:
@@ -163,8 +129,7 @@ class ModuleBackwardHooks(InertWhenCopied):
     def detach(self) -> None:
         """Remove all hooks in reverse order."""
         self.expected_calls.clear()
-        while self.handles:
-            self.handles.pop().remove()
+        super().detach()
 
 
 def _obstacle(attached: AttachedHook, value: Any) -> str:

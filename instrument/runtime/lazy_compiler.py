@@ -8,7 +8,6 @@ from functools import cache, wraps
 from types import CodeType, FunctionType, MethodType
 from typing import Any, cast
 
-from torch import nn
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
@@ -30,16 +29,6 @@ def is_compiled_module(module: object) -> bool:
     """Return whether an object is the result of `torch.compile(module)`."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
-
-
-def runs_compiled(module: nn.Module) -> bool:
-    """Return whether the code of a module is compiled: as a whole, or its replaced `forward`."""
-    forward = vars(module).get("forward")
-    return (
-        module._compiled_call_impl is not None
-        or is_compiled_module(module)
-        or hasattr(forward, "_torchdynamo_orig_callable")
-    )
 
 
 def compiler_entries() -> dict[int, bool]:
