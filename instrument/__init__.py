@@ -10,10 +10,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .runtime.moved_names import MovedModules
-
 if TYPE_CHECKING:
-    from . import analysis, interpret, plot, report
+    from . import interpret, plot, report
     from .actions.base import Context
     from .analysis.features import Features
     from .analysis.load import Run, load
@@ -43,7 +41,20 @@ if TYPE_CHECKING:
 # `python -m instrument.export` runs commands/export.py. The modules there import others by their full names for this reason.
 __path__.append(f"{__path__[0]}/commands")
 
-sys.meta_path.append(MovedModules())
+
+class _MovedModules:
+    """Finds the modules of the last version that have moved."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG004
+        if name.startswith(("instrument.cli", "instrument.spec")):
+            from .runtime.moved_names import find_spec
+
+            return find_spec(name)
+        return None
+
+
+sys.meta_path.append(_MovedModules)
 
 # `python -m instrument.report` imports this package before the module of the command; its name follows `-m`.
 if sys.argv[:1] == ["-m"] and f"{sys.orig_argv[-len(sys.argv)]}.".startswith(f"{__name__}."):
@@ -75,7 +86,6 @@ __all__ = [
     "StepRows",
     "Sum",
     "Task",
-    "analysis",
     "attach",
     "diff",
     "interpret",

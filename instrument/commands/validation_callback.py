@@ -22,7 +22,6 @@ from ..storage.lock import FolderLock
 from ..storage.remote_errors import safe_message
 from ..storage.remote_folder import REMOTE_KEY, SWEEP_RECORD, RemoteFolder, check_is_local, check_remote
 from ..storage.run_folder import create_free_folder
-from ..storage.run_search import report_command
 from ..training.distributed.torchrun import check_processes, process_group, synced_errors
 from ..training.sweeps.jobs import DONE, STOPPED, Sweep, folder_override
 from ..training.sweeps.objective import read_objective
@@ -193,6 +192,7 @@ def _exit_on_error() -> Iterator[None]:
 def _sweep_report(config: DictConfig, folder: Path) -> str:
     """Return the path of the report of a sweep if `report` is set, else the command that creates it."""
     from .. import report
+    from ..storage.run_search import report_command
 
     return str(report.make(folder).save(folder / report.FILE)) if config.get("report") else report_command(folder)
 

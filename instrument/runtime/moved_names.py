@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -22,11 +21,13 @@ ATTRIBUTES = {
 _PACKAGES = {name.rpartition(".")[0] for name in MODULES}
 
 
-class MovedModules(MetaPathFinder, Loader):
-    """Finds the modules of `MODULES`. They contain the names of those that have replaced them."""
+def find_spec(name: str) -> ModuleSpec | None:
+    """Return the specification of a module of `MODULES`; None for other names."""
+    return ModuleSpec(name, _Loader(), is_package=name in _PACKAGES) if name in MODULES or name in _PACKAGES else None
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:  # noqa: ARG002
-        return ModuleSpec(name, self, is_package=name in _PACKAGES) if name in MODULES or name in _PACKAGES else None
+
+class _Loader(Loader):
+    """Fills a module with the names of the one that has replaced it."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Let Python create the module."""

@@ -52,7 +52,7 @@ def test_upload_does_not_recover_a_locked_run(
     killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
-    for module in ("sinks.lock", "commands.upload"):
+    for module in ("storage.lock", "commands.upload"):
         monkeypatch.setattr(f"instrument.{module}.is_written", lambda _: False)
     lock = FolderLock(killed)
     assert lock.acquire()

@@ -539,7 +539,7 @@ def test_report_module_is_runnable(
     small_run: instrument.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["", str(small_run.path), "--out", str(tmp_path / "r.html")])
-    monkeypatch.delitem(sys.modules, "instrument.report.__main__")
+    monkeypatch.delitem(sys.modules, "instrument.report.__main__", raising=False)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module("instrument.report", run_name="__main__")
     assert stopped.value.code == 0
