@@ -21,7 +21,7 @@ from measure import machine
 from torch import Tensor, nn
 
 import instrument
-from instrument.stats import kernel
+from instrument.stats import cpu_kernel
 
 LAYERS, WIDTH, BATCH = 32, 64, 16
 TENSORS = 2 * LAYERS  # outputs and gradients
@@ -39,9 +39,9 @@ def network() -> nn.Module:
 def replace_driver() -> None:
     """Let slabs launch a function that clears no floating-point flags and returns 0, for float32 tensors on the CPU."""
     nothing = ctypes.cast(ctypes.CDLL("libm.so.6").feclearexcept, ctypes.c_void_p).value or 0
-    kernel.connect_driver((nothing, nothing, nothing), 4096)
+    cpu_kernel.connect_driver((nothing, nothing, nothing), 4096)
     memory = torch.empty(1024, 8), torch.empty(1)
-    kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 0, (128, 32), memory)
+    cpu_kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 0, (128, 32), memory)
 
 
 def step_of(model: nn.Module, batch: Tensor) -> Callable[[], None]:
@@ -105,7 +105,7 @@ def main() -> None:
                 "path of a GPU, driver replaced": (step_of(on_device, batch), device_probe.end_step),
             },
         )
-    kernel.disconnect_driver()
+    cpu_kernel.disconnect_driver()
     for name, microseconds in found.items():
         print(f"{name}: {microseconds:.2f}")
     print(f"ratio: {found['path of a GPU, driver replaced'] / found['path of the CPU']:.2f}")

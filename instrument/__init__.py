@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .actions.base import Context
     from .analysis.features import Features
     from .analysis.load import Run, load
-    from .comparison.compare import diff
+    from .comparison.diff import diff
     from .errors import (
         AlreadyAttachedError,
         ConfigError,
@@ -122,7 +122,7 @@ _LAZY = {
     "Sum": ".tables.statistics",
     "Task": ".tasks",
     "attach": ".integrations.attach",
-    "diff": ".comparison.compare",
+    "diff": ".comparison.diff",
     "load": ".analysis.load",
     "observe": ".integrations.observe",
     "statistic": ".stats.sums",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from instrument.stats import kernel
+from instrument.stats import cpu_kernel
 
 _POINTER = ctypes.c_void_p
 _LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, _POINTER, *[ctypes.c_uint] * 7, _POINTER, ctypes.POINTER(_POINTER), _POINTER)
@@ -74,14 +74,14 @@ def imitated_driver(dtype: torch.dtype = torch.float32) -> Iterator[Driver]:
         return 0
 
     functions = _LAUNCH(launch), _STATUS(capture_status), _DEVICE(current_device)
-    kernel.connect_driver(tuple(ctypes.cast(each, _POINTER).value for each in functions), 4096)  # type: ignore[arg-type]
+    cpu_kernel.connect_driver(tuple(ctypes.cast(each, _POINTER).value for each in functions), 4096)  # type: ignore[arg-type]
     memory = torch.empty(1024, 8), torch.empty(1)
     for tensors in (MEASURE, COMPARE):
-        kernel.add_launcher(torch.device("cpu"), dtype, 0, tensors, tensors, (128, 32), memory)
+        cpu_kernel.add_launcher(torch.device("cpu"), dtype, 0, tensors, tensors, (128, 32), memory)
     try:
         yield state
     finally:
-        kernel.disconnect_driver()
+        cpu_kernel.disconnect_driver()
 
 
 def _array(address: int, count: int, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

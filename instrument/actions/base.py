@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import Parameter
 
 from ..errors import ConfigError, Problem
-from ..stats.kernel import Slab
+from ..stats.cpu_kernel import Slab
 from ..stats.measure import Measured, on_host
 from ..stats.table_rows import Measure
 from ..values.dtensor import NOT_SHARDED, Shards, module_type

@@ -11,8 +11,8 @@ from torch import Tensor, is_grad_enabled
 from torch._C._nn import hardtanh
 from torch.nn.utils import get_total_norm
 
+from ..stats.cpu_kernel import effect_of_clip
 from ..stats.directed_rounding import round_down, round_up, toward_zero
-from ..stats.kernel import effect_of_clip
 from ..stats.portable import widest
 from ..values.dtensor import full_tensor
 from .base import Context

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import HookError, HookResultError
+from ..stats.cpu_kernel import effect_of_plain
 from ..stats.flatten import is_on_host
-from ..stats.kernel import effect_of_plain
 from ..stats.measure import measure, measure_statistics
 from ..stats.portable import count_changed
 from ..tables.kinds import KINDS

@@ -18,7 +18,7 @@ import pandas as pd
 from rich.table import Table
 
 from instrument.commands.verbs import parser_of, wide_console
-from instrument.comparison.compare import diff
+from instrument.comparison.diff import diff
 from instrument.comparison.result import Diff, number_text, place_cells, records, ulp_text
 from instrument.errors import ConfigError, InstrumentError, InstrumentWarning, Problem
 

@@ -13,9 +13,9 @@ from ..fields.field_types import Count, Dimension, Glob, Globs, Heads, Index, In
 from ..fields.registry import Registry
 from ..tables.kinds import KINDS, Kind
 from ..tables.statistics import statistic_of
-from .condition import Condition, When
 from .messages import UnknownNameError
 from .schedule import Phase, Schedule
+from .when import Condition, When
 
 
 def _known_kind(name: str) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..actions.base import Action, Context, KeptTensors
-from ..actions.condition import SiteCondition
 from ..actions.selection import Selector
 from ..actions.together import Together, path_of_call
+from ..actions.when import SiteCondition
 from ..config.base import ObservationSpec
 from ..config.record import RecordSpec
 from ..config.schedule import STEP_PHASES

@@ -36,7 +36,7 @@ from .clock import Clock
 from .gradient_hooks import LeafHooks, versions_of
 from .hook_group_interface import SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
-from .module_tensors import ModuleHooks
+from .module_hooks import ModuleHooks
 from .plain_calls import current_transform
 from .together import act_together, groups_of, is_together
 

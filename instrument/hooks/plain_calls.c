@@ -1,5 +1,5 @@
 /* Runs the hooks of a module in C, if each of them records statistics of its output, which is one plain tensor, or of the gradient of
-   that output. `instrument.hooks.module_tensors.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
+   that output. `instrument.hooks.module_hooks.ModuleHooks` creates a `PlainCalls` when schedules change, and handles all other calls in
    Python. Plain tensors are those of `Slab.add`.
 
    connect_torch(transform, graph task, is grad enabled, packing hooks, ordered dict, firing, register at base)

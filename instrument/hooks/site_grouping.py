@@ -18,7 +18,7 @@ from .functions import FunctionHooks, FunctionThreads
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
 from .module_calls import Calls
-from .module_tensors import ModuleHooks
+from .module_hooks import ModuleHooks
 from .optimizer import StepHooks
 from .parameter_gradients import BoundaryHooks, GradientHooks
 from .state_dict import OptimizerStateDictHooks, StateDictHooks

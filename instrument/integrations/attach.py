@@ -29,8 +29,8 @@ from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..rules.requirements import check_rules
 from ..runtime.deferred_interrupts import signal_safe_contextmanager
+from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
-from ..stats.kernel import KERNEL
 from ..storage.custom import CustomSink
 from ..storage.memory import MemorySink
 from ..storage.parquet import ParquetSink

@@ -15,7 +15,7 @@ from ..hooks.clock import Clock
 from ..hooks.functions import FunctionHooks, FunctionThreads
 from ..hooks.hook_group_interface import HookGroup
 from ..hooks.loss import LossHooks
-from ..hooks.module_tensors import ModuleHooks
+from ..hooks.module_hooks import ModuleHooks
 from ..hooks.optimizer import StepHooks
 from ..hooks.parameter_gradients import BoundaryHooks, GradientHooks
 from ..hooks.site_grouping import group_sites

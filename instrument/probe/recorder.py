@@ -21,10 +21,10 @@ from ..actions.base import EFFECT, Context, Effect, StepContext
 from ..actions.print import line_of
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import take
+from ..stats.cpu_kernel import Slab, is_connected
 from ..stats.device_copy import HostCopy, Transfer
 from ..stats.device_sums import DeviceMemory
 from ..stats.exact_integers import remainders
-from ..stats.kernel import Slab, is_connected
 from ..stats.measure import Measured, as_cell, on_host
 from ..stats.sums import BASE, COLUMNS, statistics_of
 from ..stats.table_rows import Measure, Values

@@ -26,9 +26,9 @@ from ..actions.base import StepContext
 from ..config.hook_specs import HookSpec
 from ..config.record import RecordSpec
 from ..errors import ConfigError, Problem
+from ..stats.cpu_kernel import launch_devices, make_slab
 from ..stats.device_choice import measure_batch
 from ..stats.device_copy import HostCopy
-from ..stats.kernel import launch_devices, make_slab
 from ..stats.sums import BASE, INDEX, statistics_of
 from ..tables.message_template import Column, ListColumn, NumberColumn, StepColumns, as_record_batch
 from ..tables.schemas import CUSTOM, IDENTITY, TABLES
@@ -38,7 +38,7 @@ from ..tables.statistics import ALL, REGISTERED, REMAINDERS, STATISTICS
 Matrix = np.ndarray[Any, np.dtype[np.float64]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Keys = np.ndarray[Any, np.dtype[np.int64]]
-_KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.kernel.Slab.take`
+_KEYS, MOMENT_INDEX, _BUFFER, _BUFFER_ROW = 5, 1, 3, 4  # see `instrument.stats.cpu_kernel.Slab.take`
 _MOMENT = len(StepContext._fields)
 _IDENTITY_TYPES = list(TABLES["stats"].plain_schema.types[: len(IDENTITY)])
 _SCALE_DEPENDENT = [INDEX[name] for name in ("low", "high", "unit")]
@@ -197,7 +197,7 @@ class Taken:
 
     Attributes:
         numbers: float64 [rows, columns of the slab].
-        keys: int64 [rows, 5]; see `instrument.stats.kernel.Slab.take`.
+        keys: int64 [rows, 5]; see `instrument.stats.cpu_kernel.Slab.take`.
         dims: The dimensions of all rows, int64.
         moments: The times of rows. Neighbours may be equal.
         others: What rows have besides their numbers, by the index of the row.
@@ -307,7 +307,7 @@ class StepSlab:
         *,
         other: Any = None,
     ) -> bool:
-        """Add an effect; see `instrument.stats.kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain."""
+        """Add an effect; see `instrument.stats.cpu_kernel.Slab.add_effect`. Return whether the row was added: the tensors are plain."""
         if other is None:
             return self.slab.add_effect(before, after, slot, moment, factor, held) is not None
         with self._lock:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ..tables.statistics import MAGNITUDES, STATISTICS, Sum
+from .cpu_kernel import DTYPE_OF_KIND, Slab, disconnect_driver, launch_devices, make_slab
 from .device_sums import DeviceSums, device_memory
-from .kernel import DTYPE_OF_KIND, Slab, disconnect_driver, launch_devices, make_slab
 from .portable import count_changed, further_sums, portable_sums
 from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, statistics_of
 
@@ -54,7 +54,7 @@ def measure_batch(batch: bytes) -> None:
     """Write the numbers of the rows of a batch, with one launch for each device and dtype.
 
     Args:
-        batch: What `instrument.stats.kernel.Slab.end_batch` returns, int64 [tensors, 6]: device type, device id, kind of dtype, address of
+        batch: What `Slab.end_batch` returns, int64 [tensors, 6]: device type, device id, kind of dtype, address of
             the elements, number of elements, and address of the results.
     """
     table = np.frombuffer(batch, np.int64).reshape(-1, 6)

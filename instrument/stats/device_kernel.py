@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from .kernel import add_launcher, connect_driver
+from .cpu_kernel import add_launcher, connect_driver
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads. Sums of their squares do not overflow float64."""

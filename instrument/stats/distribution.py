@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .cpu_kernel import add_to_bins
 from .device_choice import histogram_on_device
 from .flatten import stored_elements
-from .kernel import add_to_bins
 from .measure import measure_statistics
 from .portable import constants, widest
 

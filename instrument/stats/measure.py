@@ -1,6 +1,6 @@
 """Measurement of a tensor: its sums, on the CPU or on another device.
 
-On the CPU, a compiled kernel reads the tensor once (`instrument.stats.kernel`); others are measured by PyTorch operations
+On the CPU, a compiled kernel reads the tensor once (`instrument.stats.cpu_kernel`); others are measured by PyTorch operations
 (`instrument.stats.portable`). On other devices, one launch (`instrument.stats.device_kernel`) or the same operations compute
 sums that stay on the device until the step ends.
 """
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.parameter import Parameter
 
 from ..tables.statistics import MAGNITUDES, Sum, statistic_of
+from .cpu_kernel import kernel_sums
 from .device_choice import measure_on_device
 from .device_sums import DeviceSums, sums_on_host
 from .flatten import is_on_host, stored_elements
-from .kernel import kernel_sums
 from .portable import SAFE_EXPONENT, further_sums, portable_sums
 from .sums import COLUMNS, INDEX, MEASURED_COLUMNS, add_zeros, needs_of, statistics_of
 

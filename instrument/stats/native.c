@@ -1,6 +1,6 @@
 /* Sums and histograms of floating-point numbers, each computed in one pass over memory.
 
-   `instrument.stats.kernel` documents the functions and the class `Slab`, and `instrument.stats.sums.BASE` the sums of a tensor. `unit`
+   `instrument.stats.cpu_kernel` documents the functions and the class `Slab`, and `instrument.stats.sums.BASE` the sums of a tensor. `unit`
    is 1 here: sums of powers of x are not scaled. Without a finite element, all sums but the counts are NaN.
 
    In all functions, `kind` is 0 for float32, 1 for bfloat16, 2 for float64, and on devices 3 for float16. The global interpreter lock

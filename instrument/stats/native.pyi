@@ -3,7 +3,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .kernel import Slab as Slab
+from .cpu_kernel import Slab as Slab
 
 def connect(tensor: type, parameter: type, exchange_api: object) -> bool: ...
 def connect_driver(launch: int, capture_status: int, current_device: int, elements: int) -> None: ...

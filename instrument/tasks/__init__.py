@@ -17,7 +17,7 @@ from .forward_only import ForwardOnly
 from .gan import WassersteinGAN
 from .generation import Generate
 from .keywords import HuggingFace, LossDict
-from .language import NextToken
+from .language_model import NextToken
 from .model_output import main_output
 from .supervised import KLDivergence, Reconstruction, Supervised, soft_targets
 

@@ -16,8 +16,8 @@ from ..config.run_changes import Settings
 from ..errors import ConfigError, Problem
 from ..fields.targets import build
 from ..probe.probe import Probe
+from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
-from ..stats.kernel import KERNEL
 from ..storage.custom import CustomSink
 from ..storage.parquet import ParquetSink
 from ..storage.parts import remove_rows_after_checkpoint

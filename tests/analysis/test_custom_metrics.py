@@ -17,7 +17,7 @@ from torch import nn
 import instrument
 from instrument.analysis.exports import write_csv
 from instrument.analysis.rule_events import rule_events
-from instrument.comparison.compare import _metrics
+from instrument.comparison.diff import _metrics
 from instrument.config.parse import parse_rules
 from instrument.plot import compare
 from instrument.report.charts import metric_curves

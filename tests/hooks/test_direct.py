@@ -36,7 +36,7 @@ from instrument.hooks.clock import FIRST_CALL
 from instrument.hooks.direct import Direct, direct_of
 from instrument.hooks.module_calls import Call, Calls
 from instrument.hooks.plain_calls import FiringCounts, update_counts
-from instrument.stats import kernel
+from instrument.stats import cpu_kernel
 from instrument.stats.sums import COLUMNS
 
 RECORD = {"kind": "forward", "action": "record", "stats": ["default", "l1"]}
@@ -678,7 +678,7 @@ def test_plain_calls_create_no_call_objects() -> None:
         for _ in range(2):
             model(torch.randn(4, 6)).sum().backward()
             probe.end_step()
-    if kernel.is_connected:
+    if cpu_kernel.is_connected:
         assert entered == {"without_gradients": 2, "checkpointed": 4, "recursive": 2}
     rows = probe.sink.records("stats")
     indices = [
@@ -706,7 +706,7 @@ def test_counts_of_usual_micro_steps_are_updated_without_python_code() -> None:
         counts.opportunities, counts.firings, counts.expected, counts.fired = opportunities, firings, 10, 10
         counts.has_notes = counts is found[-1]
     others = update_counts(found)
-    if kernel.is_connected:
+    if cpu_kernel.is_connected:
         assert others == found[2:]
         assert [(each.expected, each.fired) for each in found[:2]] == [(12, 12), (11, 13)]
         assert [(each.opportunities, each.firings) for each in found[:2]] == [(0, 0)] * 2
@@ -717,9 +717,9 @@ def test_counts_of_usual_micro_steps_are_updated_without_python_code() -> None:
     ]
 
 
-@pytest.mark.skipif(not kernel.is_connected, reason="without the compiled kernel, the types do not exist")
+@pytest.mark.skipif(not cpu_kernel.is_connected, reason="without the compiled kernel, the types do not exist")
 def test_compiled_types_reject_other_objects() -> None:
-    native = kernel.native
+    native = cpu_kernel.native
     assert native is not None
     counter, counts, slab = native.CallIndices(), native.FiringCounts(), native.Slab(len(COLUMNS))
     with pytest.raises(TypeError):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import instrument
 from instrument.hooks.tensor_gradients import OutputGradients
-from instrument.stats.kernel import is_connected
+from instrument.stats.cpu_kernel import is_connected
 
 Gradients = dict[tuple[str, str], Tensor]
 

@@ -88,7 +88,7 @@ class EndlessHostCopy:
 @pytest.fixture
 def imitated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Treat tensors without values as tensors of a GPU."""
-    for module in ("call_gradients", "functions", "hook_coverage", "module_tensors", "together"):
+    for module in ("call_gradients", "functions", "hook_coverage", "module_hooks", "together"):
         monkeypatch.setattr(f"instrument.hooks.{module}.unreadable", lambda tensor: None, raising=False)
     monkeypatch.setattr(device_copy, "_begin_copy", lambda vector: [1.0] * vector.numel())
     monkeypatch.setattr(recorder, "HostCopy", EndlessHostCopy)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from instrument.stats import kernel
+from instrument.stats import cpu_kernel
 from instrument.stats.distribution import (
     SAMPLE,
     _sample_indices,
@@ -33,7 +33,7 @@ def compute(
     if implementation == "on a device":
         values = distribution_on_device(tensor.reshape(-1), levels, bins).tolist()
     elif implementation == "portable":
-        with mock.patch.object(kernel, "native", None):
+        with mock.patch.object(cpu_kernel, "native", None):
             values = list(distribution(tensor, levels, bins))
     else:
         values = list(distribution(tensor, levels, bins))
@@ -205,11 +205,11 @@ def test_cells_contain_only_what_was_requested() -> None:
 
 
 def test_kernel_refuses_invalid_arguments() -> None:
-    assert kernel.native is not None
+    assert cpu_kernel.native is not None
     counts = np.zeros(4, np.int64)
     for kind, count, bins in ((3, 0, 4), (0, -1, 4), (0, 0, 0), (0, 0, 10**6)):
         with pytest.raises(ValueError, match="has to be"):
-            kernel.native.histogram(0, count, kind, 0.0, 1.0, bins, counts.ctypes.data)
+            cpu_kernel.native.histogram(0, count, kind, 0.0, 1.0, bins, counts.ctypes.data)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..config.base import HookBase, ObservationSpec
-from ..config.condition import Condition
+from ..config.when import Condition
 from ..stats.portable import widest
 from ..stats.sums import needs_of
 from ..tables.kinds import KINDS

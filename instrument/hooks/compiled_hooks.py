@@ -21,7 +21,7 @@ from ..tables.reasons import NO_GRAPH, NO_INPUT_GRAPH
 from ..values.nested import join_arguments, split_arguments
 from .attached_hook import AttachedHook
 from .clock import FiringIndex
-from .graph_operators import (
+from .compiled_operators import (
     GraphCall,
     Stage,
     begin_call,

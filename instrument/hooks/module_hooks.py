@@ -22,7 +22,7 @@ from ..values.containers import copied_containers, write_back
 from ..values.nested import join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook
 from .call_gradients import finish_gradient
-from .graph_hooks import GraphHooks, Places
+from .compiled_hooks import GraphHooks, Places
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of

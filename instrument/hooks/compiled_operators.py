@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflat
 from ..tables.reasons import NO_GRAD, NO_GRAPH, NO_INPUT_GRAPH, NO_TENSOR
 
 GraphHooks = Any
-"""An `instrument.hooks.graph_hooks.GraphHooks`, whose module imports this one."""
+"""An `instrument.hooks.compiled_hooks.GraphHooks`, whose module imports this one."""
 
 _SITE = "Tensor call, Tensor token, Tensor(a!) order, int stage, str path"
 _SCHEMAS = (
