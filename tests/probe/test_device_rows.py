@@ -24,7 +24,7 @@ from instrument.plan.hook_plan import make_plan
 from instrument.probe.collectives import Ranks
 from instrument.probe.recorder import Recorder
 from instrument.probe.slab_rows import StepSlab
-from instrument.stats import device_choice, device_kernel, kernel
+from instrument.stats import cpu_kernel, device_choice, device_kernel
 from instrument.storage.memory import MemorySink
 
 RECORD = {"layers": "*", "action": "record", "stats": ["mean", "std", "min", "max", "l1", "zero_fraction", "nan_count"]}
@@ -76,7 +76,7 @@ def test_rows_of_a_device_equal_those_of_the_cpu(driver: Driver) -> None:
     found = rows_of(train(SPECS))
     launches = Counter(function for function, *_ in driver.launches)
     assert launches == {MEASURE: 3 * 6, COMPARE: 3 * 2}  # in each step but the first, which has no buffer yet
-    kernel.disconnect_driver()
+    cpu_kernel.disconnect_driver()
     expected = rows_of(train(SPECS))
     assert len(found) == len(expected) == 4 * (6 + 2)
     for row, wanted in zip(found, expected, strict=True):
@@ -104,14 +104,14 @@ def test_tensor_is_measured_without_a_launch_that_is_not_possible(driver: Driver
     probe = train({"outputs": SPECS["outputs"]})
     assert driver.launches == []
     found = rows_of(probe)
-    kernel.disconnect_driver()
+    cpu_kernel.disconnect_driver()
     assert found == rows_of(train({"outputs": SPECS["outputs"]}))
     assert len(found) == 4 * 3
 
 
 def slab_with_buffer(width: int, rows: int = 4) -> tuple[Any, Tensor]:
     memory = torch.full((rows, 9), math.nan, dtype=torch.float64)
-    slab = kernel.make_slab(width)
+    slab = cpu_kernel.make_slab(width)
     slab.set_buffer(*memory.__dlpack_device__(), memory.data_ptr(), rows)
     return slab, memory
 
@@ -142,7 +142,7 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
 
 def test_connect_driver_rejects_no_elements(driver: Driver) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
-        kernel.native.connect_driver(1, 1, 1, 0)
+        cpu_kernel.native.connect_driver(1, 1, 1, 0)
     slab, _ = slab_with_buffer(12)
     slab.add(torch.randn(64, 8), 0, None, True)
     assert buffer_rows(slab) == [[0, 0]]  # the driver is the one before
@@ -157,17 +157,17 @@ def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
         (0, 1, 1, 0),
     ):
         with pytest.raises(ValueError, match="kind must be 0 to 3"):
-            kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, programs, threads, 32, 0, 0)
-    slab = kernel.make_slab(12)
+            cpu_kernel.native.add_launcher(1, 0, 0, kind, tensors, 1, programs, threads, 32, 0, 0)
+    slab = cpu_kernel.make_slab(12)
     with pytest.raises(ValueError, match="negative number of rows"):
         slab.set_buffer(1, 0, 0, -1)
     for device in range(64):
         slab.set_buffer(2, device, 0, 1)
     with pytest.raises(ValueError, match="more than 64 buffers"):
         slab.set_buffer(2, 64, 0, 1)
-    kernel.disconnect_driver()
-    kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 1, (128, 32), (torch.empty(1, 8), torch.empty(1)))
-    assert not kernel.launch_devices  # slabs get no buffers without a driver
+    cpu_kernel.disconnect_driver()
+    cpu_kernel.add_launcher(torch.device("cpu"), torch.float32, 0, 1, 1, (128, 32), (torch.empty(1, 8), torch.empty(1)))
+    assert not cpu_kernel.launch_devices  # slabs get no buffers without a driver
 
 
 def test_rows_are_kept_if_there_is_no_memory_for_the_next_buffer(
@@ -230,7 +230,7 @@ def test_merged_rows_of_plain_tensors_come_from_the_slab(
     driver: Driver, batches: list[int], ranks: Ranks, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_device:
-        kernel.disconnect_driver()
+        cpu_kernel.disconnect_driver()
     specs = {**{name: SPECS[name] for name in ("outputs", "grads")}, "params": BOUNDARY["params"]}
     parts: list[str] = []
     add_part = Recorder.add_part
@@ -273,7 +273,7 @@ def test_boundary_tensors_are_measured_by_one_launch(driver: Driver, batches: li
     assert driver.launches == []
     # Four parameters. The first step has no buffer yet; the hooks of `step_post` share a launch.
     assert batches == [4, 4, 8] * 3
-    kernel.disconnect_driver()
+    cpu_kernel.disconnect_driver()
     expected = rows_of(train(BOUNDARY, first_value=1.0))
     assert len(found) == len(expected) == 4 * 4 * 4 - 4
     for row, wanted in zip(found, expected, strict=True):
@@ -350,7 +350,7 @@ def test_row_on_a_device_takes_the_python_calls_of_one_on_the_cpu(driver: Driver
     specs = {name: SPECS[name] for name in ("outputs", "grads")}
     on_device = calls_in_a_step(specs)
     assert len(driver.launches) == 2 * 6
-    kernel.disconnect_driver()
+    cpu_kernel.disconnect_driver()
     assert calls_in_a_step(specs) == on_device
 
 

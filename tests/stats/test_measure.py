@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor, nn
 
-from instrument.stats import device_kernel, kernel
+from instrument.stats import cpu_kernel, device_kernel
 from instrument.stats.device_choice import measure_on_device
 from instrument.stats.device_sums import DeviceSums, device_memory
 from instrument.stats.flatten import as_vector
@@ -50,7 +50,7 @@ def measure_with_kernel(tensor: Tensor) -> Numbers:
 
 def measure_portably(tensor: Tensor) -> Numbers:
     """Measure as on a machine without a C compiler."""
-    with mock.patch.object(kernel, "native", None):
+    with mock.patch.object(cpu_kernel, "native", None):
         return measure_with_kernel(tensor)
 
 
@@ -535,7 +535,7 @@ def test_inference_tensor_is_measured() -> None:
 
 def test_compiled_kernel_is_available() -> None:
     """Without a C compiler, results are equally correct but several times slower; the tests have to cover both."""
-    assert kernel.native is not None
+    assert cpu_kernel.native is not None
 
 
 @pytest.mark.combinations
@@ -565,16 +565,16 @@ def test_effect_counts_changes_and_has_the_measured_norms(dtype: torch.dtype) ->
             after = before.clone()
             for changes, index in enumerate(sorted({0, 1, 15 % size, size // 2, size - 1}), 1):
                 after[index] = special
-                counted = kernel.effect_of_plain(before, after)
+                counted = cpu_kernel.effect_of_plain(before, after)
                 norms = [
                     math.nan if norm is None else norm
                     for each in (before, after)
                     for norm in measure_statistics(each, ("l2",))
                 ]
                 assert counted == pytest.approx([changes, *norms], rel=1e-13, nan_ok=True)
-                assert kernel.effect_of_plain(after, after)[0] == 0
+                assert cpu_kernel.effect_of_plain(after, after)[0] == 0
     nothing = torch.full((20,), math.nan, dtype=dtype)
-    assert repr(kernel.effect_of_plain(nothing, nothing)) == "[0.0, nan, nan]"
+    assert repr(cpu_kernel.effect_of_plain(nothing, nothing)) == "[0.0, nan, nan]"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -585,8 +585,8 @@ def test_effect_of_clip_is_that_of_the_clamped_tensor(dtype: torch.dtype) -> Non
             tensor[tensor.abs() == 1.0] = 0.5
             tensor[size // 2] = special
             for low, high in ((-1.0, 1.0), (None, 1.0), (-1.0, None), (0.0, 0.0), (2.0, 2.5)):
-                found = kernel.effect_of_clip(tensor, low, high)
-                expected = kernel.effect_of_plain(tensor, tensor.clamp(low, high))
+                found = cpu_kernel.effect_of_clip(tensor, low, high)
+                expected = cpu_kernel.effect_of_plain(tensor, tensor.clamp(low, high))
                 if expected is None:  # the norm of zeros in float64
                     assert found is None
                     continue
@@ -596,20 +596,20 @@ def test_effect_of_clip_is_that_of_the_clamped_tensor(dtype: torch.dtype) -> Non
                 for bound in (low, high):
                     at_bound |= tensor == (math.inf if bound is None else bound)
                 assert is_inside == bool((tensor.isfinite() & ~at_bound).all())
-    assert kernel.effect_of_clip(tensor, 1.0, -1.0) is None
+    assert cpu_kernel.effect_of_clip(tensor, 1.0, -1.0) is None
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 1e-170, 1e-150, 1e145, 1e200])
 def test_effect_is_left_to_other_code_where_squares_are_not_exact(magnitude: float) -> None:
     tensor = torch.full((40,), magnitude, dtype=torch.float64)
-    assert kernel.effect_of_plain(tensor, torch.ones_like(tensor)) is None
-    assert kernel.effect_of_plain(torch.ones_like(tensor), tensor) is None
+    assert cpu_kernel.effect_of_plain(tensor, torch.ones_like(tensor)) is None
+    assert cpu_kernel.effect_of_plain(torch.ones_like(tensor), tensor) is None
 
 
 def test_kernel_refuses_unknown_types() -> None:
-    assert kernel.native is not None
+    assert cpu_kernel.native is not None
     with pytest.raises(ValueError, match="kind has to be 0, 1 or 2"):
-        kernel.native.sums(0, 0, 3, False)
+        cpu_kernel.native.sums(0, 0, 3, False)
     with pytest.raises(ValueError, match="count 0 or more"):
-        kernel.native.sums(0, -1, 0, False)
-    assert np.frombuffer(kernel.native.sums(0, 0, 0, False))[:4].tolist() == [0, 0, 0, 0]
+        cpu_kernel.native.sums(0, -1, 0, False)
+    assert np.frombuffer(cpu_kernel.native.sums(0, 0, 0, False))[:4].tolist() == [0, 0, 0, 0]
