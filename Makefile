@@ -40,7 +40,7 @@ bench: $(DEV_STAMP)  ## measure overhead, start-up, budgets, predictions, storag
 	$(BIN)/python -W ignore benchmarks/watching.py
 	$(BIN)/python benchmarks/ranks.py
 
-bench-gpu: $(DEV_STAMP)  ## measure steps of ResNet-50 and GPT-2 small on a GPU: time, launches, waits, memory
+bench-gpu: $(DEV_STAMP)  ## measure steps of ResNet-50, GPT-2 small and a Llama-like network on a GPU
 	$(BIN)/python -W ignore benchmarks/gpu.py
 
 bench-peers: $(DEV_STAMP)  ## run the same job with other tools, each in its own environment

@@ -1,4 +1,4 @@
-"""Steps on a GPU with hooks: their time relative to the same step without hooks, launches, synchronizations and memory.
+"""Steps on a GPU with hooks: their time relative to the same step without hooks, kernels, copies, waits and memory.
 
 python benchmarks/gpu.py [--rounds N] [--only resnet50 gpt2_small llama_300m] [--precision fp32 bf16]
     [--modes eager compiled] [--rows TEXT ...]
@@ -48,7 +48,7 @@ class Counts(NamedTuple):
     Attributes:
         kernels: Kernels that ran on the device.
         copies: Copies between the device and the host.
-        waits: Calls in which the host waits for the device. On ROCm, the names begin with `hip`.
+        waits: Calls in which the host waits for the device. On ROCm, their names begin with `hip`.
     """
 
     kernels: float
@@ -292,7 +292,7 @@ def measure_model(workload: Workload, precision: str, options: argparse.Namespac
             ways[MSPROBE] = msprobe_step
     seconds = paired(baseline.step, baseline.step, rounds=3, device=DEVICE).baseline
     model = f"{workload.name}, compiled" if compiled else workload.name
-    show(model, precision, "nothing", f"{1e3 * seconds:.1f} ms", counted(baseline.step, 1), 1.0)
+    show(model, precision, "no hooks (absolute time)", f"{1e3 * seconds:.1f} ms", counted(baseline.step, 1), 1.0)
     for label, hooked in ways.items():
         if any(part in label for part in options.rows):
             steps = 10 if "every 10 steps" in label else STEPS

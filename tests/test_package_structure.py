@@ -111,12 +111,12 @@ def test_import_check_finds_every_form_of_import(tmp_path: Path, monkeypatch: py
     (tmp_path / "config").mkdir()
     file = tmp_path / "config" / "some.py"
     file.write_text(
-        "import instrument.training.loop\nfrom instrument import kinds\nfrom instrument.plan import sites\n"
+        "import instrument.training.loop\nfrom instrument import hooks\nfrom instrument.plan import sites\n"
         "from .. import stats\nfrom ..actions.base import Context\nfrom . import globs\nfrom .fields import Spec\n"
-        "def late():\n    from ..capture import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
+        "def late():\n    from ..probe import probe\nimport torch\nfrom torch import nn\nimport instrument\n"
     )
     assert imported_subpackages(file) == [
-        (1, "training"), (2, "kinds"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "config"), (7, "config"), (9, "capture"), (12, ""),
+        (1, "training"), (2, "hooks"), (3, "plan"), (4, "stats"), (5, "actions"), (6, "config"), (7, "config"), (9, "probe"), (12, ""),
     ]  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""The commands: one module for each verb of `instrument VERB`, and the code that they share."""
+"""The commands: one module for each verb of `instrument VERB` except `run` and `plan`, and the code that they share."""

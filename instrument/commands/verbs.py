@@ -1,6 +1,6 @@
 """`instrument VERB ARGUMENTS`: the verbs, and the conversion of their errors to exit codes.
 
-Each verb but `run` and `plan` is a module of this package, which `python -m instrument.VERB` runs too. Without a verb, the
+Each verb except `run` and `plan` is a module of this package, which `python -m instrument.VERB` runs too. Without a verb, the
 arguments are those of `run`.
 """
 
@@ -88,7 +88,7 @@ def wide_console() -> Console:
 
 
 def with_exit_codes(main: Callable[Parameters, int]) -> Callable[Parameters, int]:
-    """Let the main function of a verb print an `InstrumentError` to stderr, and return its exit code."""
+    """Wrap the main function of a verb: it prints an `InstrumentError` to stderr, and returns its exit code."""
 
     @wraps(main)
     def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> int:

@@ -1,1 +1,1 @@
-"""What a field of the configuration can be: types, globs, targets (`_target_`) and registered names. Imports no torch."""
+"""Fields of the configuration: their types, globs, targets (`_target_`) and registries of names. This package does not import torch."""

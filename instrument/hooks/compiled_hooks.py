@@ -1,4 +1,5 @@
-"""The hooks of one group on a module inside graphs of `torch.compile`: what the compiler traces, and what runs then.
+"""The hooks of one group on a module inside graphs of `torch.compile`: `trace_before` and `trace_after` are traced, and the operators call
+`begin`, `end` and `run` at run time.
 
 A graph contains the operators of all hooks, scheduled or not, so that a schedule never causes a compilation. While no hook on any
 module is scheduled, another graph without operators runs.
@@ -228,8 +229,8 @@ class GraphHooks:
             self._arrived[stage, index, path] += 1
         with self.clock.timer or nullcontext():
             for index, attached in enumerate(self._stages[stage]):
-                is_due = attached.is_scheduled and attached.accepts(value, path)
-                if not is_due or (firing.recompute and not attached.runs_in_recomputation):
+                is_scheduled = attached.is_scheduled and attached.accepts(value, path)
+                if not is_scheduled or (firing.recompute and not attached.runs_in_recomputation):
                     continue
                 new = None if attached.direct is None else attached.direct(value, path, firing)
                 if new is None:

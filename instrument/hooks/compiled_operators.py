@@ -1,11 +1,11 @@
-"""The operators that stand for hooks in graphs of `torch.compile`, and the hooks that the compiler traces.
+"""The operators that stand for hooks in graphs of `torch.compile`, and the traced functions that call them.
 
 The compiler traces a module's hooks like its forward pass. Traced hooks only call operators, into which it does not look, so that
 a graph has no break. At run time, an operator gets the real tensor and calls the same code as without compilation.
 
     begin(token, order, missing) -> call                     before the forward pass; the hooks on inputs follow
     end(token, order, missing, begins, values, paths, stage) -> call
-                                                             after it: the first hooks on outputs, if they change nothing; the others follow
+                                                             after it; also runs the first hooks on outputs, if they only observe
     observe(value, call, token, order, stage, path, owner)   hooks that change nothing
     change(value, call, token, order, stage, path, owner) -> value, acted
                                                              interventions; `acted` says which of them acted
@@ -16,7 +16,7 @@ The owner of a gradient is the tensor that it belongs to, if a hook needs it.
 The token of a hook group is a tensor, and so an input of the graph: modules with the same structure share one graph. A call is a tensor
 too: it tells the operators in the backward pass to which call of the module a gradient belongs. The operators write to the order
 according to their schema, so that the compiler neither removes nor reorders them. Operators in the backward pass have an order of
-their own: the compiler would copy one that the forward pass has changed.
+their own, because the compiler would copy one that the forward pass has changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LIBRARY = torch.library.Library("instrument", "DEF")
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema, tags=_TAGS)
 OPERATORS: Any = torch.ops.instrument
-_MOST = 64  # interventions of one stage
+_MAX_INTERVENTIONS = 64  # interventions of one stage
 with torch.inference_mode(False):  # the order of the operators in forward and in backward passes; never written
     _FORWARD, _BACKWARD = (torch.zeros(1, device="cpu") for _ in range(2))
 
@@ -135,7 +135,7 @@ def _change(
 ) -> tuple[Tensor, Tensor]:
     target = _target(token)
     new, acted = (value, []) if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
-    return _copy(new, value), torch.tensor([*acted, *[False] * (_MOST - len(acted))], device="cpu")
+    return _copy(new, value), torch.tensor([*acted, *[False] * (_MAX_INTERVENTIONS - len(acted))], device="cpu")
 
 
 def _change_backward(  # noqa: PLR0917
@@ -168,7 +168,7 @@ def _fake_copy(value: Tensor, *arguments: Any) -> Tensor:  # noqa: ARG001
 
 
 def _fake_change(value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    return torch.empty_like(value), torch.empty(_MOST, dtype=torch.bool, device="cpu")
+    return torch.empty_like(value), torch.empty(_MAX_INTERVENTIONS, dtype=torch.bool, device="cpu")
 
 
 def _fake_observe(*arguments: Any) -> None:
@@ -191,7 +191,7 @@ class Stage(NamedTuple):
     """Consecutive hooks on the same tensors.
 
     Attributes:
-        number: What the operators call it.
+        number: Its index, which the operators get.
         changes: Whether its hooks are interventions.
         needs_owner: Whether any of them needs the owner of a gradient.
     """
@@ -234,8 +234,8 @@ class _Gradient(torch.autograd.Function):
         owner = value if any(stage.needs_owner for stage in stages) else None
         ctx.save_for_backward(call, token, owner)
         ctx.stages, ctx.path = stages, path
-        # The compiler removes both. Other code may modify the memory of a shared value, which therefore stays the same. PyTorch
-        # refuses to modify such a view in place: the compilation then fails.
+        # The compiler removes the view and the copy. Other code may modify the memory of a shared value, which therefore stays
+        # the same. PyTorch refuses to modify such a view in place: the compilation then fails.
         return value.view_as(value) if is_shared else value.clone()
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Callbacks for other trainers. Each module needs the library that it is named after."""
+"""Hooks in custom training loops, and callbacks for the trainers of Lightning and Transformers."""

@@ -1,4 +1,4 @@
-"""Interpretation of networks. No other package imports this one: registries name its plots and panels.
+"""Interpretation of networks. Other packages name this one only in registries of plots and panels.
 
 `layer_similarity` compares the representations of layers, and `logit_lens` applies the output layer of a language model to
 them. Both take a run with recorded tensors and return a DataFrame. `class_activation_map` returns the maps of an image classifier.

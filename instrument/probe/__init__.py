@@ -1,1 +1,1 @@
-"""Capture: the probe that attaches a plan to a model, and the recorder that collects the rows of a step."""
+"""The probe, which attaches a plan to a model, and the recorder, which collects the rows of a step."""

@@ -43,7 +43,7 @@ Decisions = tuple[Tensor, ...]
 UndecidedTensor = tuple[Context, Sequence[int], Tensor, Decisions]
 """The call, the shape of the complete tensor, a copy on the device, and the decision."""
 NUMBER_BYTES = 4  # approximate size on disk of one number that a `Measure` computes
-# The columns after the first one that a device fills.
+# The number of columns, after the first one, that a device fills.
 _DEVICE_SUMS = len(BASE) - 1
 _DEVICE_EFFECTS = EFFECT.index("norm_after")
 _FACTOR = EFFECT.index("factor")

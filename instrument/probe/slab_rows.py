@@ -1,7 +1,7 @@
 """The rows of one step whose numbers are rows of a slab: those of the tables `stats` and `effects`.
 
-Most hooks add a row by one call of the native kernel, without a Python object per number. The identity of a row is a slot of a
-table that is filled at first sight. When the step ends, all rows become columns at once.
+Most hooks add a row by one call of the native kernel, without a Python object per number. Each identity of a row gets the number of
+a slot when it is first seen. When the step ends, all rows become columns at once.
 """
 
 from __future__ import annotations

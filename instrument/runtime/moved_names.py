@@ -1,4 +1,4 @@
-"""Import names of version 0.2 that have moved. They work in this version, with a `DeprecationWarning`."""
+"""Names of version 0.2.0 that have moved. They still work, with a `DeprecationWarning`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def moved_attribute(module: str, name: str) -> Any:
     """Return an attribute that another module has now.
 
     Raises:
-        AttributeError: There is none.
+        AttributeError: No attribute with this name has moved.
     """
     if (new := ATTRIBUTES.get(f"{module}.{name}")) is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -1,1 +1,1 @@
-"""What is recorded: the tables with their columns, the statistics, the kinds of hooks, and the interface of sinks. Imports no torch."""
+"""Definitions of what is recorded: tables, statistics, kinds of hooks, the interface of sinks. Does not import torch."""

@@ -1,1 +1,1 @@
-"""Training runs: model, data, training loop and run folder. `attach` adds hooks to a custom training loop."""
+"""Training runs: model, data, training loop, several processes and sweeps."""

@@ -414,7 +414,7 @@ def _infer_shapes(
 
     inferred = {phase: infer(phase, loaded) for phase, loaded in loaders.first_batches.items()}
     for phase, loaded in loaders.first_batches.items():
-        smallest = trials.smallest_batch(phase)
+        smallest = trials.smallest_batch_size(phase)
         if smallest is not None and smallest < loaded.total:
             infer(phase, loaders.first_batch(phase, smallest), is_first=False)
     return inferred, has_unused, notice

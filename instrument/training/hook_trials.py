@@ -50,11 +50,11 @@ class HookTrials:
         sizes: The sizes of the batches, by phase.
 
     Attributes:
-        misfits: By spec, the first field that does not fit a tensor.
-        failures: By spec, the first error of its action.
+        misfits: By name of the spec, the problem of the first field that does not fit a tensor.
+        failures: By name of the spec, the first error of its action.
 
     Raises:
-        ConfigError: The action of a spec cannot be built, since a function or a run does not exist.
+        ConfigError: The action of a spec cannot be built, because a function or a run does not exist.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HookTrials:
         self._is_first = True
         self._done: set[tuple[AttachedHook | str, ...]] = set()
 
-    def smallest_batch(self, phase: str) -> int | None:
+    def smallest_batch_size(self, phase: str) -> int | None:
         """Return the number of samples in the smallest batch of a phase that hooks see. None if no hook can fail in one batch only."""
         specs = {attached.site.spec.name: attached.site.spec for attached in self._hooks}
         seen = (self._moments[name] for name, spec in specs.items() if spec.phase == phase and _depends_on_batch(spec))
@@ -91,8 +91,8 @@ class HookTrials:
         Args:
             total: The number of samples of the batch, over all processes.
             ids: The indices in the dataset of the samples of this process.
-            is_first: Whether it is the first batch of shape inference, which all hooks of the phase see. Another batch is seen
-                by those that are scheduled in a batch of its size.
+            is_first: Whether it is the first batch of shape inference, on which all hooks of the phase run. On another batch, those
+                run that are scheduled for its size.
         """
         self._samples, self._is_first = len(ids), is_first
         for attached in self._hooks:
@@ -103,7 +103,7 @@ class HookTrials:
                 attached.clock.moment = moment or _first(spec)
                 attached.clock.name_samples(ids)
                 has_tensors = moment is not None and spec.definition.frequency != "occasion"
-                self._active[attached] = _can_fail(spec) and (has_tensors or not _is_of_run(spec))
+                self._active[attached] = _runs_in_trials(spec) and (has_tensors or not _is_of_run(spec))
         self._archive.substitutes_samples = True  # the samples are not those of the step
         try:
             yield
@@ -247,7 +247,7 @@ def _failure(spec: HookSpec, error: InstrumentError) -> Problem:
     return Problem(f"{where}.run", message, spec.run) if _is_of_run(spec) else Problem(where, message)
 
 
-def _can_fail(spec: HookSpec) -> bool:
+def _runs_in_trials(spec: HookSpec) -> bool:
     """Return whether an action runs in trials. Built-in statistics cannot fail, and functions of `call` may have side effects."""
     if isinstance(spec, StatisticsSpec):
         return bool(spec.custom_statistics)
@@ -256,7 +256,7 @@ def _can_fail(spec: HookSpec) -> bool:
 
 def _depends_on_batch(spec: HookSpec) -> bool:
     """Return whether a hook may fit one batch, and not another one."""
-    return _can_fail(spec) or bool(spec.selection)
+    return _runs_in_trials(spec) or bool(spec.selection)
 
 
 def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
@@ -296,7 +296,7 @@ class _NoRows:
     """Receives the rows of actions, and discards them."""
 
     def memory(self, device: torch.device) -> None:
-        """Return None: the sums are in memory of their own."""
+        """Return None: the sums are in separate memory."""
 
     def slab_of(self, context: Any) -> None:
         """Return None: there is no slab."""

@@ -234,13 +234,13 @@ def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     trials = try_hook(model, spec, 6, 3)
     assert shapes == [(6, 3), (3, 3)]
-    assert trials.smallest_batch("train") == 3
+    assert trials.smallest_batch_size("train") == 3
     problem = trials.failures["mine"]
     assert problem.where == "hooks.mine.fn"
     assert "the tensor is float32 [3, 3]" in problem.message
     trials = try_hook(model, {**spec, "phase": "eval"}, 6, 4)
     assert not trials.failures
-    assert trials.smallest_batch("train") is None
+    assert trials.smallest_batch_size("train") is None
 
 
 def test_function_of_action_call_is_not_tried() -> None:
