@@ -149,13 +149,14 @@ def test_only_registries_name_the_interpretation_of_networks() -> None:
 def test_moved_names_work_with_a_warning(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, old, raising=False)
     module, _, name = old.rpartition(".")
-    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {new}")):
+    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {new}")) as warnings:
         if old in moved_names.MODULES:
             found, expected = vars(import_module(old)), vars(import_module(new))
             assert {key for key in expected if not key.startswith("__")} <= found.keys()
             assert all(found[key] is expected[key] for key in found if not key.startswith("__"))
         else:
             assert getattr(import_module(module), name) is getattr(import_module(new), name)
+            assert {warning.filename for warning in warnings} == {__file__}  # otherwise, Python shows no warning
 
 
 def test_other_names_of_moved_packages_are_not_found() -> None:

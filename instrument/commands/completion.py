@@ -1,7 +1,7 @@
 """`instrument completion bash|zsh|fish`: print a script that completes the command `instrument` in a shell.
 
 The script calls this command again when the Tab key is pressed. Verbs, options and their choices are those of the parsers; Hydra
-completes overrides, such as `+exp=` and `train.steps=`. No shell can complete `python -m instrument`.
+completes overrides, such as `+exp=` and `train.steps=`. It does not complete `python -m instrument`.
 
 Exit codes: 0, the script was printed; 2, the arguments are invalid.
 """
@@ -26,6 +26,7 @@ _instrument() {
     word=${line##* }
     COMPREPLY=()
     while IFS=$'\\t' read -r candidate _; do
+        [[ $candidate ]] || continue  # no candidates: Bash completes files
         # Bash replaces the part of the word after the last colon or equals sign.
         COMPREPLY+=("${candidate#"${word%"${word##*[:=]}"}"}")
     done < <(COMP_LINE=$line instrument completion query 2> /dev/null)
@@ -64,17 +65,16 @@ complete -c instrument -a '(__instrument_candidates)'
 def command_line() -> argparse.ArgumentParser:
     """Return the parser of the arguments."""
     parser = parser_of("completion")
-    parser.add_argument("shell", metavar="SHELL", choices=(*SCRIPTS, QUERY), help=", ".join(SCRIPTS))
+    parser.add_argument("shell", metavar="SHELL", choices=SCRIPTS, help=", ".join(SCRIPTS))
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    shell = command_line().parse_args(arguments).shell
-    if shell == QUERY:
+    if [*(sys.argv[1:] if arguments is None else arguments)] == [QUERY]:
         _print_candidates(os.environ.get(LINE, ""))
     else:
-        print(SCRIPTS[shell], end="")
+        print(SCRIPTS[command_line().parse_args(arguments).shell], end="")
     return 0
 
 
@@ -83,10 +83,9 @@ def _print_candidates(line: str) -> None:
     words = line.split()[1:]
     last = words.pop() if words and not line[-1].isspace() else ""
     if words and words[0] in ALL and words[0] not in COMPOSED:
-        found = [each for each in _arguments(words[0], words[-1], last) if each.startswith(last)]
-        print(*found, sep="\n")
-    elif found := [f"{verb}\t{text}" for verb, text in ALL.items() if not words and verb.startswith(last)]:
-        print(*found, sep="\n")
+        _print([each for each in _arguments(words[0], words[-1], last) if each.startswith(last)])
+    elif verbs := [f"{verb}\t{text}" for verb, text in ALL.items() if not words and verb.startswith(last)]:
+        _print(verbs)
     else:
         overrides = words[1:] if words and words[0] in COMPOSED else words
         os.environ[LINE] = " ".join(["instrument", *overrides, last])
@@ -95,6 +94,11 @@ def _print_candidates(line: str) -> None:
         from instrument.commands.job import job
 
         command(job)
+
+
+def _print(candidates: Sequence[str]) -> None:
+    for candidate in candidates:
+        print(candidate)
 
 
 def _arguments(verb: str, previous: str, last: str) -> Iterator[str]:
@@ -109,7 +113,7 @@ def _arguments(verb: str, previous: str, last: str) -> Iterator[str]:
         if last.startswith("-"):
             yield from action.option_strings
         elif not action.option_strings and action.choices:
-            yield from (choice for choice in action.choices if choice != QUERY)
+            yield from action.choices
 
 
 if __name__ == "__main__":

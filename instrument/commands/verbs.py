@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
 from ..errors import ConfigError, InstrumentError, Problem, similar_names
@@ -108,13 +109,15 @@ def _print_error(error: InstrumentError) -> int:
 
 
 def run_verb() -> None:
-    """Run the verb of the command line. Return if it is `run` or `plan`, with the arguments of `python -m instrument` in `sys.argv`.
+    """Run the verb of the command line. Without one, the command `instrument` lists the verbs. Return if it is `run` or `plan`, with
+    the arguments of `python -m instrument` in `sys.argv`.
 
     Raises:
         SystemExit: Another verb ended, or there is no such verb.
     """
     verb, arguments = "".join(sys.argv[1:2]), sys.argv[2:]
-    if not arguments and verb in ("-h", "--help", "help"):
+    is_command = Path(sys.argv[0]).stem == "instrument"
+    if not arguments and (verb in ("-h", "--help", "help") or (is_command and not verb)):
         print(overview(), end="")
         sys.exit()
     if verb == "run":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,14 @@ def locate(path: str, where: str) -> Any:
     Raises:
         ConfigError: The path does not exist, its import fails, Hydra's policy forbids it, or it is not callable.
     """
+    log = logging.getLogger("hydra.utils")  # it writes the error too
+    was_disabled, log.disabled = log.disabled, True
     try:
         found = get_object(path)
     except (Exception, SystemExit) as error:
         raise ConfigError(_import_problem(path, where, error)) from None
+    finally:
+        log.disabled = was_disabled
     if not callable(found):
         raise ConfigError(Problem(where, f"{path} is a {type(found).__name__}, not a class or function", given=path))
     return found

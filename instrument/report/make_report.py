@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.metadata import version
@@ -36,7 +36,7 @@ class Report:
         html: The complete page.
     """
 
-    html: str
+    html: str = field(repr=False)
 
     def save(self, path: str | Path) -> Path:
         """Write the page to a file.

@@ -87,6 +87,9 @@ class _SignalSafeBlock(AbstractContextManager[Yielded]):
     def __init__(self, block: AbstractContextManager[Yielded]) -> None:
         self._block = block
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name} is not available before the block begins: use `with ... as`")
+
     def __enter__(self) -> Yielded:
         try:
             return self._block.__enter__()

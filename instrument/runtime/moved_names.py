@@ -34,7 +34,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if (new := MODULES.get(module.__name__)) is not None:
-            _warn(module.__name__, new)
+            _warn(module.__name__, new, stacklevel=3)
             names = vars(import_module(new))
             vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
 
@@ -47,9 +47,9 @@ def moved_attribute(module: str, name: str) -> Any:
     """
     if (new := ATTRIBUTES.get(f"{module}.{name}")) is None:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    _warn(f"{module}.{name}", f"{new}.{name}")
+    _warn(f"{module}.{name}", f"{new}.{name}", stacklevel=4)
     return getattr(import_module(new), name)
 
 
-def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is now {new}; the old name will be removed", DeprecationWarning, stacklevel=3)
+def _warn(old: str, new: str, *, stacklevel: int) -> None:
+    warnings.warn(f"{old} is now {new}; the old name will be removed", DeprecationWarning, stacklevel=stacklevel)

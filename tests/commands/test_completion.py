@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from instrument.commands import completion
 from instrument.commands.completion import SCRIPTS
 
 BASH = """
 source completion
 COMP_LINE=$1 COMP_POINT=${#1}
 _instrument
+echo ${#COMPREPLY[@]}
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 CASES = {
@@ -47,11 +49,18 @@ def printed(folder: Path, *command: str) -> list[str]:
     return done.stdout.split()
 
 
+def test_only_the_shells_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        completion.main(["tcsh"])
+    assert "invalid choice: 'tcsh' (choose from 'bash', 'zsh', 'fish')" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", CASES)
 def test_bash_completes(folder: Path, line: str) -> None:
-    words = printed(folder, "bash", "-c", BASH.replace("completion", "bash", 1), "bash", line)
+    count, *words = printed(folder, "bash", "-c", BASH.replace("completion", "bash", 1), "bash", line)
     prefix = "" if "=" not in line.rsplit(maxsplit=1)[-1] else line.rsplit(maxsplit=1)[-1].partition("=")[0] + "="
     assert [prefix + word for word in words] == CASES[line]
+    assert int(count) == len(words)  # without candidates, Bash completes files
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="requires fish")

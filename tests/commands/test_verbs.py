@@ -33,7 +33,6 @@ def run_verb(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[str]:
         (["run", "--help"], ["--help"]),
         (["model=mlp", "data=digits"], ["model=mlp", "data=digits"]),
         (["-m", "seed=1,2"], ["-m", "seed=1,2"]),
-        ([], []),
     ],
     ids=" ".join,
 )
@@ -43,7 +42,7 @@ def test_run_and_plan_are_the_main_command(
     assert run_verb(monkeypatch, *given) == ["instrument", *expected]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"], []], ids=" ".join)
 def test_help_lists_all_verbs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

@@ -201,6 +201,21 @@ def test_invalid_specs_leave_no_hooks_and_no_folder(loop: Loop, workdir: Path, s
     assert not Path("run").exists()
 
 
+def test_attach_without_a_block_says_what_to_write(loop: Loop) -> None:
+    probe = instrument.attach(loop.model, {})
+    with pytest.raises(
+        AttributeError, match=r"end_step is not available before the block begins: use `with \.\.\. as`"
+    ):
+        probe.end_step()  # type: ignore[attr-defined]
+
+
+def test_missing_module_of_a_function_is_reported_once(loop: Loop, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = {"layers": "**", "kind": "forward", "action": "modify", "fn": {"_target_": "missing_module.function"}}
+    with pytest.raises(instrument.ConfigError, match="missing_module"), instrument.attach(loop.model, {"zero": spec}):
+        pass
+    assert capfd.readouterr().err == ""
+
+
 def test_missing_optimizer_is_reported_and_leaves_no_folder(loop: Loop, workdir: Path) -> None:
     with pytest.raises(ConfigError, match=r"hooks\.tame\.kind: [\s\S]*optimizer="):
         instrument.attach(loop.model, SPECS, out="run").__enter__()

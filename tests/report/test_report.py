@@ -551,6 +551,7 @@ def test_report_module_is_runnable(
 def test_report_is_a_frame_in_a_notebook(small_run: instrument.Run) -> None:
     report = make(small_run)
     assert isinstance(report, Report)
+    assert repr(report) == "Report()"  # not the page, which has megabytes
     shown = report._repr_html_()
     assert shown.startswith("<iframe srcdoc=")
     assert '"<!doctype' not in shown
