@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from run_folders import write_run
 
+import instrument
 from instrument.commands import diff as diff_command
 from instrument.commands.diff import main
+from instrument.comparison import diff as comparison
 
 
 def run(folder: Path, rms: float = 1.0, layers: int = 2) -> str:
@@ -102,3 +105,10 @@ def test_invalid_arguments_are_reported(
 def test_missing_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([run(tmp_path / "a"), str(tmp_path / "missing")]) == 2
     assert "folder not found" in capsys.readouterr().err
+
+
+def test_function_diff_remains_after_the_import_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(instrument, "diff", instrument.diff)  # restores it
+    module = import_module("instrument.diff")
+    assert instrument.diff is module
+    assert type(module).__call__ is comparison.diff

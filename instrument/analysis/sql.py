@@ -1,12 +1,13 @@
 """`run.sql`: DuckDB on the files of the runs, with columns for seed and overrides.
 
-A small table has the columns with one value per run for each file, and is joined by the index of the file in the list. DuckDB
-skips files that a condition on such a column excludes.
+Columns with one value per run are SQL expressions of the index of the file in the list. DuckDB computes them before it opens a
+file, and skips the file if a condition excludes it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from ..storage.run_files import RunFiles
 from ..tables.schemas import CUSTOM, TABLES
 from ..tables.statistics import REMAINDERS
 from . import query_sources
-from .query_sources import FILE, TableFiles, all_columns, columns_of_runs, run_columns
+from .query_sources import TableFiles, all_columns, columns_of_runs, run_columns
 from .run_tables import RunTables
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 RUNS = "runs"
 WHERE = "run.sql"
+_TYPES = {pa.bool_(): "boolean", pa.int64(): "bigint", pa.float64(): "double", pa.string(): "varchar"}
 _UNKNOWN = re.compile(
     r'Table with name "?(?P<table>[^"]*?)"? does not exist|column (?:named )?"(?P<column>[^"]+)"', re.IGNORECASE
 )
@@ -113,7 +115,7 @@ class _Views:
             self._listed += files.paths
             first = self.run.files[files.owners[0]] if files.paths else None
             by_name = self._union_by_name or (first is not None and first.lacks_columns(files.paths[0], name))
-            selections = [self._selection(connection, files, name, by_name=by_name)] if files.paths else []
+            selections = [self._selection(files, name, by_name=by_name)] if files.paths else []
             if len(files.unwritten) or not files.paths or by_name:
                 connection.register(f"unwritten rows of {name}", files.unwritten)
                 selections.append(f'select * from "unwritten rows of {name}"')
@@ -166,22 +168,40 @@ class _Views:
         columns = list(dict.fromkeys(columns))
         return ConfigError(Problem(WHERE, message, self.query, columns, similar_names(unknown["column"], columns)))
 
-    def _selection(self, connection: duckdb.DuckDBPyConnection, files: TableFiles, table: str, *, by_name: bool) -> str:
-        """Return the query of the rows of Parquet files."""
-        before, after = run_columns(self.run, table)
-        names = [self.files.name(path) for path in files.paths]
+    def _selection(self, files: TableFiles, table: str, *, by_name: bool) -> str:
+        """Return the query of the rows of Parquet files, in their order."""
+        first, last = (
+            [f"{_lookup_expression(values, files.owners)} as {_quoted_name(name)}" for name, values in columns.items()]
+            for columns in run_columns(self.run, table)
+        )
+        names = ", ".join(_quoted_string(self.files.name(path)) for path in files.paths)
         options = f"hive_partitioning = false, union_by_name = {str(by_name).lower()}"
-        rows = f"read_parquet([{', '.join(map(_quoted_string, names))}], {options})"
-        if not before:
-            return f"select * from {rows}"
-        numbers = pa.array(range(len(names)), pa.uint64())
-        of_files = {FILE: numbers, **{name: cells.take(files.owners) for name, cells in (before | after).items()}}
-        connection.register(f"runs of {table}", pa.table(of_files))
-        first, last = ([f"runs.{_quoted_name(name)}" for name in columns] for columns in (before, after))
-        columns = ", ".join([*first, "files.*", *last])
-        # DuckDB skips the files between two selected ones only if it gets a filter with all selected indices.
-        connection.execute(f"set dynamic_or_filter_threshold = {len(names)}")
-        return f'select {columns} from {rows} files join "runs of {table}" runs on files.file_index = runs."{FILE}"'
+        return f"select {', '.join([*first, '*', *last])} from read_parquet([{names}], {options})"
+
+
+def _lookup_expression(values: pa.Array, owners: Sequence[int]) -> str:
+    """Return the SQL expression of a column: the value of the file's run, looked up by `file_index`.
+
+    The values are stored in one string with fields of equal width, or in a list if that is not possible. DuckDB
+    evaluates the expression for each file and for each vector of rows; the cost is proportional to the length of a
+    list, but small for a string. A join with a table of files would not keep the order of the rows.
+    """
+    cells = values.to_pylist()
+    words = ["" if value is None else _value_text(value) for value in cells]
+    if all(
+        word.isascii() and word == word.strip() and bool(word) != (value is None)
+        for word, value in zip(words, cells, strict=True)
+    ):
+        width = max(map(len, words), default=0) or 1
+        text = "".join(words[owner].ljust(width) for owner in owners)
+        word = f"nullif(rtrim(substr({_quoted_string(text)}, cast(file_index as bigint) * {width} + 1, {width})), '')"
+        return f"cast({word} as {_TYPES[values.type]})"
+    items = ", ".join("null" if cells[owner] is None else _quoted_string(words[owner]) for owner in owners)
+    return f"cast([{items}] as {_TYPES[values.type]}[])[cast(file_index as bigint) + 1]"
+
+
+def _value_text(value: bool | int | float | str) -> str:
+    return value if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _quoted_string(text: str) -> str:

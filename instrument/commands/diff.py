@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pandas as pd
 from rich.table import Table
@@ -144,6 +145,14 @@ def _table(*names: str) -> Table:
         table.add_column(name, overflow="fold", justify="left" if is_text else "right", no_wrap=not is_text)
     return table
 
+
+class _CallableModule(ModuleType):
+    """This module. `import instrument.diff` binds it to the name of the function, like which it can be called."""
+
+    __call__ = staticmethod(diff)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 if __name__ == "__main__":
     sys.exit(main())

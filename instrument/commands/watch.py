@@ -144,9 +144,11 @@ def _serve(folder: str, port: int, interval: float, *, takes_changes: bool) -> i
         check_is_local(folder, "--control", "a run can only be changed in its local folder")
     root, is_sweep = _find(folder)
     try:
-        from instrument.report.live_server import LiveServer
-    except ModuleNotFoundError:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError:
         raise InstrumentError(f"--web requires Starlette and Uvicorn: {pip_command('live')}") from None
+    from instrument.report.live_server import LiveServer
 
     server = LiveServer(
         root,

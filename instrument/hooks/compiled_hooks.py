@@ -105,7 +105,8 @@ class GraphHooks:
         self._every = [self._stages_of(place) for place in places[:-1]]
         self._first_gradient_stage = sum(map(len, self._every[:3]))
         module = attached_hooks[0].site.layer.module
-        self._is_simple_module = type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+        of_torch = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
+        self._is_simple_module = of_torch and not module._modules
         self.refresh()
         self.obstacle = next(filter(None, (graph_obstacle(attached.site.spec) for attached in attached_hooks)), None)
         self._micro_step_index = -1
@@ -136,9 +137,13 @@ class GraphHooks:
         # One operator then stands for the complete call. A module that may call itself needs both: the outer call has the first index.
         self.needs_begin = bool(self.pre or self.contributions) or self.calls.is_shared or not self._is_simple_module
 
+    def _needs_begin(self, module: nn.Module) -> bool:
+        """Return whether a call has an operator for its start, in traced code. Hooks of other code may call the module again."""
+        return self.needs_begin or len(module._forward_hooks) + len(module._forward_pre_hooks) > 2
+
     def trace_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Call the operators before the forward pass, in traced code. Return the arguments that replace these."""
-        if not self.needs_begin:
+        if not self._needs_begin(module):
             return None
         given = join_arguments(args, kwargs)
         if self.replaces_inputs and (getattr(module, "inplace", False) is True or has_writable((*given.values(),))):
@@ -161,7 +166,9 @@ class GraphHooks:
             is_data = bool(why_no_gradient((args, kwargs), is_data=True)) and not [*module.parameters()]
             missing = why_no_gradient(output, is_data=is_data)
         observes = bool(self.output) and not (self.output[0].changes or self.forward_input)
-        call = end_call(output, self.token, missing, not self.needs_begin, self.output[0] if observes else None)
+        call = end_call(
+            output, self.token, missing, not self._needs_begin(module), self.output[0] if observes else None
+        )
         if self.forward_input:
             traced_call(join_arguments(args, kwargs), call, self.token, self.forward_input, ())
         stages = self.output[1:] if observes else self.output

@@ -253,6 +253,20 @@ class RunFiles:
         self._problem(self.folder / table, f"{what}: skipped")
 
     def _read(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
+        self.check_footers(table.name)
+        files, journals = self.table_files(table.name)
+        wanted = _with_keys(table, columns)
+        try:
+            read = [self.dataset(table.name, files).to_table(columns=wanted, filter=condition)]
+        except FileNotFoundError:  # it was merged; see `retry_if_merged`
+            raise
+        except UNREADABLE:
+            return self._read_one_by_one(table, columns, condition)
+        read += [ds.dataset(rows).to_table(columns=wanted, filter=condition) for rows in journals]
+        return _in_written_order(table, pa.concat_tables(read), columns)
+
+    def _read_one_by_one(self, table: Table, columns: Sequence[str], condition: ds.Expression | None) -> pa.Table:
+        """Read the files one by one, and skip those with damaged contents."""
         wanted = _with_keys(table, columns)
         read = [table.schema.empty_table().select(wanted)]
         for file, piece in self._fragments(table):

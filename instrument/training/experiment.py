@@ -378,7 +378,7 @@ def _infer_shapes(
     trials: HookTrials,
     find_unused: bool,
 ) -> tuple[dict[str, InferredCalls], bool, OutputNotice | None]:
-    """Run shape inference for each phase: on its first batch, and on the smallest batch that hooks see, if that is smaller."""
+    """Run shape inference for each phase: on its first batch, and on its smallest batch, if that is smaller."""
     has_unused = False
     notice: OutputNotice | None = None
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -23,9 +22,11 @@ from ..config.schedule import STEP_PHASES
 from ..errors import ConfigError, InstrumentError, Problem
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
+from ..hooks.plain_calls import current_transform
 from ..plan.cost import Length, firings_of
 from ..plan.dimension_checks import misfit, stand_in
 from ..plan.hook_plan import HookPlan, Site
+from ..stats.flatten import unreadable
 from ..values.nested import iter_tensors
 
 Sizes = Callable[[int], Sequence[int]]
@@ -68,6 +69,7 @@ class HookTrials:
             action = spec.build(_NoRows(), archive)
             clock = Clock(StepContext(0, 0, 0, spec.phase), seed)
             self._hooks += [AttachedHook(site, action, clock, shapes_checked=True) for site in plan.of(name)]
+        self._length, self._sizes = length, sizes
         self._moments = {name: _moments(spec, length, sizes[spec.phase]) for name, spec in plan.specs.items()}
         self._at: dict[int, list[AttachedHook]] = {}  # by the `id` of the module
         for attached in self._hooks:
@@ -79,10 +81,12 @@ class HookTrials:
         self._done: set[tuple[AttachedHook | str, ...]] = set()
 
     def smallest_batch_size(self, phase: str) -> int | None:
-        """Return the number of samples in the smallest batch of a phase that hooks see. None if no hook can fail in one batch only."""
-        specs = {attached.site.spec.name: attached.site.spec for attached in self._hooks}
-        seen = (self._moments[name] for name, spec in specs.items() if spec.phase == phase and _depends_on_batch(spec))
-        return min({*chain(*seen)} - {ANY_SIZE}, default=None)
+        """Return the number of samples in the smallest batch of a phase in the run; None without batches.
+
+        It does not depend on hooks, so that a model or a dataset that counts its calls trains in the same way without them.
+        """
+        steps = range(min(self._length.steps, self._length.epoch_steps)) if phase in STEP_PHASES else range(1)
+        return min((size for step in steps for size in self._sizes[phase](step)), default=None)
 
     @contextmanager
     def on_batch(self, phase: str, total: int, ids: Sequence[int], *, is_first: bool) -> Iterator[None]:
@@ -126,6 +130,8 @@ class HookTrials:
             definition = site.spec.definition
             if attached not in self._active or definition.family != "module" or definition.of_functions:
                 continue
+            if current_transform() is not None:
+                continue  # hooks do not act in transforms of torch.func
             if role == ("input" if "input" in site.spec.tensor_role else "output"):
                 self._run(attached, value)
 
@@ -139,6 +145,7 @@ class HookTrials:
             if (
                 attached.site is site
                 and attached in self._active
+                and current_transform() is None
                 and (role == "input") == (site.spec.tensor_role == "input")
             ):
                 self._run(attached, value)
@@ -146,7 +153,7 @@ class HookTrials:
     def on_loss(self, loss: Tensor) -> None:
         """Run the hooks of kind `loss`."""
         for attached in self._active:
-            if attached.site.spec.kind == "loss":
+            if attached.site.spec.kind == "loss" and unreadable(loss) is None:
                 self._run_on(attached, {"": loss})
 
     def on_parameters(self) -> None:
@@ -154,7 +161,7 @@ class HookTrials:
         tensors: dict[str, list[tuple[AttachedHook, Tensor]]] = {}
         for attached in self._active:
             tensor = stand_in(attached.site)
-            if tensor is not None and attached.accepts(tensor, attached.site.own_name):
+            if tensor is not None and attached.accepts(tensor, attached.site.own_name) and unreadable(tensor) is None:
                 tensors.setdefault(attached.site.spec.name, []).append((attached, tensor))
         for pairs in tensors.values():
             first, _ = pairs[0]
@@ -169,7 +176,9 @@ class HookTrials:
         tensors = {
             path: tensor
             for path, tensor in iter_tensors(value)
-            if attached.accepts(tensor, path) and (tensor.requires_grad or not is_gradient)
+            if attached.accepts(tensor, path)
+            and (tensor.requires_grad or not is_gradient)
+            and unreadable(tensor) is None
         }
         if attached.together is None:
             for path, tensor in tensors.items():
@@ -193,11 +202,11 @@ class HookTrials:
         self._done.add((attached, *tensors))
         is_gradient = spec.definition.gradient
         has_graph = not (is_gradient or attached.is_record_hook)
-        copies = {path: _copy(tensor, has_graph=has_graph) for path, tensor in tensors.items()}
         of_module = is_gradient and spec.definition.family == "module"
         values = {path: tensor.detach().clone() for path, tensor in tensors.items()} if of_module else {}
 
         def fire() -> None:
+            copies = {path: _copy(tensor, has_graph=has_graph) for path, tensor in tensors.items()}
             with torch.set_grad_enabled(any(copy.requires_grad for copy in copies.values())):
                 if attached.together is not None:
                     attached.fire_together(copies, values=values)
@@ -254,11 +263,6 @@ def _runs_in_trials(spec: HookSpec) -> bool:
     return not isinstance(spec, CallSpec)
 
 
-def _depends_on_batch(spec: HookSpec) -> bool:
-    """Return whether a hook may fit one batch, and not another one."""
-    return _runs_in_trials(spec) or bool(spec.selection)
-
-
 def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
     """Return whether a spec inserts tensors of another run."""
     return isinstance(spec, RecordedSpec) and spec.run is not None
@@ -267,11 +271,16 @@ def _is_of_run(spec: HookSpec) -> TypeGuard[RecordedSpec]:
 def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepContext]:
     """Return the first time at which a hook sees a batch of each size. If it sees no batches, the size is `ANY_SIZE`."""
     steps = firings_of(spec, length).steps
+    if not (_runs_in_trials(spec) or spec.selection):
+        steps = steps[:1]  # it fits all batches
     if spec.definition.family not in ("module", "loss"):
         return {ANY_SIZE: StepContext(steps[0], 0, 0, spec.phase)} if steps else {}
     found: dict[int, StepContext] = {}
     seen: set[int] = set()
+    distinct = length.epoch_steps if spec.phase in STEP_PHASES else 1
     for step in steps:
+        if len(seen) == distinct:
+            break
         in_epoch = step % length.epoch_steps if spec.phase in STEP_PHASES else 0  # the sizes are the same in each epoch
         if in_epoch not in seen:
             seen.add(in_epoch)

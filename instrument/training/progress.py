@@ -20,7 +20,7 @@ from .loop import Progress
 
 PLAIN_LINES = 10  # Progress lines per run if the output is not a terminal.
 REFRESH_SECONDS = 0.1
-SIZE_SECONDS = 1.0  # Interval between reads of the folder.
+SIZE_SECONDS = 1.0  # Least interval between reads of the folder; at least 100 times the duration of a read.
 SMOOTHING_SECONDS = 3.0  # Time constant of the smoothing, in seconds.
 BAR_WIDTH = 10  # Characters.
 NON_FINITE_TEXTS = ("loss nan", "loss inf", "loss -inf")
@@ -137,13 +137,13 @@ def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
         The function to call after each step and each evaluation.
     """
     speed, size = Speed(), 0
-    drawn = sized = -math.inf
+    drawn = read_again = -math.inf
     first = Progress(0, steps, {}, 0, "train")
     bar = bar_with_texts(first, {"step": step_text(first)})
     with Live(bar, console=console, transient=True, auto_refresh=False) as live:
 
         def show(progress: Progress) -> None:
-            nonlocal drawn, sized, size
+            nonlocal drawn, read_again, size
             if progress.phase == "eval":
                 speed.pause()
                 console.print(evaluation_text(progress), soft_wrap=True)
@@ -152,8 +152,10 @@ def progress_bar(console: Console, steps: int, folder: Path) -> Iterator[Show]:
             now = time.perf_counter()
             if now - drawn < REFRESH_SECONDS and progress.step < progress.steps:
                 return
-            if now - sized >= SIZE_SECONDS:
-                size, sized = size_on_disk(folder), now
+            if now >= read_again:
+                size = size_on_disk(folder)
+                duration = time.perf_counter() - now
+                read_again = now + max(SIZE_SECONDS, 100 * duration)
             drawn = now
             live.update(bar_with_texts(progress, progress_texts(progress, speed, size)), refresh=True)
 

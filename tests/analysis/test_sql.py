@@ -49,6 +49,16 @@ def make_run(
     return folder
 
 
+def test_rows_of_a_sweep_are_in_the_order_of_runs_and_steps(tmp_path: Path) -> None:
+    for number in range(8):
+        make_run(tmp_path / f"{number}", overrides={"rate": number})
+    run = instrument.load(tmp_path)
+    expected = [(f"{number}", step, number) for number in range(8) for step in range(STEPS) for _ in "ab"]
+    for _ in range(5):
+        assert tuples(run.sql("select run, step, rate from stats")) == expected
+        assert tuples(run.sql("select run, step, rate from stats limit 1 offset 50")) == expected[50:51]
+
+
 def tuples(frame: pd.DataFrame) -> list[tuple[Any, ...]]:
     return list(frame.astype(object).where(frame.notna(), None).itertuples(index=False, name=None))
 

@@ -311,6 +311,42 @@ def test_one_operator_records_an_output_and_one_its_gradient() -> None:
     assert len(probe.stats) == 2 * calls
 
 
+class CalledByItsHook(nn.Module):
+    """A forward hook calls the layer again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.is_inside = False
+        self.layer.register_forward_hook(self.call_again)
+
+    def call_again(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if self.is_inside:
+            return None
+        self.is_inside = True
+        output = module(output)
+        self.is_inside = False
+        return output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_calls_that_a_hook_of_other_code_makes_have_the_indices_of_the_uncompiled_model() -> None:
+    rows = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = CalledByItsHook()
+        if compiled:
+            model.compile(backend="aot_eager")
+        with instrument.attach(model, {"outputs": {"layers": "layer", "kind": "forward", **RECORD}}) as probe:
+            model(torch.ones(2, WIDTH))
+            probe.end_step()
+        rows.append([(row["call"], row["values"]) for row in probe.sink.records("tensors")])
+    assert [call for call, _ in rows[0]] == [call for call, _ in rows[1]] == [1, 0]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(*rows, strict=True))
+
+
 def test_compiled_blocks_share_their_graph() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(12)])
     for block in model:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from run_folders import stats_row
 from tiers import tiered
 
@@ -430,6 +434,66 @@ def test_files_may_be_merged_whenever_they_are_listed(
 
     monkeypatch.setattr(RunFiles, "table_files", merged)
     assert ask(instrument.load(folder)) == parts
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_part_of_a_remote_run_that_is_merged_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    folder, count = tmp_path / "run", 40_000
+    folder.mkdir()
+    (folder / "run.json").write_text("{}")
+    sink = ParquetSink(folder)
+    means = np.random.default_rng(0).random(count).tolist()  # a part that is not read with its footer
+    cells: dict[str, Any] = {"step": 0, "rank": 0, "phase": "train"}
+    rows = [{**cells, "mean": mean} for mean in means]
+    sink.write("stats", [tuple(row.get(name) for name in TABLES["stats"].names) for row in rows])
+    sink.close()
+    files = MemoryFileSystem()
+    address = f"memory://{tmp_path}/remote"
+    files.put(str(folder), address, recursive=True)
+    (part,) = files.find(f"{address}/stats")
+    left = math.inf  # reads of the part before it is merged
+    original, opened = RunFiles.table_files, MemoryFileSystem._open
+
+    def listed(self: RunFiles, name: str) -> Any:
+        nonlocal left
+        found = original(self, name)
+        left = reads if found[0] else math.inf
+        return found
+
+    class LazyFile:
+        """Reads from a file that may not exist any more."""
+
+        def __init__(self, path: str, file: Any) -> None:
+            self.path, self.file = path, file
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.file, name)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def read(self, *size: int) -> bytes:
+            nonlocal left
+            left -= self.path == part
+            if left < 0:
+                left = math.inf
+                files.mv(part, part.replace("part-0000-000000", "part-0000-000000-000001"))
+            if not files.exists(self.path):
+                raise FileNotFoundError(self.path)
+            return self.file.read(*size)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(RunFiles, "table_files", listed)
+    monkeypatch.setattr(
+        MemoryFileSystem, "_open", lambda self, path, *more, **given: LazyFile(path, opened(self, path, *more, **given))
+    )
+    run = instrument.load(address)
+    assert len(run.stats) == count
+    assert run.problems == []
 
 
 def test_listed_file_that_is_missing_is_reported(tmp_path: Path) -> None:

@@ -38,6 +38,18 @@ class Stateful(nn.Module):
         return torch.dropout(self.norm(self.linear(images.flatten(1))), 0.5, self.training)
 
 
+class Counting(nn.Module):
+    """A model that counts its forward passes in a Python attribute, which no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(64, 10), 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(images.flatten(1))  # type: ignore[no-any-return]
+
+
 def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **overrides: Any) -> Experiment:
     dataset = {"_target_": "instrument.training.datasets.random_tensors", "shape": list(shape), "samples": 8}
     raw = {
@@ -55,6 +67,21 @@ def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8)
     }
     torch.manual_seed(0)
     return prepare(parse_config(raw))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"action": "record", "slice": "0:2"}, {"action": "record"}, {"action": "clip", "max": 2.0}],
+    ids=["slice", "record", "clip"],
+)
+def test_hooks_change_no_number_of_forward_passes_before_step_0(fields: dict[str, Any]) -> None:
+    """A smaller batch is tried also without a hook that may not fit it."""
+    calls = []
+    for hooks in ({}, {"seen": {"layers": "linear", "kind": "forward", **fields}}):
+        train_config = {"steps": 3, "batch_size": 3}  # of 8 samples: the last batch is smaller
+        model = {"_target_": "test_experiment.Counting"}
+        calls.append(prepare_experiment(model, hooks=hooks, train=train_config).model.calls)
+    assert calls[0] == calls[1]
 
 
 def trained(experiment: Experiment) -> MemorySink:

@@ -240,7 +240,65 @@ def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
     assert "the tensor is float32 [3, 3]" in problem.message
     trials = try_hook(model, {**spec, "phase": "eval"}, 6, 4)
     assert not trials.failures
-    assert trials.smallest_batch_size("train") is None
+    assert (
+        trials.smallest_batch_size("train") == 4
+    )  # also without a hook that sees it, so that hooks change no count of calls
+
+
+class InTransform(nn.Module):
+    """Calls a module in a transform of torch.func, with which a hook counts a miss."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.transform = nn.Linear(4, 4), transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.transform(lambda row: self.inner(row).sum())(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"fn": "noise", "std": 1.0}, {"fn": "quantize", "to": "int8"}], ids=lambda each: each["fn"]
+)
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_module_in_a_transform_is_not_tried(transform: Callable[..., Any], fields: dict[str, Any]) -> None:
+    spec = {"layers": "inner", "kind": "forward", "action": "modify", **fields}
+    trials = try_hook(InTransform(transform), spec, 2)
+    assert not trials.failures
+    assert not trials.misfits
+
+
+def test_tensors_that_hooks_cannot_read_are_not_tried() -> None:
+    class Meta(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to("meta")
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.meta, self.linear = Meta(), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.meta(x)
+            return self.linear(x)  # type: ignore[no-any-return]
+
+    spec = {"layers": "*", "kind": "forward", "action": "modify", "fn": "noise", "std": 1.0}
+    assert not try_hook(Branches(), spec, 2).failures
+
+
+def test_moments_of_a_long_run_are_found_in_its_first_epoch() -> None:
+    asked: list[int] = []
+
+    def sizes(step: int) -> tuple[int, ...]:
+        asked.append(step)
+        return (2,)
+
+    plan = make_plan(
+        parse_hooks({"mine": {"layers": "0", "kind": "forward", "action": "scale", "factor": 2.0}}),
+        nn.Sequential(nn.Linear(4, 3)),
+    )
+    length = Length(steps=10**12, accumulate=1, epoch_batches=3, evaluations=Evaluations(10**12, 10), eval_batches=1)
+    HookTrials(plan, 0, RunArchive(), length, {"train": sizes})
+    assert asked == [0, 1, 2]
 
 
 def test_function_of_action_call_is_not_tried() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import re
@@ -137,6 +138,22 @@ def test_folder_size_is_read_once_per_second(clock: Clock, monkeypatch: pytest.M
             clock.now += 0.11
             show(progress_at(step))
     assert read == [Path("here")] * 3
+
+
+def test_slow_folder_is_read_in_a_hundredth_of_the_time(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[float] = []
+
+    def read_slowly(folder: Path) -> int:
+        read.append(clock.now)
+        clock.now += 0.5
+        return 100
+
+    monkeypatch.setattr(progress, "size_on_disk", read_slowly)
+    with progress_bar(console_of(200), 1000, Path("here")) as show:
+        for step in range(1, 1000):
+            clock.now += 0.11
+            show(progress_at(step))
+    assert [b - a >= 50.0 for a, b in itertools.pairwise(read)] == [True] * 2
 
 
 # ------------------------------------------------------------------------------------------------ on a screen
