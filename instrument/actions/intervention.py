@@ -163,3 +163,18 @@ def effect_of(old: Tensor, new: Tensor, factor: float | Tensor | None, numel: in
         changed = ((before != after) & ~(before.isnan() & after.isnan())).sum().item()
         first, second = (measure_statistics(each, ("l2",))[0] for each in (before, after))
     return Effect(numel, [changed, first, second], factor)
+
+
+def straight_through(old: Tensor, new: Tensor) -> Tensor:
+    """Return the new value with the gradient of the old one (Bengio, Léonard & Courville 2013)."""
+    return _StraightThrough.apply(old, new)  # type: ignore[no-any-return]
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, old: Tensor, new: Tensor) -> Tensor:  # noqa: ARG004
+        return new.detach().clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004
+        return gradients[0], None

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..config.base import InterventionSpec
 from ..config.modify import ModifySpec
 from .base import Archive, Context
-from .straight_through import straight_through
+from .intervention import straight_through
 
 
 class Modify:

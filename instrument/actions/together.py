@@ -13,8 +13,7 @@ from ..tables.kinds import KINDS
 from ..values.sparse import is_sparse
 from .base import Action, Context, Effects
 from .custom_functions import custom_function
-from .intervention import accept_result, describe, sparse_error, with_version
-from .straight_through import straight_through
+from .intervention import accept_result, describe, sparse_error, straight_through, with_version
 
 
 class Together(Action):

@@ -83,12 +83,7 @@ def _cells(values: list[Any]) -> pd.Series:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers of all compared runs in one table.
-
-    Attributes:
-        values: float64 [runs, locations, columns].
-        row_of: The index of each run in the first dimension, by its index in the sweep.
-    """
+    """The numbers of all compared runs: float64 [runs, locations, columns]. `row_of`: the index of a run, by that in the sweep."""
 
     table: str
     columns: Sequence[str]

@@ -97,12 +97,7 @@ class FeatureSelection:
 
 
 class _Batch(NamedTuple):
-    """The tensor of one batch.
-
-    Attributes:
-        key: Step, micro-step and rank.
-        samples: For each entry of dimension 0, the index of its sample among all samples that were read.
-    """
+    """The tensor of one batch. `key`: step, micro-step and rank. `samples`: for each entry, the index among all samples read."""
 
     key: tuple[int, int, int]
     shape: Shape

@@ -35,11 +35,7 @@ class RowsRemovedError(Exception):
 
 @dataclass(frozen=True)
 class _RowGroup:
-    """Rows of a Parquet file to be read.
-
-    Attributes:
-        skipped: The number of rows at its beginning, in the order of writing, that were read from the journal.
-    """
+    """Rows of a Parquet file to be read, without the first ones in the order of writing, which were read from the journal."""
 
     part: Part
     file: Path

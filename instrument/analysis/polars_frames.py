@@ -49,11 +49,7 @@ def scan(run: RunTables, table: str, extra_custom: Sequence[str] = ()) -> pl.Laz
 
 
 class _Source:
-    """The IO source that polars calls for each collection of a table.
-
-    Attributes:
-        run_columns: Columns with one value per run; one row per run.
-    """
+    """The IO source that polars calls for each collection of a table. `run_columns`: one row per run."""
 
     def __init__(self, run: RunTables, table: str) -> None:
         import polars as pl

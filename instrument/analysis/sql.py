@@ -136,11 +136,7 @@ class _Views:
         return f"select {', '.join(expressions)} from ({rows})"
 
     def repair(self, *, only_heads: bool) -> bool:
-        """Return whether a cause of a failed query was found and removed, so that the query can be repeated.
-
-        Args:
-            only_heads: Only check footers, because the error is about a value, such as a failed cast.
-        """
+        """Return whether a cause of a failed query was found and removed. `only_heads`: the error is about a value, such as a cast."""
         deleted, self._deleted = self._deleted, [path for path in self._listed if not path.exists()]
         if self._deleted and self._deleted != deleted:
             return True

@@ -28,12 +28,7 @@ _INDEX = ("step", "micro_step", "phase", "rank", "hook", *_LIKE, "scope", "shape
 
 
 class _Place(NamedTuple):
-    """What a hook asks for: the tensor that was recorded at the same place as its own one.
-
-    Attributes:
-        like: Pairs of columns and their values.
-        has_samples: Whether dimension 0 contains the samples of a batch.
-    """
+    """What a hook asks for: the tensor that was recorded at the same place as its own one. `like`: pairs of columns and values."""
 
     like: tuple[tuple[str, object], ...]
     has_samples: bool
@@ -51,12 +46,7 @@ class _Place(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """The tensors of a recorded step that a hook uses.
-
-    Attributes:
-        distance: The distance from the step that was requested before; 0 for the first one.
-        tensors: The tensors that were asked for, in CPU memory.
-    """
+    """The tensors of a recorded step that a hook uses. `distance`: from the step that was requested before; 0 for the first one."""
 
     number: int
     distance: int

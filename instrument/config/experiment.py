@@ -119,8 +119,7 @@ class CheckpointConfig(Spec):
     """When checkpoints of the training state are saved."""
 
     every: Index = Field(
-        0,
-        description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints.",
+        0, description="Save a checkpoint every N steps and after the last step; 0 disables checkpoints."
     )
     keep: Count | None = Field(
         1,
@@ -167,8 +166,7 @@ class TrainConfig(Spec):
         description="How processes started by torchrun train together: ddp (DistributedDataParallel) or fsdp2 (fully_shard).",
     )
     find_unused_parameters: bool | None = Field(
-        None,
-        description="For ddp: whether a step can leave parameters unused. null: decided with the first batch.",
+        None, description="For ddp: whether a step can leave parameters unused. null: decided with the first batch."
     )
     compile: Annotated[
         CompileConfig | None, BeforeValidator(_compile_options, json_schema_input_type=bool | CompileConfig)

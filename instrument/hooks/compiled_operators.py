@@ -112,26 +112,14 @@ def _tensor_of(call: GraphCall) -> Tensor:
 
 
 def _observe(
-    value: Tensor,
-    call: Tensor,
-    token: Tensor,
-    _order: Tensor,
-    stage: int,
-    path: str,
-    owner: Tensor | None,
+    value: Tensor, call: Tensor, token: Tensor, _order: Tensor, stage: int, path: str, owner: Tensor | None
 ) -> None:
     if (target := _target(token)) is not None:
         target.run(stage, value, GraphCall.of(call), path, owner)
 
 
 def _change(
-    value: Tensor,
-    call: Tensor,
-    token: Tensor,
-    _order: Tensor,
-    stage: int,
-    path: str,
-    owner: Tensor | None,
+    value: Tensor, call: Tensor, token: Tensor, _order: Tensor, stage: int, path: str, owner: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     target = _target(token)
     new, acted = (value, []) if target is None else target.run(stage, value, GraphCall.of(call), path, owner)
@@ -139,14 +127,7 @@ def _change(
 
 
 def _change_backward(  # noqa: PLR0917
-    gradient: Tensor,
-    value: Tensor,
-    acted: Tensor,
-    call: Tensor,
-    token: Tensor,
-    _order: Tensor,
-    stage: int,
-    path: str,
+    gradient: Tensor, value: Tensor, acted: Tensor, call: Tensor, token: Tensor, _order: Tensor, stage: int, path: str
 ) -> Tensor:
     target = _target(token)
     if target is None:

@@ -201,11 +201,7 @@ class HookedFunctions(FunctionMode):
                     value = gradients.join(value, path)
                     continue
                 value = gradients.register_outputs(
-                    value,
-                    versions,
-                    running.leaf_hooks,
-                    needs_alias=needs_alias,
-                    root=path,
+                    value, versions, running.leaf_hooks, needs_alias=needs_alias, root=path
                 )
             for running, attached, _ in owners:
                 running.gradients[attached].finish_registration()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..actions.straight_through import straight_through
+from ..actions.intervention import straight_through
 from ..values.sparse import is_sparse
 
 

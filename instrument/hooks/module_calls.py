@@ -57,12 +57,7 @@ class Call:
     copies: Sequence[CopiedContainer] = ()
 
     def __init__(
-        self,
-        index: int,
-        origin: int,
-        micro_step_index: int,
-        is_recomputed: bool = False,
-        segment: object | None = None,
+        self, index: int, origin: int, micro_step_index: int, is_recomputed: bool = False, segment: object | None = None
     ) -> None:
         self.index = index
         self.origin = origin

@@ -72,14 +72,7 @@ OF_TASKS = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one task records.
-
-    Attributes:
-        modes: The selected tensors, by direction.
-        schedule: The fields of a schedule.
-        action: The fields of the action.
-        prefix: A prefix of the names of the hooks.
-    """
+    """What one task records. `modes`: the selected tensors by direction. `prefix`: of the names of the hooks."""
 
     modes: Sequence[tuple[str, str]]
     schedule: Mapping[str, Any]

@@ -38,12 +38,7 @@ TENSORS: dict[str, dict[str, Any]] = {
 BASE_TENSORS = {**TENSORS, "activation": {"kind": "forward"}}
 SHARED_BY = {"activation": ("fprop", "wgrad"), "gradient": ("dgrad", "wgrad"), "weight": ("fprop", "dgrad")}
 """The GEMMs that read a tensor."""
-QUANTIZED = {
-    "FP8E4M3": "float8_e4m3fn",
-    "E4M3": "float8_e4m3fn",
-    "FP8E5M2": "float8_e5m2",
-    "E5M2": "float8_e5m2",
-}
+QUANTIZED = {"FP8E4M3": "float8_e4m3fn", "E4M3": "float8_e4m3fn", "FP8E5M2": "float8_e5m2", "E5M2": "float8_e5m2"}
 PRECISION = "no counterpart: Transformer Engine selects the precision of a GEMM"
 FEATURES_OF_PRECISION = (
     *("DisableFp8Gemm", "DisableFP8GEMM", "DisableFp8Layer", "DisableFP8Layer", "DisableQuantizationGEMM"),

@@ -33,10 +33,7 @@ MAX_POSITIONS = 40
 
 
 def logit_lens(
-    table: pd.DataFrame,
-    *,
-    sample: int | str | None = None,
-    tokens: Sequence[str] | Callable[[int], str] | None = None,
+    table: pd.DataFrame, *, sample: int | str | None = None, tokens: Sequence[str] | Callable[[int], str] | None = None
 ) -> Figure:
     """Plot the most probable token of each layer and position for one sample, with its probability as color.
 

@@ -58,12 +58,7 @@ def logit_lens(
         targets: The targets instead: [N, positions], or [N] for one target per sample. Negative ones are ignored. Default: the next
             tokens; without them, the targets of the samples.
         top: Number of most probable tokens.
-        hook: Name of the hook that recorded the residual streams; required if several hooks recorded a layer. One of kind
-            `forward` is preferred.
-        role: Role of the tensors.
-        phase: Phase of the tensors; required if a layer was recorded in several.
-        step: The recorded step; required if the samples occur in several steps.
-        path: The path of the tensor in a nested output; required if there are several.
+        hook, role, phase, step, path: Select the recorded residual streams; see `layer_similarity`.
 
     Returns:
         One row per layer, sample and position, in this order:

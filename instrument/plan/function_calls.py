@@ -117,11 +117,7 @@ class FunctionMode(TorchFunctionMode):
         raise NotImplementedError
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_compiling():  # the compiler traces this method, and finds nothing to add
             return func(*args, **(kwargs or {}))

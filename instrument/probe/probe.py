@@ -67,19 +67,11 @@ class Probe:
     Args:
         plan: The hooks and the tensors that they select.
         sink: The sink that receives all rows. The probe closes it at the end of the block.
-        optimizer: One optimizer, or a sequence of several. The kinds `parameter_grad`, `step_pre` and `step_post`
-            require it and run when the optimizer that holds the parameter makes its step. The learning rate of the
-            first one is recorded.
-        scaler: The gradient scaler, if the loop uses one. Hooks then see and change unscaled gradients.
-        seed: The seed of all random numbers that interventions draw. Default: 0.
+        optimizer, scaler, seed, steps_by_loop, budget, ids: See `instrument.attach`. The learning rate of the first optimizer is
+            recorded.
         archive: The tensors of other runs, for `replace` and `patch`. Default: none available.
-        steps_by_loop: Whether the loop calls `before_optimizer_step` itself. Required if the forward and backward
-            passes run in the closure of `optimizer.step(closure)`. Default: False.
-        budget: Limits for the cost of record hooks. Default: no limits.
         steps: The number of training steps, if known. A budget of bytes is spread over them.
         ranks: The processes that train together. Default: None, a single process.
-        ids: The batches whose samples are written to the table `samples`: those in which a tensor is recorded
-            (`recorded`, default), or `all`.
         print_line: Prints a line of `action: print`. Default: to stdout.
         rules: The rules that read the rows of each step. Default: none.
 

@@ -37,13 +37,7 @@ Summaries = dict[RecordedSeries, dict[str, pd.DataFrame]]
 """The last, largest and smallest number by location, for each series and statistic of a run."""
 MAX_ALERTS = 8
 NO_ERROR_MESSAGE = "no error message was recorded"
-PARTS = {
-    "runs": "Runs",
-    "against": "By override",
-    "training": "Training",
-    "layers": "Layers",
-    "effects": "Effects",
-}
+PARTS = {"runs": "Runs", "against": "By override", "training": "Training", "layers": "Layers", "effects": "Effects"}
 PARTS_IN_PROGRESS = ("runs", "against", "training")
 
 

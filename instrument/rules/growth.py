@@ -28,8 +28,7 @@ class GrowthFields(WindowRule):
     )
     after: Count = Field(10, description="How many previous values have to exist.")
     above: NonNegative | None = Field(
-        None,
-        description="The value exceeds this number, whatever the previous values are; null: no absolute bound.",
+        None, description="The value exceeds this number, whatever the previous values are; null: no absolute bound."
     )
 
 

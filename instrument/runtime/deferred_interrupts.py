@@ -78,11 +78,7 @@ def _handle(received: dict[int, FrameType | None], handlers: Handlers) -> None:
 
 
 class _SignalSafeBlock(AbstractContextManager[Yielded]):
-    """Ends a `with` block also if a signal arrives in the code of `contextlib`, before the block begins or ends.
-
-    Args:
-        block: The context manager of a generator.
-    """
+    """Ends a block of a generator also if a signal arrives in the code of `contextlib`, before the block begins or ends."""
 
     def __init__(self, block: AbstractContextManager[Yielded]) -> None:
         self._block = block

@@ -109,12 +109,7 @@ def _is_plain(flat: Tensor) -> bool:
 
 @cache
 def _kernels() -> Any:
-    """Import the kernels.
-
-    Raises:
-        ImportError: Triton is not installed.
-        RuntimeError: Triton only interprets kernels.
-    """
+    """Import the kernels. An error is raised if Triton is not installed, or only interprets them."""
     from . import device_kernel
 
     if os.environ.get("TRITON_INTERPRET") == "1":

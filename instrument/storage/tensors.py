@@ -97,11 +97,7 @@ class TensorWriter:
         return size
 
     def _pass_on(self, *, wait: bool = False) -> None:
-        """Pass the tensors whose copies are complete to the thread, in order.
-
-        Raises:
-            OSError: A GPU could not copy a tensor.
-        """
+        """Pass the tensors whose copies are complete to the thread, in order. An `OSError` is raised if a GPU could not copy one."""
         with self._passing:
             try:
                 while self._copying and (wait or self._copying[0].copy.is_complete):

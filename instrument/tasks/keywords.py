@@ -33,12 +33,7 @@ class HuggingFace(HasLoss):
             whose name ends with `ForCausalLM` or `LMHeadModel`, such as those of Llama and GPT-2.
     """
 
-    def __init__(
-        self,
-        loss: Loss | None = None,
-        labels: str = "labels",
-        shift: bool | None = None,
-    ) -> None:
+    def __init__(self, loss: Loss | None = None, labels: str = "labels", shift: bool | None = None) -> None:
         self.loss = loss
         self.labels = labels
         self.shift = shift

@@ -33,9 +33,7 @@ def run_forward(
 
     Args:
         on_progress: Called after each batch.
-        on_step_end: Called at the end of each batch, with the sums over the batches so far. Checkpoints are saved here.
-            Default: None.
-        last: The sums over the batches before a resume. Default: None.
+        on_step_end, last: As for `train`, with the sums over the batches so far, or before a resume.
 
     Returns:
         The metrics of the run: the mean `loss` and `accuracy` over all samples or terms, the `seconds` of all batches,

@@ -157,11 +157,7 @@ def train_step(
 
 
 def _compute_gradients(
-    experiment: Experiment,
-    observer: StepObserver,
-    micro_batches: StepBatches,
-    weights: Sequence[float],
-    total: float,
+    experiment: Experiment, observer: StepObserver, micro_batches: StepBatches, weights: Sequence[float], total: float
 ) -> tuple[list[Outcome], list[Tensor]]:
     """Compute the gradients of the loss of a step: the mean over all samples or terms, or the sum."""
     strategy, train_module = experiment.strategy, experiment.train_module

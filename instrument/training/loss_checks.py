@@ -38,12 +38,7 @@ class _Part(NamedTuple):
 
 
 def check_loss_of_parts(
-    config: RunConfig,
-    task: Task,
-    model: nn.Module,
-    dataset: Dataset[Any],
-    shard: BatchShard,
-    options: LoaderOptions,
+    config: RunConfig, task: Task, model: nn.Module, dataset: Dataset[Any], shard: BatchShard, options: LoaderOptions
 ) -> None:
     """Check that the loss and its gradient are the weighted mean, or the sum, of those of two parts of a batch.
 

@@ -45,15 +45,10 @@ class _VectorSpec(ModifySpec):
 
     @abstractmethod
     def along_units(self, tensor: Tensor, vectors: Tensor, dim: int) -> Tensor:
-        """Change a tensor.
+        """Return a changed tensor.
 
-        Args:
-            tensor: Any floating-point dtype and shape.
-            vectors: [vectors, units], in float32 or the wider dtype of the tensor. Those of a projection are orthonormal.
-            dim: The dimension of the units.
-
-        Returns:
-            The new tensor, same shape and dtype.
+        `vectors`: [vectors, units], in float32 or the wider dtype of the tensor; those of a projection are orthonormal. `dim`: the
+        dimension of the units.
         """
 
 

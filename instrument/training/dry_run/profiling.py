@@ -64,13 +64,7 @@ class StepProfile:
 
 
 class _RecordingSink:
-    """A sink that passes all rows to another sink and counts them for the profile.
-
-    Attributes:
-        step_profile: The measurements of the current step.
-        rows: The number of rows, by table.
-        sizes: The size of each recorded tensor, in bytes.
-    """
+    """A sink that passes all rows to another sink and counts them by table. `sizes`: of the recorded tensors, in bytes."""
 
     def __init__(self, sink: ParquetSink) -> None:
         self.sink = sink
@@ -261,10 +255,5 @@ def profile_hooks(experiment: Experiment, batches: Sequence[StepBatches], folder
     steps_per_pass = len(steps) // passes
     overheads = [profile.hook_seconds - sum(profile.action_seconds.values()) for profile in unscheduled]
     return Profile(
-        steps[steps_per_pass:] or steps,
-        median(overheads or [0.0]),
-        steps,
-        sink.rows,
-        len(batches[0]),
-        sink.sizes,
+        steps[steps_per_pass:] or steps, median(overheads or [0.0]), steps, sink.rows, len(batches[0]), sink.sizes
     )

@@ -89,11 +89,7 @@ def trace(config: RunConfig, hooks: Mapping[str, HookSpec], max_fingerprints: in
 
 
 class _OutputProbe(Probe):
-    """A probe that also computes digests of the model outputs in evaluations.
-
-    Attributes:
-        outputs: For each call of the model, the digests of its output tensors by path.
-    """
+    """A probe that also computes digests of the model outputs in evaluations: by path, for each call of the model."""
 
     def __init__(self, experiment: Experiment, sink: MemorySink) -> None:
         self.model = experiment.called_model
