@@ -67,12 +67,7 @@ class _Source:
     def read(
         self, with_columns: list[str] | None, predicate: pl.Expr | None, n_rows: int | None, _batch_size: int | None
     ) -> Iterator[pl.DataFrame]:
-        """Yield the rows that fulfill a condition, in the order of runs and files.
-
-        Raises:
-            InstrumentError: A file was damaged or merged after the first rows were returned.
-            polars.exceptions.PolarsError: The condition is invalid.
-        """
+        """Yield the rows that fulfill a condition, in the order of runs and files."""
         left = n_rows
         for frame in _Collection(
             self, self.schema.names() if with_columns is None else with_columns, predicate

@@ -164,13 +164,9 @@ class Upload:
             remove_sent(self.folder, self.remote, self.rank)
 
     def _put_record(self) -> None:
-        """Send run.json if its status is `running` and the remote folder contains no other run.
+        """Send a copy of run.json if its status is `running`; the final one is sent last.
 
-        The final one is sent last. A copy is sent, since the run may end at any time. A second check detects a run that
-        was sent in between.
-
-        Raises:
-            UploadError: The remote folder contains another run.
+        An `UploadError` is raised if the remote folder contains another run, also one that was sent in between.
         """
         content = (self.folder / RECORD).read_bytes()
         if json.loads(content)["status"] != "running":

@@ -268,13 +268,7 @@ def _check_loss(config: RunConfig, task: Task) -> None:
 
 @dataclass(frozen=True)
 class _Loaders:
-    """The batches of a run. The attributes without a description are those of `Experiment`.
-
-    Attributes:
-        first_batches: The batch for shape inference in each phase. The phase of steps is the first one.
-        options: How batches are loaded.
-        shard: The part of each batch that this process gets.
-    """
+    """The batches of a run. `first_batches`: the batch for shape inference in each phase; the phase of steps is the first one."""
 
     data: Data
     batches: Batches
