@@ -103,7 +103,7 @@ def _common(ids: Sequence[Array]) -> Array:
     most = max(map(len, ids))
     if len(common) < 2:
         message = f"{len(common)} of up to {most} samples are common to all layers; at least 2 are required"
-        raise InstrumentError(Problem("run", message, fix="record the same samples, with ids, in both runs"))
+        raise InstrumentError(Problem("run", message, fix="record the same samples, with ids, at all layers"))
     if len(common) < most:
         message = f"{most - len(common)} of {most} samples are left out: some layers were recorded without them"
         warnings.warn(message, InstrumentWarning, stacklevel=3)
