@@ -40,7 +40,7 @@ def changed_charts(history: RunHistory, since: int = -1) -> dict[str, Any]:
     return {
         "series": [_columns(each, since, _rows(history, each)) for each in history.series.values()],
         "effects": [_columns(each, since, _rows(history, each)) for each in history.effects.values()],
-        "distributions": [_distributions(found, since) for found in history.distributions.locations.values()],
+        "distributions": [_distributions(location, since) for location in history.distributions.locations.values()],
         "metrics": metric_curves(history, since),
     }
 
@@ -120,15 +120,15 @@ def _columns(history: StepHistory, since: int, rows: Sequence[int]) -> dict[str,
     }
 
 
-def _distributions(found: LocationDistributions, since: int) -> dict[str, Any]:
+def _distributions(location: LocationDistributions, since: int) -> dict[str, Any]:
     """Return the distributions of a location that changed after a version."""
-    changed = {key: (step, row) for key, (step, version, row) in sorted(found.rows.items()) if version > since}
+    changed = {key: (step, row) for key, (step, version, row) in sorted(location.rows.items()) if version > since}
     steps = [step for step, _ in changed.values()]
     return {
         "groups": list(changed),
         "first": steps,
         "last": steps,
-        "of": found.step_count,
-        "several": found.has_several,
+        "of": location.step_count,
+        "several": location.has_several,
         "statistics": {name: [rounded([row[name] for _, row in changed.values()])] for name in COLUMNS},
     }

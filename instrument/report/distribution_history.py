@@ -48,26 +48,26 @@ class DistributionHistory:
 
     def add(self, at: tuple[RecordedSeries, str], rows: pa.Table, version: int) -> None:
         """Add rows of one location in the order in which they were written, with the columns `step` and `COLUMNS`."""
-        found = self.locations.get(at)
-        if found is None:
-            found = self.locations[at] = LocationDistributions()
+        location = self.locations.get(at)
+        if location is None:
+            location = self.locations[at] = LocationDistributions()
             self.rebuilt = version
         steps, first = np.unique(rows["step"].to_numpy(), return_index=True)
-        found.step_count += len(steps)
-        found.has_several |= len(steps) < rows.num_rows
+        location.step_count += len(steps)
+        location.has_several |= len(steps) < rows.num_rows
         while True:  # groups become wider until there are few enough
-            keys = steps // found.width
+            keys = steps // location.width
             self._numbers = max(self._numbers, _size(rows.slice(int(first[0]), 1).to_pylist()[0]))
             most = int(np.clip(MAX_VALUES // (len(self.locations) * self._numbers), FEWEST, MOST))
-            if len({*found.rows, *keys.tolist()}) <= most:
+            if len({*location.rows, *keys.tolist()}) <= most:
                 break
-            found.widen()
+            location.widen()
             self.rebuilt = version
         last = np.append(keys[1:] != keys[:-1], True)
         kept = rows.take(first[last]).select(COLUMNS).to_pylist()
         for key, step, row in zip(keys[last].tolist(), steps[last].tolist(), kept, strict=True):
-            if key not in found.rows or found.rows[key][0] < step:
-                found.rows[key] = step, version, row
+            if key not in location.rows or location.rows[key][0] < step:
+                location.rows[key] = step, version, row
 
 
 def _size(row: Mapping[str, Any]) -> int:

@@ -83,15 +83,15 @@ class LiveRun(RunHistory):
         first: dict[tuple[str, str, str | None], dict[str, Any]] = {}
         for event in self.events:
             first.setdefault((event["rule"], event["severity"], event["layer"]), event)
-        found = []
+        findings = []
         for severity in SEVERITIES:
             for key, event in first.items():
                 if event["severity"] == severity:
                     count = self.event_counts[key]
                     message = event["message"] + (f" ({count:,} events)" if count > 1 else "")
                     where, tip = event["layer"] or "", advice.get(event["rule"], "")
-                    found.append(Finding(event["rule"], where, event["step"], message, severity, float(count), tip))
-        return found
+                    findings.append(Finding(event["rule"], where, event["step"], message, severity, float(count), tip))
+        return findings
 
     def refresh(self, seconds: float = float("inf")) -> bool:
         """Read new rows.

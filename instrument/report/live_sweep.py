@@ -41,8 +41,8 @@ class LiveSweep:
     @property
     def is_running(self) -> bool:
         """Whether a job is running or will be started. After a kill or Ctrl-C, the sweep starts no more jobs."""
-        found = {job.status for job in self.jobs}
-        return RUNNING in found or (MISSING in found and not found & {KILLED, INTERRUPTED})
+        statuses = {job.status for job in self.jobs}
+        return RUNNING in statuses or (MISSING in statuses and not statuses & {KILLED, INTERRUPTED})
 
     @property
     def is_successful(self) -> bool:
@@ -108,8 +108,8 @@ class LiveSweep:
 
 def last_metrics(live: LiveRun) -> dict[str, float | None]:
     """Return the last metrics of a run, those of an evaluation if there was one, by name; None without a value."""
-    found = {name: [live.last_metric(phase, name) for phase in ("eval", "train", "forward")] for name in METRICS}
-    return {name: next((value for value in values if value is not None), None) for name, values in found.items()}
+    last_values = {name: [live.last_metric(phase, name) for phase in ("eval", "train", "forward")] for name in METRICS}
+    return {name: next((value for value in values if value is not None), None) for name, values in last_values.items()}
 
 
 def _losses(live: LiveRun) -> np.ndarray:

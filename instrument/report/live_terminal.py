@@ -115,8 +115,8 @@ def _metrics(live: LiveRun) -> Table:
 
 def _layers(live: LiveRun, room: int | None) -> Table:
     """Return the table of locations, those that changed most first."""
-    found = [view for series, history in live.series.items() for view in views_of(series, history)]
-    views = sorted(found, key=lambda view: view.urgency)
+    all_views = [view for series, history in live.series.items() for view in views_of(series, history)]
+    views = sorted(all_views, key=lambda view: view.urgency)
     shown = views[:room]
     count = f"{len(shown)} of {len(views)}" if len(shown) < len(views) else str(len(views))
     columns = ("hook", "layer", "statistic", "over the steps", "last", "last/median")

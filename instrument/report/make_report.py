@@ -121,9 +121,9 @@ def render_blocks(template: str, words: Mapping[str, Any], names: Sequence[str])
         words: The values of the template.
         names: The names of the blocks of the template.
     """
-    found = _templates().get_template(template)
-    context = found.new_context({**words, "live": True})
-    return {name: "".join(found.blocks[name](context)) for name in names}
+    page = _templates().get_template(template)
+    context = page.new_context({**words, "live": True})
+    return {name: "".join(page.blocks[name](context)) for name in names}
 
 
 def with_vocabulary(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Panel:
 
 def panels(run: Run, registry: Registry[Callable[[Run], Any]]) -> dict[str, Panel]:
     """Return the panels of a run or a sweep by name. A panel that fails shows its error."""
-    found = {}
+    sections = {}
     for name, function in registry.items():
         try:
             shown = function(run)
@@ -55,8 +55,8 @@ def panels(run: Run, registry: Registry[Callable[[Run], Any]]) -> dict[str, Pane
             message = f"{registry.places[name]} failed: {type(error).__name__}: {error}{user_code_location(error)}"
             shown = f'<p class="error-text">{escape(message)}</p>'
         if shown is not None:
-            found[name] = shown if isinstance(shown, Panel) else Panel(str(shown))
-    return found
+            sections[name] = shown if isinstance(shown, Panel) else Panel(str(shown))
+    return sections
 
 
 def label_of(name: str) -> str:

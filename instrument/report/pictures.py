@@ -44,7 +44,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
     pixels = _pixels_for(turns[0] if turns else [])
     images: dict[TensorMaps, int] = {}  # the index of each input image
     shown: dict[tuple[int, int], dict[str, Any]] = {}
-    ranks = {id(one): (rank, one.batch.step) for rank, found in enumerate(locations) for one in found}
+    ranks = {id(one): (rank, one.batch.step) for rank, location in enumerate(locations) for one in location}
     room = MAX_VALUES
     for one in chain.from_iterable(turns):
         if _size(one, pixels) > room:
@@ -53,7 +53,7 @@ def maps(run: Run, order: Sequence[str], others: Collection[tuple[RecordedSeries
         number = None if image is None else images.setdefault(image, len(images))
         picture = shown[ranks[id(one)]] = _picture(run, one, pixels, number)
         room -= sum(len(row) for row in picture["mosaic"]["z"])
-    of = {"locations": len(locations), "pictures": sum(len(found) for found in locations)}
+    of = {"locations": len(locations), "pictures": sum(len(location) for location in locations)}
     drawn = [_image(image.values(run)) for image in images]
     return {"shown": [shown[rank] for rank in sorted(shown)], "images": drawn, **of}
 
@@ -67,14 +67,14 @@ def _locations(all_maps: list[TensorMaps], order: Sequence[str]) -> list[Locatio
             at = locations.setdefault((one.what, one.series.label, one.location), [])
             if one.batch.step not in {other.batch.step for other in at}:
                 at.append(one)
-    return sorted(locations.values(), key=lambda found: (found[0].what, rank(found[0].layer)))
+    return sorted(locations.values(), key=lambda location: (location[0].what, rank(location[0].layer)))
 
 
 def _rounds(locations: Sequence[LocationMaps]) -> list[LocationMaps]:
     """Return the maps in the order in which they are added: the last one of each location, the first, the others."""
-    chosen = [evenly_spaced(len(found), STEPS) for found in locations]
+    chosen = [evenly_spaced(len(location), STEPS) for location in locations]
     ordered = [list(dict.fromkeys([steps[-1], steps[0], *steps])) for steps in chosen]
-    maps = [[found[at] for at in steps] for found, steps in zip(locations, ordered, strict=True)]
+    maps = [[location[at] for at in steps] for location, steps in zip(locations, ordered, strict=True)]
     return [[one for one in turn if one is not None] for turn in zip_longest(*maps)]
 
 

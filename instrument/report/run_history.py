@@ -165,12 +165,12 @@ class RunHistory:
         called, sizes = np.unique(np.unique(moments * count + layers.indices.to_numpy()) // count, return_counts=True)
         fullest = np.flatnonzero(moments == called[sizes.argmax()])
         fullest = fullest[np.argsort(outputs["position"].to_numpy()[fullest], kind="stable")]
-        found = dict.fromkeys(layers.take(pa.array(fullest)).to_pylist())
+        names = dict.fromkeys(layers.take(pa.array(fullest)).to_pylist())
         more = dict.fromkeys(layers.dictionary.take(pc.unique(layers.indices)).to_pylist())
-        is_fuller = len(found) > self._most_called
+        is_fuller = len(names) > self._most_called
         known = dict.fromkeys(self._called) | more
-        ordered = list(found | known if is_fuller else known)
-        self._most_called = max(self._most_called, len(found))
+        ordered = list(names | known if is_fuller else known)
+        self._most_called = max(self._most_called, len(names))
         if ordered != self._called:
             self._called, self._order, self.order_version = ordered, None, self.version
 
@@ -207,8 +207,8 @@ class RunHistory:
                 column, there = _floats(rows[name])[here], rows[name].is_valid().to_numpy(zero_copy_only=False)[here]
                 bad = there & ~np.isfinite(column)
                 if bad.any():
-                    found = self.not_finite.setdefault((phase, name), [])
-                    found += steps[here][bad][: max(0, MAX_STEPS - len(found))].tolist()
+                    bad_steps = self.not_finite.setdefault((phase, name), [])
+                    bad_steps += steps[here][bad][: max(0, MAX_STEPS - len(bad_steps))].tolist()
                 values[name] = np.where(bad, np.nan, column)
             history = self.metrics.setdefault(phase, StepHistory(self.room))
             history.add([""], np.zeros(here.sum(), np.int64), steps[here], values, self.version)

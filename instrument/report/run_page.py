@@ -172,23 +172,23 @@ def _duration(info: Mapping[str, Any]) -> str | None:
 def _alerts(history: RunHistory) -> list[dict[str, Any]]:
     """Return the problems shown at the top of the page, the most severe ones first. Firings of rules are findings."""
     info = history.info
-    found: list[dict[str, Any]] = []
+    alerts: list[dict[str, Any]] = []
     if info["status"] == "stopped":
-        found.append(_alert("stopped", f"The run was stopped before its last step: {info.get('error')}", "warning"))
+        alerts.append(_alert("stopped", f"The run was stopped before its last step: {info.get('error')}", "warning"))
     elif info.get("error") and info["status"] != "interrupted":
-        found.append(_alert(info["status"], info["error"]))
+        alerts.append(_alert(info["status"], info["error"]))
     elif info["status"] in OUTCOMES:
-        found.append(_alert(info["status"], OUTCOMES[info["status"]], "warning"))
+        alerts.append(_alert(info["status"], OUTCOMES[info["status"]], "warning"))
     if info.get("recording_stopped"):
-        found.append(_alert("recording", info["recording_stopped"]))
-    rules, known = rule_names(info), {alert["message"] for alert in found}
+        alerts.append(_alert("recording", info["recording_stopped"]))
+    rules, known = rule_names(info), {alert["message"] for alert in alerts}
     more = [event for event in history.events if event["rule"] not in rules and event["message"] not in known]
     for severity in ("error", "warning"):
-        found += [event for event in more if event["severity"] == severity]
-    if len(found) > MAX_ALERTS:
-        rest = f"{len(found) - MAX_ALERTS} more warnings are listed under Events"
-        found = [*found[:MAX_ALERTS], _alert("events", rest, "warning")]
-    return found
+        alerts += [event for event in more if event["severity"] == severity]
+    if len(alerts) > MAX_ALERTS:
+        rest = f"{len(alerts) - MAX_ALERTS} more warnings are listed under Events"
+        alerts = [*alerts[:MAX_ALERTS], _alert("events", rest, "warning")]
+    return alerts
 
 
 def _alert(rule: str, message: str, severity: str = "error") -> dict[str, Any]:

@@ -68,11 +68,11 @@ def effects(run: Run, metrics: Sequence[str]) -> tuple[list[dict[str, Any]], dic
         differ in nothing else, each with the reason.
     """
     unpaired: dict[str, str] = {}
-    found = pairs(run)
-    known = {(pair.control, pair.treated) for pair in found}
-    found += [pair for pair in _pairs_of_keys(run, unpaired) if (pair.control, pair.treated) not in known]
+    all_pairs = pairs(run)
+    known = {(pair.control, pair.treated) for pair in all_pairs}
+    all_pairs += [pair for pair in _pairs_of_keys(run, unpaired) if (pair.control, pair.treated) not in known]
     groups: dict[tuple[str, str], list[Pair]] = {}
-    for pair in found:
+    for pair in all_pairs:
         groups.setdefault((pair.hook, pair.settings), []).append(pair)
     rows = []
     numbers = [info["metrics"] for info in run.infos]
@@ -93,12 +93,12 @@ def _pairs_of_keys(run: Run, unpaired: dict[str, str]) -> Iterator[Pair]:
     """Yield the pairs of each key: the runs with the baseline value, and those with another value."""
     for key in comparable_keys(run, trainings(run)[0]):
         try:
-            found = match_runs(run, key)
+            comparison = match_runs(run, key)
         except InstrumentError as error:
             unpaired[key] = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)
             continue
-        for match in found.matches:
-            baseline = _value_text(run, key, match.baseline, found.baseline)
+        for match in comparison.matches:
+            baseline = _value_text(run, key, match.baseline, comparison.baseline)
             settings = f"{_value_text(run, key, match.index, match.value)} compared with {baseline}"
             yield Pair(key, settings, match.index, match.baseline, match.seed)
 

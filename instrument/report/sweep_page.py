@@ -120,12 +120,12 @@ def content(run: Run) -> tuple[dict[str, Any], dict[str, Any]]:
     runs = zip(run.names, run.folders, run.infos, run.overrides, strict=True)
     rows = [_row(*each, order) for each in runs]  # only the tables of one run are in memory
     words, numbers = page(rows, _overrides(run), run.path, [str(info.get("name")) for info in run.infos])
-    found, unpaired = effects(run, words["metrics"])
+    effect_rows, unpaired = effects(run, words["metrics"])
     more = {
         "alerts": _alerts(run, rows),
-        "pairs": found,
+        "pairs": effect_rows,
         "unpaired": unpaired,
-        "intervals": sum(bool(row["interval"]) for row in found),
+        "intervals": sum(bool(row["interval"]) for row in effect_rows),
         "parts": list(PARTS.items()),
         "panels": panels(run, SWEEP_PANELS),
     }
@@ -189,14 +189,14 @@ def _overrides(run: Run) -> list[str]:
 def _summaries(run: Run, order: Sequence[str]) -> Summaries:
     """Return the last, largest and smallest number of each statistic of a run at each location."""
     stats = run.read("stats", [*KEYS, "layer", "path", "step", "recompute", *ALL, *run.custom_statistics])
-    found: Summaries = {}
+    summaries: Summaries = {}
     for series in series_in(stats):
         rows = series.of(stats)
         for name, table in matrices(rows, statistics_in(rows), order, max(1, len(rows))).items():
             values = pd.DataFrame(table.values, index=table.locations)
             ends = {"last": values.iloc[:, -1], "largest": values.max(axis=1), "smallest": values.min(axis=1)}
-            found.setdefault(series, {})[name] = pd.DataFrame(ends)
-    return found
+            summaries.setdefault(series, {})[name] = pd.DataFrame(ends)
+    return summaries
 
 
 def _layers_of_all(runs: Sequence[Summaries]) -> list[dict[str, Any]]:
