@@ -49,10 +49,10 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
     is_sorted = TABLES[table].is_sorted
     columns = ["step", "module_type", "scope", *LOCATION, *([POSITION.name] if is_sorted else ["dtype", "shape"])]
     locations = pd.DataFrame(columns=[*columns, "order"])
-    found = RecordedTable(locations, Counter(), Counter(), ())
+    summary = RecordedTable(locations, Counter(), Counter(), ())
     for batch in batches(run, table, columns, steps):
-        before = found.rows.total()
-        found.rows.update(cast("dict[tuple[str, int], int]", batch.groupby(["phase", "step"]).size().to_dict()))
+        before = summary.rows.total()
+        summary.rows.update(cast("dict[tuple[str, int], int]", batch.groupby(["phase", "step"]).size().to_dict()))
         order = pd.Series(range(before, before + len(batch)), batch.index)
         rows = batch.assign(order=batch[POSITION.name].fillna(order) if is_sorted else order)
         locations = pd.concat([locations, rows]) if len(locations) else rows
@@ -60,9 +60,9 @@ def recorded(run: RunTables, table: str, steps: ds.Expression | None) -> Recorde
         if not is_sorted:
             sizes = 8 * batch["shape"].map(math.prod)
             of_layers = sizes.groupby([batch["step"], batch["layer"]]).sum().to_dict()
-            found.bytes.update(cast("dict[tuple[int, str], int]", of_layers))
-            found = replace(found, dtypes=tuple(dict.fromkeys([*found.dtypes, *batch["dtype"]])))
-    return replace(found, locations=locations[["step", "module_type", "scope", *LOCATION, "order"]])
+            summary.bytes.update(cast("dict[tuple[int, str], int]", of_layers))
+            summary = replace(summary, dtypes=tuple(dict.fromkeys([*summary.dtypes, *batch["dtype"]])))
+    return replace(summary, locations=locations[["step", "module_type", "scope", *LOCATION, "order"]])
 
 
 def in_execution_order(stats: pd.DataFrame, tensors: pd.DataFrame) -> pd.DataFrame:
@@ -134,9 +134,9 @@ def paired_locations(
         hook=pd.Series([hooks.get(key) for key in keys], other.index, dtype=object),
         layer=pd.Series([names.get(layer) for layer in other["layer"]], other.index, dtype=object),
     )
-    found = translated.loc[translated["hook"].notna() & translated["layer"].notna(), [*LOCATION, "hook_b", "layer_b"]]
+    rows = translated.loc[translated["hook"].notna() & translated["layer"].notna(), [*LOCATION, "hook_b", "layer_b"]]
     kept = one[[*LOCATION, "module_type"]].astype({"hook": object, "layer": object})
-    return kept.merge(found, on=list(LOCATION), how="inner").reset_index(drop=True)
+    return kept.merge(rows, on=list(LOCATION), how="inner").reset_index(drop=True)
 
 
 def aligned(
@@ -176,13 +176,13 @@ def aligned(
 
 def _with_location(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of known locations, with the number of the location. Scope and micro-step are made comparable."""
-    found = rows.merge(known, on=list(LOCATION), how="inner").drop(columns=["hook", "layer", "path", "phase"])
-    is_part = found["scope"].isin(_ONE_PER_RANK)
-    found = found[is_part | (found["rank"] == 0)]  # each rank has the same averaged value
+    matches = rows.merge(known, on=list(LOCATION), how="inner").drop(columns=["hook", "layer", "path", "phase"])
+    is_part = matches["scope"].isin(_ONE_PER_RANK)
+    matches = matches[is_part | (matches["rank"] == 0)]  # each rank has the same averaged value
     at_optimizer = [name for name, kind in KINDS.items() if kind.frequency == "step"]
-    return found.assign(
-        scope=found["scope"].where(is_part, "global"),
-        micro_step=found["micro_step"].mask(found["kind"].isin(at_optimizer), 0),
+    return matches.assign(
+        scope=matches["scope"].where(is_part, "global"),
+        micro_step=matches["micro_step"].mask(matches["kind"].isin(at_optimizer), 0),
     ).drop(columns=["kind", "role"])
 
 

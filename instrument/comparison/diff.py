@@ -267,8 +267,8 @@ def _metrics(runs: tuple[Run, Run], condition: ds.Expression | None) -> pd.DataF
     for run in runs:
         names = [*METRICS, *run.custom_metrics]
         parts = [pd.DataFrame(columns=[*keys, "metric", "value"])]
-        if found := list(run.scan("metrics", [*keys, *names], chosen)):
-            rows = plain_labels(pa.Table.from_batches(found))
+        if record_batches := list(run.scan("metrics", [*keys, *names], chosen)):
+            rows = plain_labels(pa.Table.from_batches(record_batches))
             for metric in names:  # missing values are left out, and NaN is kept
                 given = rows.filter(rows[metric].is_valid()).select([*keys, metric]).to_pandas()
                 parts += [given.rename(columns={metric: "value"}).assign(metric=metric)] if len(given) else []

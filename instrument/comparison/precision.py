@@ -64,8 +64,8 @@ def run_precision(info: Mapping[str, Any], extremes: pd.DataFrame, dtypes: Seque
     train = config.get("train") if isinstance(config, Mapping) else None
     named = _AUTOCAST.get(str(train.get("precision"))) if isinstance(train, Mapping) else None
     measured = _of_extremes(extremes)
-    found = [PRECISIONS[name] for name in (named, *([measured] if measured else dtypes)) if name in PRECISIONS]
-    return coarsest(found) if found else PRECISIONS["float32"]
+    precisions = [PRECISIONS[name] for name in (named, *([measured] if measured else dtypes)) if name in PRECISIONS]
+    return coarsest(precisions) if precisions else PRECISIONS["float32"]
 
 
 def coarsest(precisions: Sequence[Precision]) -> Precision:
@@ -75,8 +75,8 @@ def coarsest(precisions: Sequence[Precision]) -> Precision:
 
 def _of_extremes(extremes: pd.DataFrame) -> str | None:
     """Return the coarsest type such that a quarter of the locations have it or a coarser one; None if all types are unclear."""
-    found = [_type_of(rows) for _, rows in extremes.groupby("location")]
-    known = [name for name in found if name is not None]
+    types = [_type_of(rows) for _, rows in extremes.groupby("location")]
+    known = [name for name in types if name is not None]
     counted = ((name, sum(PRECISIONS[each].digits <= PRECISIONS[name].digits for each in known)) for name in known)
     enough = [PRECISIONS[name] for name, count in counted if count >= _FRACTION * len(known)]
     return coarsest(enough).dtype if enough else None

@@ -131,11 +131,11 @@ class Comparison:
         for conditions in self._tensor_windows():
             rows = self._aligned("tensors", _TENSOR_COLUMNS, conditions)
             rows = self._in_order(rows, rows["location"]) if len(rows) else rows
-            found = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
-            known = np.array([errors is not None for errors in found], bool)
+            all_errors = [_errors_of(cast("dict[str, Any]", row)) for row in rows.to_dict("records")]
+            known = np.array([errors is not None for errors in all_errors], bool)
             self.other_parts += int((~known).sum())
             if known.any():
-                self._add_tensors(rows[known].reset_index(drop=True), [each for each in found if each is not None])
+                self._add_tensors(rows[known].reset_index(drop=True), [each for each in all_errors if each is not None])
 
     def table(self) -> pd.DataFrame:
         """Return the locations with their differences; see `Diff.layers`."""
@@ -187,19 +187,19 @@ class Comparison:
         statistics = [names[index] for index in which]
         self._add(rows, largest, self.tolerance, statistics)
 
-    def _add_tensors(self, rows: pd.DataFrame, found: Sequence[TensorErrors]) -> None:
+    def _add_tensors(self, rows: pd.DataFrame, all_errors: Sequence[TensorErrors]) -> None:
         if not self.precisions:
             self._set_precisions(rows.iloc[:0])
         tolerance = self.tolerance
         if self._given is None:  # a hook may round the tensors that it records
             dtypes = [name for name in {*rows["dtype_a"], *rows["dtype_b"]} if name in PRECISIONS]
             tolerance = max([tolerance, *(PRECISIONS[name].tolerance for name in dtypes)])
-        for row, errors in zip(rows.to_dict("records"), found, strict=True):
+        for row, errors in zip(rows.to_dict("records"), all_errors, strict=True):
             one = {"tensors": 1, "elements": math.prod(row["shape_a"]), **errors._asdict()}
             one |= {name: row[name] for name in ("dtype_a", "dtype_b")}
             known = self._tensors.get(row["location"])
             self._tensors[row["location"]] = one if known is None else _merged(known, one)
-        self._add(rows, np.array([errors.l2 for errors in found]), tolerance, [VALUES] * len(rows))
+        self._add(rows, np.array([errors.l2 for errors in all_errors]), tolerance, [VALUES] * len(rows))
 
     def _add(self, rows: pd.DataFrame, differences: np.ndarray, tolerance: float, statistics: Sequence[str]) -> None:
         """Add the decisive differences of matched rows, which are in the order of execution."""
@@ -229,14 +229,14 @@ class Comparison:
             )
         self._before = max(self._before, float(differences.max(initial=0.0)))
 
-    def _set_first(self, found: FirstDifference) -> None:
+    def _set_first(self, candidate: FirstDifference) -> None:
         """Keep the earlier one of two differences. If both are at the same tensor, keep that of a statistic, which is found first."""
 
         def moment(difference: FirstDifference) -> tuple[int, bool, int]:
             return difference.step, bool(self._is_step[difference.location]), difference.location
 
-        if self.first is None or moment(found) < moment(self.first):
-            self.first = found
+        if self.first is None or moment(candidate) < moment(self.first):
+            self.first = candidate
 
     def _set_precisions(self, rows: pd.DataFrame) -> None:
         self.precisions = tuple(

@@ -39,20 +39,20 @@ def relative_differences(
     Returns:
         One column per statistic; NaN if one of the runs has no value.
     """
-    found = {}
+    differences = {}
     for name in names:
         a, b = (_values(rows, name, side) for side in "ab")
         gap = np.abs(a - b)
         if statistic_of(name).unit in _FRACTIONS:
-            found[name] = gap
+            differences[name] = gap
             continue
         size = np.fmax(_sizes(rows, names, name, "a"), _sizes(rows, names, name, "b"))
         if floors is not None:
             largest = pd.Series(size, rows.index).groupby(floors).transform("max").to_numpy()
             size = np.where(floors >= 0, np.fmax(size, floor * largest), size)
         with np.errstate(divide="ignore", invalid="ignore"):
-            found[name] = np.where(gap == 0.0, 0.0, gap / size)
-    return pd.DataFrame(found, index=rows.index)
+            differences[name] = np.where(gap == 0.0, 0.0, gap / size)
+    return pd.DataFrame(differences, index=rows.index)
 
 
 def is_of_values(name: str) -> bool:
