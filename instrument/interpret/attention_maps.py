@@ -108,11 +108,11 @@ def sample_ids(run: RunTables, batches: Collection[Batch]) -> dict[int | str, li
     """
     columns = [*Batch._fields, "position", "sample", "id"]
     samples = run.read("samples", columns).sort_values(columns[:-2], kind="stable")
-    found: dict[int | str, list[tuple[Batch, int]]] = {}
+    places: dict[int | str, list[tuple[Batch, int]]] = {}
     for *moment, position, number, name in samples.itertuples(index=False, name=None):
         if (batch := Batch(*moment)) in batches:
-            found.setdefault(name if pd.isna(number) else int(number), []).append((batch, int(position)))
-    return found
+            places.setdefault(name if pd.isna(number) else int(number), []).append((batch, int(position)))
+    return places
 
 
 def token_ids(run: RunTables | pd.DataFrame, batch: Batch, position: int, length: int) -> list[int] | None:

@@ -51,13 +51,13 @@ def _layers(run: Run) -> list[tuple[AttentionTensor, AttentionMaps]]:
         is_output = tensor.series.role == "output" and not tensor.series.is_gradient
         if is_output and (at not in last or tensor.batch.step > last[at].batch.step):
             last[at] = tensor
-    found = []
+    layers = []
     for tensor in last.values():
         values = tensor.read(run)
         if tensor.are_probabilities(values):
-            found.append((tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
-    rank = rank_in(forward_order(run) if found else [])
-    return sorted(found, key=lambda each: rank(each[0].layer))
+            layers.append((tensor, tensor.maps(values[:1].copy(), tensor.indices[0][0])))
+    rank = rank_in(forward_order(run) if layers else [])
+    return sorted(layers, key=lambda each: rank(each[0].layer))
 
 
 def _picture(run: Run, tensor: AttentionTensor, maps: AttentionMaps, pixels: int) -> dict[str, Any]:

@@ -126,9 +126,9 @@ def _tensors(
         fix = f"{_HOW_TO_RECORD}; or pass the name of a location with a path, or hook=, to draw any values"
         given = shorten([*shapes.values()])
         raise InstrumentError(Problem("layer", message, given, fix=fix))
-    found = (probable or named) if chosen else selected
-    series = select_series(list(dict.fromkeys(one.series for one in found)), hook=hook, phase=phase)
-    return [one for one in found if one.series == series]
+    tensors = (probable or named) if chosen else selected
+    series = select_series(list(dict.fromkeys(one.series for one in tensors)), hook=hook, phase=phase)
+    return [one for one in tensors if one.series == series]
 
 
 _HOW_TO_RECORD = (

@@ -65,41 +65,41 @@ def class_activation_map(
         InstrumentError: As for `instrument.interpret.class_activation_map`; a sample was not recorded, or matplotlib is not
             installed.
     """
-    found = compute(run, layer, classifier=classifier, classes=classes, hook=hook, phase=phase, step=step, path=path)
-    rows = _rows(found, samples)
-    images = _images(run, found, Recorded(None, "input", phase, step))
-    columns = found.maps.shape[1] + (images is not None)
+    maps = compute(run, layer, classifier=classifier, classes=classes, hook=hook, phase=phase, step=step, path=path)
+    rows = _rows(maps, samples)
+    images = _images(run, maps, Recorded(None, "input", phase, step))
+    columns = maps.maps.shape[1] + (images is not None)
     figure = new_figure((SIDE + BAR) * columns, (SIDE + 0.5) * len(rows) + 0.4)
     panels = figure.subplots(len(rows), columns, squeeze=False)
     for row, line in zip(rows, panels, strict=True):
-        label = f"sample {found.ids[row]}" + ("" if found.y is None else f", target {found.y[row]}")
+        label = f"sample {maps.ids[row]}" + ("" if maps.y is None else f", target {maps.y[row]}")
         image = None if images is None else images[row]
         if image is not None:
             draw_image(line[0], image, plain(label))
-        bounds = limits(found.maps[row])
-        for number, axes in enumerate(line[columns - found.maps.shape[1] :]):
-            title = "Grad-CAM" if found.classes is None else f"class {found.classes[row, number]}"
-            _draw(axes, found.maps[row, number], image, bounds, title if images is not None else f"{label}: {title}")
-    score = (((run.info.get("config") or {}).get("forward") or {}).get("of") or "") if found.classes is None else ""
-    method = f"Grad-CAM of the score {score}".removesuffix(" of the score ") if found.classes is None else "CAM"
-    more = f", {len(rows)} of {len(found.ids)} samples" if samples is None and len(rows) < len(found.ids) else ""
-    figure.suptitle(plain(f"{method}, {found.layer}{more}", 90), fontsize=10)
+        bounds = limits(maps.maps[row])
+        for number, axes in enumerate(line[columns - maps.maps.shape[1] :]):
+            title = "Grad-CAM" if maps.classes is None else f"class {maps.classes[row, number]}"
+            _draw(axes, maps.maps[row, number], image, bounds, title if images is not None else f"{label}: {title}")
+    score = (((run.info.get("config") or {}).get("forward") or {}).get("of") or "") if maps.classes is None else ""
+    method = f"Grad-CAM of the score {score}".removesuffix(" of the score ") if maps.classes is None else "CAM"
+    more = f", {len(rows)} of {len(maps.ids)} samples" if samples is None and len(rows) < len(maps.ids) else ""
+    figure.suptitle(plain(f"{method}, {maps.layer}{more}", 90), fontsize=10)
     return figure
 
 
-def _rows(found: ClassActivation, samples: int | str | Sequence[int | str] | None) -> list[int]:
+def _rows(maps: ClassActivation, samples: int | str | Sequence[int | str] | None) -> list[int]:
     """Return the indices of the samples to show."""
     if samples is None:
-        return list(range(min(MAX_SAMPLES, len(found.ids))))
+        return list(range(min(MAX_SAMPLES, len(maps.ids))))
     wanted = [samples] if isinstance(samples, int | np.integer | str) else list(samples)
-    at = positions_of(found.ids, np.array(wanted, found.ids.dtype))
+    at = positions_of(maps.ids, np.array(wanted, maps.ids.dtype))
     if (at < 0).any():
         given = wanted[int(np.argmax(at < 0))]
-        raise InstrumentError(Problem("samples", "the sample was not recorded", given, shorten([*map(str, found.ids)])))
+        raise InstrumentError(Problem("samples", "the sample was not recorded", given, shorten([*map(str, maps.ids)])))
     return [int(each) for each in at]
 
 
-def _images(run: Run, found: ClassActivation, recorded: Recorded) -> Array | None:
+def _images(run: Run, maps: ClassActivation, recorded: Recorded) -> Array | None:
     """Return the images of the samples [N, 1 or 3, H, W]; None if they were not recorded."""
     layer = next((one.layer for one in maps_in(run) if one.is_image), None)
     if layer is None:
@@ -108,7 +108,7 @@ def _images(run: Run, found: ClassActivation, recorded: Recorded) -> Array | Non
         inputs = recorded.read(run, layer or ".")
     except InstrumentError:  # for example several steps
         return None
-    at = positions_of(inputs.ids, found.ids)
+    at = positions_of(inputs.ids, maps.ids)
     return inputs.X[at] if (at >= 0).all() else None
 
 

@@ -75,7 +75,7 @@ class InterventionGrid:
             float64, shape [rows, columns]; NaN for cells without a run, or without a baseline if others have one.
         """
         number = cache(number)  # several runs have the same baseline
-        found: dict[tuple[int, int], list[float]] = {}
+        cell_values: dict[tuple[int, int], list[float]] = {}
         for cell in self.cells:
             if baseline is None and self.has_baseline and cell.baseline is None:
                 continue
@@ -84,9 +84,9 @@ class InterventionGrid:
                 value -= baseline
             elif cell.baseline is not None:
                 value -= number(cell.baseline)
-            found.setdefault((cell.row, cell.column), []).append(value)
+            cell_values.setdefault((cell.row, cell.column), []).append(value)
         grid = np.full((len(self.rows), len(self.columns)), np.nan)
-        for at, numbers in found.items():
+        for at, numbers in cell_values.items():
             grid[at] = np.mean(numbers)
         return grid
 
@@ -256,15 +256,15 @@ def statistic_of_run(run: RunTables, index: int, statistic: str, **where: str | 
     at = means.columns.index(statistic)
     known = [i for i in range(len(means.locations)) if means.counts[i, at]]
     wanted = {columns.index(name): value for name, value in where.items() if value is not None}
-    found = [i for i in known if all(means.locations[i][column] == value for column, value in wanted.items())]
-    if len(found) != 1:
+    matches = [i for i in known if all(means.locations[i][column] == value for column, value in wanted.items())]
+    if len(matches) != 1:
         shown = [
             ", ".join(f"{key}={cell!r}" for key, cell in zip(columns, means.locations[i], strict=True) if cell)
-            for i in found or known
+            for i in matches or known
         ]
-        message = f"{'several locations have' if found else 'no location has'} this statistic; select one with layer= and hook="
+        message = f"{'several locations have' if matches else 'no location has'} this statistic; select one with layer= and hook="
         raise InstrumentError("\n    ".join([str(Problem("metric", message, statistic)), *shown[:MAX_NAMES]]))
-    return _mean(means, statistic, found)
+    return _mean(means, statistic, matches)
 
 
 def _mean(means: Means, name: str, rows: Sequence[int]) -> float:

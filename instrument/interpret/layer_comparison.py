@@ -74,8 +74,8 @@ def layer_similarity(
             sides.append(("columns", other or run, of_columns, columns))
         for side, source, recorded, names in sides:
             for i, layer in enumerate(names):
-                found = recorded.read(source, layer, Path(folder) / f"{side}_{i}.npy")
-                features[side, layer], ids[side, layer] = found.flat, found.ids
+                layer_features = recorded.read(source, layer, Path(folder) / f"{side}_{i}.npy")
+                features[side, layer], ids[side, layer] = layer_features.flat, layer_features.ids
         common = _common(list(ids.values()))
         centered = {key: _Centered(features[key], positions_of(ids[key], common)) for key in features}
         sizes = {key: _product_norm(each, each) for key, each in centered.items()}

@@ -166,12 +166,12 @@ def _recorded_tokens(run: Run, recorded: Recorded, streams: Features, shape: tup
     places = inputs[is_integer][["layer", "hook", "path"]].drop_duplicates().itertuples(index=False, name=None)
     for layer, hook, path in sorted(places, key=lambda place: place[2] != TOKENS):
         try:
-            found = replace(recorded, hook=hook, role="input", path=path).read(run, layer or ".")
+            features = replace(recorded, hook=hook, role="input", path=path).read(run, layer or ".")
         except InstrumentError:  # for example several calls
             continue
-        at = positions_of(found.ids, streams.ids)
-        if found.X.shape[1:] == shape[1:] and (at >= 0).all():
-            tokens: Array = found.X[at].astype(np.int64)
+        at = positions_of(features.ids, streams.ids)
+        if features.X.shape[1:] == shape[1:] and (at >= 0).all():
+            tokens: Array = features.X[at].astype(np.int64)
             return tokens
     return None
 

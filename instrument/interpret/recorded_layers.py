@@ -80,12 +80,12 @@ class Recorded:
             if layer not in shapes:
                 message, near = "no tensors of this layer were recorded", similar_names(layer, shapes)
                 raise InstrumentError(Problem("layers", message, layer, allowed, near, fix))
-        found = [name for name, shape in shapes.items() if size is None or (shape and shape[-1] == size)]
-        if layers is None and not found:
+        names = [name for name, shape in shapes.items() if size is None or (shape and shape[-1] == size)]
+        if layers is None and not names:
             message = "no layer was recorded" + ("" if size is None else f" with {size} features in the last dimension")
             raise InstrumentError(Problem("layers", message, allowed=allowed, fix=fix))
         return (
-            sorted(found, key=rank_in([name or "." for name in forward_order(run)])) if layers is None else list(layers)
+            sorted(names, key=rank_in([name or "." for name in forward_order(run)])) if layers is None else list(layers)
         )
 
     def positions(self, run: Run, layer: str, count: int) -> tuple[list[int], int]:
