@@ -88,11 +88,11 @@ def training_of(index: int, info: Mapping[str, Any]) -> Training | str:
         return "its run.json has no configuration"
     if info["seed"] is None:
         return "its run.json has no seed"
-    if (found := hooks_of(info)) is None:
+    if (hooks := hooks_of(info)) is None:
         return "its hooks cannot be parsed by this version"
     specs = {
         name: spec.model_dump(exclude_unset=True, by_alias=True, mode="json", exclude={"name"})
-        for name, spec in found.items()
+        for name, spec in hooks.items()
     }
     rest = {key: value for key, value in config.items() if key not in (HOOKS, "seed", *IGNORED_KEYS)}
     interventions = {

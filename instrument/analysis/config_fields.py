@@ -25,10 +25,10 @@ def differing_fields(key: str, value: Any, values: Iterable[Any]) -> dict[str, A
         return {key: value}
     others = [leaves_of({key: other}) for other in values if isinstance(other, Mapping)]
     texts = leaves_of({key: value})
-    found = {
+    fields = {
         name: item for name, item in _leaves(value, key) if any(other.get(name) != texts[name] for other in others)
     }
-    return found or {key: value}
+    return fields or {key: value}
 
 
 def split_overrides(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -111,9 +111,9 @@ class _Numbers:
         seeds = np.array([pair.seed for pair in pairs])
         numbers = np.where(used[:, None], numbers, np.nan)
         of_seeds = np.stack([_mean(numbers[seeds == seed]) for seed in dict.fromkeys(seeds.tolist())])
-        found = {**_intervals(of_seeds, confidence), **totals}
+        arrays = {**_intervals(of_seeds, confidence), **totals}
         statistics = np.array(self.columns, dtype=object)[columns]
-        return where.assign(statistic=statistics, **{name: cells[rows, columns] for name, cells in found.items()})
+        return where.assign(statistic=statistics, **{name: cells[rows, columns] for name, cells in arrays.items()})
 
 
 def _numbers_of(run: RunTables, table: str, matches: Sequence[RunMatch], steps: Steps) -> _Numbers:

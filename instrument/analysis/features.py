@@ -162,11 +162,11 @@ def _select(files: RunFiles, selection: FeatureSelection) -> pd.DataFrame:
             similar = similar_names(value, known) if isinstance(value, str) and isinstance(known[0], str) else []
             raise ConfigError(Problem(name, message, value, _shown(known), similar))
     for name in _CHOICES:
-        found = sorted(rows[name].unique().tolist())
-        if len(found) > 1:
+        values = sorted(rows[name].unique().tolist())
+        if len(values) > 1:
             several = {"hook": "hooks", "phase": "phases", "path": "paths", "call": "calls"}[name]
             message = f"layer {selection.layer!r} has tensors of several {several}"
-            raise ConfigError(Problem(name, message, allowed=_shown(found), fix=f"pass {name}={found[0]!r}"))
+            raise ConfigError(Problem(name, message, allowed=_shown(values), fix=f"pass {name}={values[0]!r}"))
     kind = KINDS.get(rows["kind"].iloc[0])
     if kind is not None and kind.family != "module":
         message = f"tensors of kind {kind.name} have no samples"

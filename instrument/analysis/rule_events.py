@@ -113,15 +113,15 @@ def _rows_of(step: Mapping[Moment, list[pa.RecordBatch]], columns: Sequence[str]
 
 def _targets(run: RunTables, condition: ds.Expression) -> dict[Moment, FloatArray]:
     """Return the targets of each step and phase, without those that were written late, which the rules did not read live."""
-    found: dict[Moment, list[Any]] = {}
+    targets: dict[Moment, list[Any]] = {}
     in_time = _batches_in_time(run, condition)
     columns = [*_BATCH, "target"]
     for batch in run.scan("samples", columns, condition & ds.field("target_dtype").is_valid()):
         batches = zip(*(batch[name].to_pylist() for name in _BATCH), strict=True)
         for key, target in zip(batches, _floats(batch["target"]), strict=True):
             if in_time is None or key in in_time:
-                found.setdefault(key[:2], []).append(target)
-    return {moment: np.array(values) for moment, values in found.items()}
+                targets.setdefault(key[:2], []).append(target)
+    return {moment: np.array(values) for moment, values in targets.items()}
 
 
 def _batches_in_time(run: RunTables, condition: ds.Expression) -> set[tuple[int, str, int]] | None:

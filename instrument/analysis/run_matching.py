@@ -80,10 +80,10 @@ def match_runs(run: RunTables, key: str, baseline: Any = None, by: Sequence[str]
     by_values = [_values_by_run(run, name, all_trainings) for name in by]
     unmatched: list[dict[int, str]] = []
     for compared, path in _comparisons(run, key, all_trainings):
-        found = _match(run, key, path, compared, baseline, by_values)
-        if found.matches:
-            return replace(found, left_out=dict(sorted((left_out | found.left_out).items())))
-        unmatched.append(found.left_out)
+        comparison = _match(run, key, path, compared, baseline, by_values)
+        if comparison.matches:
+            return replace(comparison, left_out=dict(sorted((left_out | comparison.left_out).items())))
+        unmatched.append(comparison.left_out)
     reasons = [f"{run.names[index]}: {reason}" for index, reason in sorted((left_out | unmatched[0]).items())]
     more = [f"... ({len(reasons)} in all)"] if len(reasons) > MAX_NAMES else []
     raise InstrumentError("\n    ".join([f"{key}: no two runs can be compared", *reasons[:MAX_NAMES], *more]))
@@ -163,15 +163,15 @@ def _matches_of(
     for baseline_run in baseline_runs:
         by_key.setdefault(baseline_run.without(path), []).append(baseline_run)
         by_hook.setdefault(baseline_run.without(outer), []).append(baseline_run)
-    found = []
+    matches = []
     for training in all_trainings:
         same_but_hook = by_hook.get(training.without(outer), [])
         if training.at(outer) is None:
-            found.append(same_but_hook)
+            matches.append(same_but_hook)
         else:
             without_hook = [baseline_run for baseline_run in same_but_hook if baseline_run.at(outer) is None]
-            found.append([*by_key.get(training.without(path), []), *without_hook][:1])
-    return found
+            matches.append([*by_key.get(training.without(path), []), *without_hook][:1])
+    return matches
 
 
 def outer_of(path: Sequence[str]) -> Sequence[str]:

@@ -129,14 +129,14 @@ class RunArchive(Archive):
         """See `Archive.open`."""
         if run not in self._runs:
             try:
-                found = load(Path(run))
+                earlier_run = load(Path(run))
             except NoRunError as error:
                 raise ConfigError(Problem(f"{where}.{field}", str(error), run, "the folder of a run")) from None
-            if found.folders != [found.path]:
+            if earlier_run.folders != [earlier_run.path]:
                 message = "this folder contains runs, but is not the folder of a run"
-                allowed = [str(folder) for folder in found.folders[:MAX_SHOWN]]
+                allowed = [str(folder) for folder in earlier_run.folders[:MAX_SHOWN]]
                 raise ConfigError(Problem(f"{where}.{field}", message, run, allowed))
-            self._runs[run] = found
+            self._runs[run] = earlier_run
         hooks = sorted(self._runs[run].read("tensors", ["hook"])["hook"].unique())
         if not hooks:
             message, fix = "this run has no recorded tensors", "set 'tensors: true' in a record hook"
@@ -172,8 +172,8 @@ class RunArchive(Archive):
         rows = self.index(run)
         rows = rows[rows["hook"] == hook] if hook is not None else rows
         same_role = rows[(rows["role"] == context.role) & (rows["backward"] == 0)]
-        found = same_role[(same_role["layer"] == layer) & (same_role["path"] == context.path)]
-        hooks = sorted(set(found["hook"]))
+        matches = same_role[(same_role["layer"] == layer) & (same_role["path"] == context.path)]
+        hooks = sorted(set(matches["hook"]))
         if not hooks:
             recorded = same_role.drop_duplicates(["layer", "path"])
             same_layer = recorded["layer"] == layer
@@ -191,7 +191,7 @@ class RunArchive(Archive):
         if len(hooks) > 1:
             message = f"several hooks of this run recorded layer {layer or '.'!r}: {', '.join(hooks)}"
             raise ConfigError(Problem(where, message, run, fix="set 'hook'"))
-        for step in sorted(set(found["step"])):
+        for step in sorted(set(matches["step"])):
             tensors = self._runs[run].tensors(
                 step=int(step), hook=hooks[0], layer=layer, role=context.role, path=context.path, backward=0
             )
