@@ -215,15 +215,15 @@ def token_label(token: str) -> str:
 
 def add_legend(figure: Figure, *, beside: bool = False) -> None:
     """Add one legend for all charts, below them or at the right; labels that occur several times are shown once."""
-    found: dict[str, Artist] = {}
+    handles: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    if found:
+            handles.setdefault(label, handle)
+    if handles:
         where: Literal["outside right upper", "outside lower right"]
         where = "outside right upper" if beside else "outside lower right"
         columns = 1 if beside else 3
-        figure.legend(found.values(), found, loc=where, ncols=columns, fontsize=SMALL, frameon=False)
+        figure.legend(handles.values(), handles, loc=where, ncols=columns, fontsize=SMALL, frameon=False)
 
 
 def add_hatch(axes: Axes, start: float, stop: float, meaning: str) -> None:

@@ -107,14 +107,14 @@ def compare(
     at = _override(x, overrides)
     wanted = {"hook": hook, "kind": kind, "role": role, "phase": phase}
     if table == "metrics":
-        found = _metric(frame, y, phase or _usual_phase(frame, y, x))
+        rows = _metric(frame, y, phase or _usual_phase(frame, y, x))
     elif layer is not None:
-        found = _at_layer(frame, y, layer, wanted)
+        rows = _at_layer(frame, y, layer, wanted)
     elif x is None:
         return _draw_over_locations(*_over_locations(frame, y, forward_order(several), wanted), overrides)
     else:
         raise InstrumentError(f"plotting {y} over {x} requires layer=")
-    return _draw_over_steps(found, overrides) if at is None else _draw_over_override(found, at, overrides)
+    return _draw_over_steps(rows, overrides) if at is None else _draw_over_override(rows, at, overrides)
 
 
 def _choices(several: Run | pd.DataFrame) -> tuple[list[str], list[str]]:

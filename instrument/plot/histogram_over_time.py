@@ -112,9 +112,9 @@ def edges_of(low: float, high: float, bins: int, span: float) -> np.ndarray:
 def _draw_quantiles(axes: Axes, rows: pd.DataFrame) -> None:
     """Draw the median and pairs of quantiles: as lines over histograms, otherwise as bands."""
     cells = zip(rows["levels"], rows["quantiles"], strict=True)
-    found = [{} if values is None else dict(zip(levels, values, strict=True)) for levels, values in cells]
-    levels = sorted({level for row in found for level in row})
-    table = {level: [float(row.get(level, np.nan)) for row in found] for level in levels}
+    quantiles = [{} if values is None else dict(zip(levels, values, strict=True)) for levels, values in cells]
+    levels = sorted({level for row in quantiles for level in row})
+    table = {level: [float(row.get(level, np.nan)) for row in quantiles] for level in levels}
     edges = np.arange(len(rows) + 1)
     has_bins = bool(rows["counts"].notna().any())
     pairs = [(q, other) for q in table for other in table if q < other and abs(q + other - 1.0) < 1e-9]
