@@ -57,27 +57,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", InstrumentWarning)
-            found = diff(
+            difference = diff(
                 args.a, args.b, rename=_renamed(args.rename), tolerance=args.tolerance, steps=_steps(args.steps)
             )
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return 2
-    print(found)
-    if not found.is_identical:
-        _print_tables(found)
-    if args.html is not None and not _write(found, args.html):
+    print(difference)
+    if not difference.is_identical:
+        _print_tables(difference)
+    if args.html is not None and not _write(difference, args.html):
         return 2
-    return 0 if found.is_within_tolerance else 1
+    return 0 if difference.is_within_tolerance else 1
 
 
-def _write(found: Diff, file: Path) -> bool:
+def _write(difference: Diff, file: Path) -> bool:
     """Write the page. If it cannot be written, print the reason and return false."""
     from instrument.report import make
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        path = make(found).save(file)
+        path = make(difference).save(file)
     except InstrumentError as error:
         print(error, file=sys.stderr)
         return False
@@ -104,35 +104,35 @@ def _steps(text: str) -> tuple[int | None, int | None]:
     return int(first) if first else None, int(end) if end else None
 
 
-def _print_tables(found: Diff) -> None:
+def _print_tables(difference: Diff) -> None:
     """Print the layers and the recorded tensors. Of more than `MAX_LISTED`, print the most important ones; see `_listed`."""
     console = wide_console()
-    rows = records(_listed(found))
+    rows = records(_listed(difference))
     cells = [place_cells(row) for row in rows]
     used = sum(max(map(len, column)) + 1 for column in zip(*cells, strict=True)) + len("  ".join(NUMBERS))
     room = max(0, (console.width - used) // STATISTIC_WIDTH)
-    statistics = [name for name in STATISTICS if name in found.statistics][:room]
+    statistics = [name for name in STATISTICS if name in difference.statistics][:room]
     table = _table("layer", "tensor", *NUMBERS, *statistics)
     for row, texts in zip(rows, cells, strict=True):
-        is_above = row["difference"] > found.tolerance and not found.cause
+        is_above = row["difference"] > difference.tolerance and not difference.cause
         numbers = [number_text(row[name]) for name in ("difference", "step", "first_step", *statistics)]
         table.add_row(*texts, *numbers, style="bold" if is_above else "")
     console.print("\nlargest relative differences, in the order of execution:", table)
-    if (rest := len(found.layers) - len(rows)) > 0:
+    if (rest := len(difference.layers) - len(rows)) > 0:
         print(f"... and {rest:,} more: --html FILE shows all")
-    if len(found.tensors):
+    if len(difference.tensors):
         table = _table("layer", "tensor", "elements", "L2", "cosine", "max abs", "max rel", "units in the last place")
-        layers = records(found.layers)
-        for row in records(found.tensors.head(MAX_LISTED).reset_index()):
+        layers = records(difference.layers)
+        for row in records(difference.tensors.head(MAX_LISTED).reset_index()):
             cells = [row["elements"], *(row[name] for name in ("l2", "cosine", "max_abs", "max_rel"))]
             table.add_row(*place_cells(layers[row["location"]]), *map(number_text, cells), ulp_text(row["ulp"]))
         console.print("\nrecorded tensors, element by element:", table)
 
 
-def _listed(found: Diff) -> pd.DataFrame:
+def _listed(difference: Diff) -> pd.DataFrame:
     """Return the rows of `layers` to print: of many, those above the tolerance, or those with the largest differences."""
-    layers = found.layers
-    above = layers[layers["difference"] > found.tolerance]
+    layers = difference.layers
+    above = layers[layers["difference"] > difference.tolerance]
     if len(layers) <= MAX_LISTED:
         return layers
     return above.head(MAX_LISTED) if len(above) else layers.nlargest(MAX_LISTED, "difference").sort_index()

@@ -313,9 +313,9 @@ def repeated_changes(run: RecordedRun, hooks: ReplayHooks, window: range) -> Rep
         if step >= window.stop:
             break
         chosen = [changed_hook(text) in (None, *kept) and text.partition("=")[0] not in fixed for text in texts]
-        for found, wanted in ((repeated, True), (left_out, False)):
+        for changes, wanted in ((repeated, True), (left_out, False)):
             if part := tuple(text for text, is_kept in zip(texts, chosen, strict=True) if is_kept is wanted):
-                found.append((step, part))
+                changes.append((step, part))
     return RepeatedChanges(replace(settings, hooks=kept), tuple(repeated), tuple(left_out))
 
 
@@ -337,12 +337,12 @@ def _within(spec: HookSpec, steps: range) -> HookSpec | None:
     schedule = spec.schedule
     offset = int(schedule.phase == "eval")
     steps = range(steps.start + offset, steps.stop + offset)
-    found = schedule.steps_in(steps)
-    if not found:
+    due_steps = schedule.steps_in(steps)
+    if not due_steps:
         return None
     if schedule.steps is not None:
-        return spec.model_copy(update={"steps": tuple(found)})
-    return spec.model_copy(update={"start": found[0], "stop": steps.stop})
+        return spec.model_copy(update={"steps": tuple(due_steps)})
+    return spec.model_copy(update={"start": due_steps[0], "stop": steps.stop})
 
 
 def _first(spec: HookSpec | None) -> list[int]:

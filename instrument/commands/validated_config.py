@@ -66,12 +66,12 @@ def read_overrides(hydra: DictConfig | None = None) -> dict[str, Any]:
         Values by key, parsed to Python types; None for a deleted key.
     """
     overrides = (HydraConfig.get() if hydra is None else hydra).overrides.task
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(overrides):
-        found[override.key_or_group] = None if override.is_delete() else override.value()
+        values[override.key_or_group] = None if override.is_delete() else override.value()
     return {
         key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else _plain(value)
-        for key, value in found.items()
+        for key, value in values.items()
     }
 
 

@@ -76,8 +76,8 @@ def graph_obstacle(spec: HookBase) -> Obstacle | None:
 
 def graph_problems(name: str, spec: HookBase, fix: str) -> Iterator[Problem]:
     """Yield the problem of a hook that breaks graphs, where they must not break. `fix` allows that; hooks on functions never run there."""
-    if (found := graph_obstacle(spec)) is not None:
-        given = spec.kind if found.key == "kind" else getattr(spec, found.key)
-        fixes = found.fix if spec.definition.of_functions else f"{found.fix}, or {fix}"
-        message = f"breaks the graphs of torch.compile: {found.reason}"
-        yield Problem(f"hooks.{name}.{found.key}", message, given=given, fix=fixes)
+    if (obstacle := graph_obstacle(spec)) is not None:
+        given = spec.kind if obstacle.key == "kind" else getattr(spec, obstacle.key)
+        fixes = obstacle.fix if spec.definition.of_functions else f"{obstacle.fix}, or {fix}"
+        message = f"breaks the graphs of torch.compile: {obstacle.reason}"
+        yield Problem(f"hooks.{name}.{obstacle.key}", message, given=given, fix=fixes)

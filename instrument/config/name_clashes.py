@@ -73,16 +73,16 @@ def _listed(result: ConfigResult) -> Iterator[str]:
 
 def _reachable(file: str, lists: Mapping[str, Sequence[str]]) -> set[str]:
     """Return the files in the defaults list of a file, and in those of these files."""
-    found: set[str] = set()
+    files: set[str] = set()
     waiting = [file]
     while waiting:
         folder = waiting[-1].rpartition("/")[0]
         for entry in lists.get(waiting.pop(), ()):
             for path in (entry, f"{folder}/{entry}"):
-                if path in lists and path not in found:
-                    found.add(path)
+                if path in lists and path not in files:
+                    files.add(path)
                     waiting.append(path)
-    return found
+    return files
 
 
 def _problem(section: str, name: str, first: str, second: str) -> Problem:

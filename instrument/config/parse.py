@@ -251,12 +251,12 @@ def _build(model: type[ModelT], value: Mapping[str, Any], where: str) -> ModelT:
 def _problems(error: ValidationError, where: str, model: type[BaseModel]) -> list[Problem]:
     items = error.errors()
     # An invalid item of a list also makes the list too short.
-    found = [
+    problems = [
         _problem(dict(item), where, model)
         for item in items
         if item["type"] != "too_short" or not any(_is_inside(other["loc"], item["loc"]) for other in items)
     ]
-    return list({(problem.where, problem.message): problem for problem in found}.values())
+    return list({(problem.where, problem.message): problem for problem in problems}.values())
 
 
 def _is_inside(path: tuple[int | str, ...], parent: tuple[int | str, ...]) -> bool:

@@ -207,8 +207,8 @@ def _with_field(key: str, value: Any, request: Request) -> Request:
 def _bounds(spec: Mapping[str, Any]) -> list[str]:
     """Return the bounds and factors of a hook that can change: those that are set, since another one is another action."""
     names = FIELDS_OF_ACTIONS.get(str(spec.get("action")), ())
-    found = {name for name in names if spec.get(name) is not None}
-    return [name for name in names if name in found or (name in ("min", "max") and found & {"min", "max"})]
+    bounds = {name for name in names if spec.get(name) is not None}
+    return [name for name in names if name in bounds or (name in ("min", "max") and bounds & {"min", "max"})]
 
 
 def _length(factor: Any) -> int:

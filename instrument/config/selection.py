@@ -42,7 +42,7 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
             raise SelectionError("unit_dim", f"dim {spec.unit_dim} is out of range for", f"{-count} to {count - 1}")
         unit_dim = spec.unit_dim % count
     fields: dict[int, str] = {}
-    found: dict[int, tuple[int, ...]] = {}
+    indices: dict[int, tuple[int, ...]] = {}
     for field in spec.selection:
         dim = _dimension(field, count, unit_dim)
         if dim in fields:
@@ -52,12 +52,12 @@ def selected_indices(spec: HookBase, shape: Sequence[int], unit_dim: int | None)
         value = getattr(spec, field)
         if isinstance(value, Heads):
             _check_heads(value, shape, features_last=dim in (default_dim, unit_dim))
-        found[dim] = (
+        indices[dim] = (
             _indices_of_heads(value, dim, shape[dim])
             if isinstance(value, Heads)
             else _checked(field, value, shape[dim], f"dimension {dim} of")
         )
-    return found
+    return indices
 
 
 def selected_shape(spec: HookBase, shape: Sequence[int], unit_dim: int | None) -> tuple[int, ...]:

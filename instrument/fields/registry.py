@@ -113,13 +113,13 @@ class Registry(Mapping[str, T]):
         """The entry points of installed packages by name."""
         from importlib.metadata import entry_points
 
-        found: dict[str, EntryPoint] = {}
+        points: dict[str, EntryPoint] = {}
         for point in entry_points(group=self.group):
-            other = self.places.get(point.name) or (point.name in found and _place(found[point.name]))
+            other = self.places.get(point.name) or (point.name in points and _place(points[point.name]))
             if other:
                 raise self._registered_twice(point.name, other, _place(point))
-            found[point.name] = point
-        return found
+            points[point.name] = point
+        return points
 
     def _load(self, point: EntryPoint) -> None:
         try:

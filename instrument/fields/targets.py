@@ -25,14 +25,14 @@ def locate(path: str, where: str) -> Any:
     log = logging.getLogger("hydra.utils")  # it writes the error too
     was_disabled, log.disabled = log.disabled, True
     try:
-        found = get_object(path)
+        target = get_object(path)
     except (Exception, SystemExit) as error:
         raise ConfigError(_import_problem(path, where, error)) from None
     finally:
         log.disabled = was_disabled
-    if not callable(found):
-        raise ConfigError(Problem(where, f"{path} is a {type(found).__name__}, not a class or function", given=path))
-    return found
+    if not callable(target):
+        raise ConfigError(Problem(where, f"{path} is a {type(target).__name__}, not a class or function", given=path))
+    return target
 
 
 def argument_names(path: str, where: str) -> frozenset[str]:
@@ -43,15 +43,15 @@ def argument_names(path: str, where: str) -> frozenset[str]:
     Raises:
         ConfigError: As for `locate`.
     """
-    found = locate(path, where)
+    target = locate(path, where)
     inherited = (
-        [vars(base)["__init__"] for base in found.__mro__[1:] if "__init__" in vars(base)]
-        if inspect.isclass(found)
+        [vars(base)["__init__"] for base in target.__mro__[1:] if "__init__" in vars(base)]
+        if inspect.isclass(target)
         else []
     )
     names: set[str] = set()
     try:
-        for function in (found, *inherited):
+        for function in (target, *inherited):
             parameters = inspect.signature(function).parameters
             names.update(parameters)
             if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -87,10 +87,10 @@ def build_callable(target: Target, where: str) -> Callable[..., Any]:
         ConfigError: The target does not exist, its construction fails, or its instances cannot be called.
     """
     is_class = inspect.isclass(locate(target.target, where))
-    found = build(target if is_class else target.model_copy(update={"_partial_": True}), where)
-    if not callable(found):
-        raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(found).__name__))
-    return found  # type: ignore[no-any-return]
+    value = build(target if is_class else target.model_copy(update={"_partial_": True}), where)
+    if not callable(value):
+        raise ConfigError(Problem(where, f"instances of {target.target} cannot be called", given=type(value).__name__))
+    return value  # type: ignore[no-any-return]
 
 
 def _arguments(target: Target) -> str:
@@ -110,17 +110,17 @@ def _import_problem(path: str, where: str, error: BaseException) -> Problem:
             return Problem(where, "Hydra does not allow this target", given=path)
         cause = cause.__cause__
     parts = path.split(".")
-    found: Any = None
+    value: Any = None
     for i, part in enumerate(parts):
         parent, name = ".".join(parts[:i]), ".".join(parts[: i + 1])
         try:
-            found = getattr(found, part) if i and hasattr(found, part) else importlib.import_module(name)
+            value = getattr(value, part) if i and hasattr(value, part) else importlib.import_module(name)
         except ModuleNotFoundError as missing:
             if missing.name not in (name, part) and not (missing.name or "").startswith(parts[0]):
                 message = f"{name} requires the module {missing.name!r}, which is not installed"
                 return Problem(where, message, given=path)
             if i:
-                similar = [f"{parent}.{each}" for each in similar_names(part, dir(found))]
+                similar = [f"{parent}.{each}" for each in similar_names(part, dir(value))]
                 return Problem(where, f"{parent} has no {part!r}", given=path, similar=similar)
             message = f"no module named {part!r}; Python also searches the working directory"
             similar = similar_names(part, [module.name for module in pkgutil.iter_modules()])

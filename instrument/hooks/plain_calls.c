@@ -69,9 +69,9 @@ static PyObject *connect_torch(PyObject *self, PyObject *args) {
 }
 
 /* Whether an object is the expected one. -1 if it is NULL, with the exception set. Steals the reference. */
-static int is_object(PyObject *found, PyObject *expected) {
-    Py_XDECREF(found);
-    return found ? found == expected : -1;
+static int is_object(PyObject *object, PyObject *expected) {
+    Py_XDECREF(object);
+    return object ? object == expected : -1;
 }
 
 static int attribute_is(PyObject *object, PyObject *name, PyObject *expected) {

@@ -117,15 +117,15 @@ def _layers(fields: Fields) -> str | list[str]:
     texts = [text for key in ("layer_types", "layer_type") for text in fields.texts(key)]
     numbers = fields.take("layer_numbers")
     if exact:  # the same order of precedence as in the tool
-        found: str | list[str] = exact
+        pattern: str | list[str] = exact
     elif regex is not None:
-        found = layers_containing(str(regex), fields.key("layer_name_regex_pattern"))
+        pattern = layers_containing(str(regex), fields.key("layer_name_regex_pattern"))
     elif numbers not in (None, "all") and "all" not in _as_list(numbers):
-        found = _numbered(_as_list(numbers), fields.key("layer_numbers"), [] if "all" in texts else texts)
+        pattern = _numbered(_as_list(numbers), fields.key("layer_numbers"), [] if "all" in texts else texts)
     elif texts and "all" not in texts:
-        found = layers_with_text(texts)
+        pattern = layers_with_text(texts)
     elif texts or numbers is not None:
-        found = EVERYTHING
+        pattern = EVERYTHING
     else:
         allowed = "layer_name_regex_pattern, layer_types, layer_numbers or exact_layer_names"
         raise ConfigError(Problem(fields.where, "selects no layers", allowed=allowed))
@@ -133,7 +133,7 @@ def _layers(fields: Fields) -> str | list[str]:
     for name, value in [*ignored, *((name, regex) for name in ("layer_name_regex_pattern",) if exact)]:
         if value:
             fields.note(name, "ignored, because another field selects the layers")
-    return found
+    return pattern
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -142,9 +142,9 @@ def _as_list(value: Any) -> list[Any]:
 
 def _numbered(numbers: list[Any], where: str, texts: list[str]) -> str:
     """Return the pattern of the layers whose names contain one of several numbers, and one of several texts if there are any."""
-    found = [number for each in read_ranges(numbers, where) for number in islice(each, MAX_NUMBERS)]
+    layer_numbers = [number for each in read_ranges(numbers, where) for number in islice(each, MAX_NUMBERS)]
     # The number of a layer does not belong to the names fc1 and fc2.
-    number = rf"(?:.*[^\d])?(?<!fc)({'|'.join(map(str, found))})(?:[^\d].*)?"
+    number = rf"(?:.*[^\d])?(?<!fc)({'|'.join(map(str, layer_numbers))})(?:[^\d].*)?"
     return f"re:(?={layers_with_text(texts)[3:]}){number}" if texts else f"re:{number}"
 
 
@@ -211,15 +211,15 @@ def _schedules(fields: Fields, of_engine: bool) -> list[dict[str, int]]:
         pairs = [(_whole(first), _whole(last)) for first, last in intervals]
     else:
         raise ConfigError(Problem(fields.key("start_end_list"), "must be a list of pairs", given=intervals))
-    found = []
+    schedules = []
     for first, last in pairs:
         stop = None if last is None or last < 0 else last + inclusive
         schedule = multiples(every, first or 0, stop, fields.key("freq"))
         if schedule is None:
             fields.experiment.note(fields.where, f"no step from {first} to {last} is a multiple of freq {every}")
         else:
-            found.append(schedule)
-    return found
+            schedules.append(schedule)
+    return schedules
 
 
 def _whole(value: Any) -> int:

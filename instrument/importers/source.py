@@ -137,12 +137,12 @@ def read_ranges(value: Any, where: str) -> list[range]:
     Raises:
         ConfigError: An item is something else, or there are too many numbers.
     """
-    found = []
+    ranges = []
     for item in value if isinstance(value, list) else [value]:
         bounds = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(item))
         if bounds is None:
             raise ConfigError(Problem(where, "must contain numbers or ranges such as '3-5'", given=item))
-        found.append(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
-    if len(found) > 1 and sum(map(len, found)) > MAX_NUMBERS:
+        ranges.append(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
+    if len(ranges) > 1 and sum(map(len, ranges)) > MAX_NUMBERS:
         raise ConfigError(Problem(where, f"contains more than {MAX_NUMBERS:,} numbers", given=value))
-    return found
+    return ranges

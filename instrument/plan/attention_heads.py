@@ -35,25 +35,25 @@ def check_heads(spec: HookSpec, hooked: Sequence[Layer], layers: Layers, where: 
     if spec.heads is None:
         return
     projections = [*_output_projections(layers)]
-    found = [
+    conflicts = [
         (layer, projection, attention)
         for layer in hooked
         for projection, attention in projections
         if _contains(layer, projection) and not _has_heads(spec, layer, projection, attention)
     ]
-    if not found:
+    if not conflicts:
         return
-    layer, _, attention = found[0]
+    layer, _, attention = conflicts[0]
     if isinstance(attention.module, nn.MultiheadAttention):
         function = nn.functional.multi_head_attention_forward.__name__
-        places = shorten([*dict.fromkeys(attention.label for _, _, attention in found)], 4)
+        places = shorten([*dict.fromkeys(attention.label for _, _, attention in conflicts)], 4)
         fix = f"layers: {places}, kind: function, functions: {function}, role: input, path: {function}.0.11"
         fix += (
             "; in evaluations without gradients, turn off the fast path: torch.backends.mha.set_fastpath_enabled(False)"
         )
         reason = "nn.MultiheadAttention does not call its output projection, but passes the weight to a function"
     else:
-        places = shorten([*dict.fromkeys(projection.label for _, projection, _ in found)], 4)
+        places = shorten([*dict.fromkeys(projection.label for _, projection, _ in conflicts)], 4)
         fix = f"layers: {places}, kind: {'full_backward' if spec.definition.gradient else 'forward_pre'}"
         reason = "heads are side by side in the input of the output projection"
     message = f"features in the {spec.tensor_role} of {layer.label!r} belong to no head; {reason}"

@@ -170,8 +170,8 @@ def plan_notes(plan: HookPlan, inferred_by_phase: Mapping[str, InferredCalls]) -
         matched_by_glob = [layer for layer in unmatched if layer.is_named(spec.globs)]
         of_sites = {id(site.parameter) for site in sites}
         unhooked = {key: names for key, names in plan.layers.parameter_names.items() if key not in of_sites}
-        for label, found in _unselected(spec, matched_by_glob, unhooked):
-            yield f"{name}: {label}: {shorten([layer.label for layer in found], 4)}"
+        for label, layers in _unselected(spec, matched_by_glob, unhooked):
+            yield f"{name}: {label}: {shorten([layer.label for layer in layers], 4)}"
         if spec.definition.family == "module":
             uncalled = [site.label for site in sites if id(site.layer.module) not in inferred_by_phase[spec.phase]]
             if uncalled:

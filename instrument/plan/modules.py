@@ -235,16 +235,16 @@ class Layers:
     @cached_property
     def parameter_names(self) -> dict[int, tuple[str, ...]]:
         """The names of each parameter for `params`, by the `id` of the parameter. Tied parameters have several names."""
-        found: dict[int, dict[str, None]] = {}
+        names_by_id: dict[int, dict[str, None]] = {}
         for layer in self.layers:
             for own, parameter in layer.own_parameters():
-                found.setdefault(id(parameter), {}).update(dict.fromkeys(layer.names_of(own)))
-        return {key: tuple(names) for key, names in found.items()}
+                names_by_id.setdefault(id(parameter), {}).update(dict.fromkeys(layer.names_of(own)))
+        return {key: tuple(names) for key, names in names_by_id.items()}
 
     def hidden(self) -> list[tuple[str, nn.Module]]:
         """Return the modules in plain lists, tuples, sets or dicts, which `named_modules` does not find."""
         module_ids = {id(module) for module in self.model.modules()}
-        found: dict[int, tuple[str, nn.Module]] = {}
+        modules: dict[int, tuple[str, nn.Module]] = {}
         for layer in self.layers:
             for attribute, value in vars(layer.module).items():
                 if attribute.startswith("_") and attribute in vars(nn.Module()):
@@ -252,8 +252,8 @@ class Layers:
                 owner = f"{layer.name}.{attribute}" if layer.name else attribute
                 for location, item in _plain_items(value, owner):
                     if isinstance(item, nn.Module) and id(item) not in module_ids:
-                        found.setdefault(id(item), (location, item))
-        return list(found.values())
+                        modules.setdefault(id(item), (location, item))
+        return list(modules.values())
 
     def hidden_messages(self) -> list[tuple[str, str]]:
         """Return the location of each hidden module and a warning about it."""

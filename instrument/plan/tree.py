@@ -76,10 +76,10 @@ def _functions(sites: Sequence[Site], inferred: InferredCalls, colours: Mapping[
     groups: dict[tuple[str, ...], list[Site]] = {}
     calls: dict[tuple[str, ...], list[FunctionInfo]] = {}
     for site in sites:
-        found = [function for function in next(iter(function_calls_of(site, inferred)), []) if function.outputs]
-        key = tuple(map(_describe, found))
+        functions = [function for function in next(iter(function_calls_of(site, inferred)), []) if function.outputs]
+        key = tuple(map(_describe, functions))
         groups.setdefault(key, []).append(site)
-        calls[key] = found
+        calls[key] = functions
     for key, group in groups.items():
         if not key:
             continue

@@ -110,12 +110,12 @@ def coverage_warnings(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str | N
         if reasons.is_incomplete(row):
             groups.setdefault((row["hook"], row["kind"], row["cause"]), []).append(row)
     warnings: list[tuple[str, str | None]] = []
-    for (hook, kind, reason), found in groups.items():
-        locations = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in found]
+    for (hook, kind, reason), group in groups.items():
+        locations = [".".join(part for part in (row["layer"], row["path"]) if part) or "." for row in group]
         shown = ", ".join(locations[:5]) + (f" and {len(locations) - 5} more" if len(locations) > 5 else "")
-        fired, expected = sum(row["fired"] for row in found), sum(row["expected"] for row in found)
+        fired, expected = sum(row["fired"] for row in group), sum(row["expected"] for row in group)
         summary = f"fired {fired} of {expected} times" if expected else "did not fire"
-        layer = found[0]["layer"] if len(found) == 1 else None
+        layer = group[0]["layer"] if len(group) == 1 else None
         warnings.append((f"hook '{hook}' ({kind}) {summary} on {shown}: {reason}", layer))
     return warnings
 

@@ -135,10 +135,10 @@ class Block:
 
     def matrix(self, device: torch.device | None) -> Tensor:
         """Return all numbers on a device, float64 [rows, COLUMNS]."""
-        found = torch.empty((len(self.taken), len(COLUMNS)), dtype=torch.float64, device=device)
+        matrix = torch.empty((len(self.taken), len(COLUMNS)), dtype=torch.float64, device=device)
         for rows, numbers in self.sums:
-            found[torch.from_numpy(rows).to(found.device)] = numbers.to(found.device)
-        return found
+            matrix[torch.from_numpy(rows).to(matrix.device)] = numbers.to(matrix.device)
+        return matrix
 
     def pieces(self) -> list[Piece]:
         """Return each row as a piece."""
@@ -333,15 +333,15 @@ def _stacked(pieces: Sequence[Piece], numbers: int, device: torch.device | None)
     missing = [math.nan] * numbers
     on_host = [part.row if isinstance(part, Measured) else part for part in (piece.part for piece in pieces)]
     rows = [missing if part is None or isinstance(part, Tensor) else part for part in on_host]
-    found = torch.tensor(np.array(rows, np.float64)).view(-1, numbers).to(device)
+    matrix = torch.tensor(np.array(rows, np.float64)).view(-1, numbers).to(device)
     on_device = {
         at: piece.part if isinstance(piece.part, Tensor) else sums_on_device([piece.part])[0]
         for at, piece in enumerate(pieces)
         if isinstance(piece.part, Tensor) or (isinstance(piece.part, Measured) and piece.part.on_device is not None)
     }
     if on_device:
-        found[[*on_device]] = torch.stack([*on_device.values()]).to(found)
-    return found
+        matrix[[*on_device]] = torch.stack([*on_device.values()]).to(matrix)
+    return matrix
 
 
 def _gathered(pieces: Sequence[Piece], reducer: LocalReducer | Ranks) -> Tensor:

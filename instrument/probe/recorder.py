@@ -279,8 +279,8 @@ class Recorder:
             (table, row, values() if callable(values) else values, cells, decisions)
             for table, row, values, cells, decisions in take(self._measured)
         ]
-        for *_, found, _, decisions in measured:
-            on_device += [each for each in (found, *decisions) if isinstance(each, Tensor)]
+        for *_, numbers, _, decisions in measured:
+            on_device += [each for each in (numbers, *decisions) if isinstance(each, Tensor)]
         batches = self.samples.take()
         for batch in batches:
             on_device += batch.numbers
@@ -376,11 +376,11 @@ class _Values(NamedTuple):
     def complete(self, row: Matrix, fetched: Iterator[list[float]]) -> dict[str, float | None] | None:
         """Write the sums to the row. Return the custom statistics, NaN as None; None if the condition of the hook does not hold."""
         row[:] = self.measured.row
-        found = {name: next(fetched)[0] if isinstance(each, Tensor) else each for name, each in self.custom.items()}
+        numbers = {name: next(fetched)[0] if isinstance(each, Tensor) else each for name, each in self.custom.items()}
         held = next(fetched)[0] if isinstance(self.measured.holds, Tensor) else True
         extremes = [] if self.measured.exact_extremes is None else [next(fetched)]
         custom: dict[str, float | None] = {
-            name: None if number is None or math.isnan(number) else number for name, number in found.items()
+            name: None if number is None or math.isnan(number) else number for name, number in numbers.items()
         }
         return {**custom, **remainders(extremes, self.names, row)} if held else None
 
@@ -436,7 +436,7 @@ class _Step(NamedTuple):
 
 def _read_sums(values: Sequence[Any], sums: Sequence[tuple[list[Tensor], HostCopy]]) -> None:
     """Set the sums of all tensors on a device, given the rows in the memory of each device, and its copy."""
-    copied = {id(row): found for rows, copy in sums for row, found in zip(rows, copy.wait().numpy(), strict=True)}
+    copied = {id(row): numbers for rows, copy in sums for row, numbers in zip(rows, copy.wait().numpy(), strict=True)}
     waiting = [each.measured for each in values if isinstance(each, _Values) and each.measured.on_device is not None]
     if waiting:
         rows = np.stack([copied[id(measured.on_device.row)] for measured in waiting])  # type: ignore[union-attr]
@@ -450,11 +450,11 @@ def _complete(taken: Taken, fetched: Iterator[list[float]]) -> Taken:
         return taken
     left_out, others = [], {}
     for at, other in taken.others.items():
-        found = other.complete(taken.numbers[at], fetched)
-        if found is None:
+        statistics = other.complete(taken.numbers[at], fetched)
+        if statistics is None:
             left_out.append(at)
-        elif found:
-            others[at] = found
+        elif statistics:
+            others[at] = statistics
     complete = replace(taken, others=others)
     return complete.without(left_out) if left_out else complete
 

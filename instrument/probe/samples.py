@@ -184,13 +184,13 @@ def checked_ids(ids: Any) -> Tensor | Sequence[str]:
         ConfigError: They are neither integers nor strings, have more than one dimension, or repeat an id. The ids of a
             tensor on a device are not compared, because this would wait for the device.
     """
-    found = _ids_of(ids)
-    if not isinstance(found, Tensor):
-        values: Sequence[int | str] = found
-    elif found.is_cpu:
-        values = found.tolist()
+    sample_ids = _ids_of(ids)
+    if not isinstance(sample_ids, Tensor):
+        values: Sequence[int | str] = sample_ids
+    elif sample_ids.is_cpu:
+        values = sample_ids.tolist()
     else:
-        return found
+        return sample_ids
     if len(set(values)) < len(values):
         seen: dict[int | str, int] = {}
         position = next(i for i, name in enumerate(values) if seen.setdefault(name, i) != i)
@@ -198,7 +198,7 @@ def checked_ids(ids: Any) -> Tensor | Sequence[str]:
         given = f"{repeated!r} at the positions {seen[repeated]} and {position}"
         fix = "give each sample of the batch its own id, such as its index in the dataset"
         raise ConfigError(Problem("ids", "an id occurs twice in the batch", given, fix=fix))
-    return found
+    return sample_ids
 
 
 def _ids_of(ids: Any) -> Tensor | Sequence[str]:

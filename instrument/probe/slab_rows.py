@@ -185,10 +185,10 @@ class DeviceRows:
 
     def device_numbers(self, numbers: Matrix) -> Tensor:
         """Return the numbers of the rows, with those that the device has written, on the device: float64 [rows, slab columns]."""
-        found = torch.from_numpy(numbers[self.rows]).to(self.device)
+        matrix = torch.from_numpy(numbers[self.rows]).to(self.device)
         measured = self._buffer[torch.from_numpy(self._buffer_rows).to(self.device)]
-        found[:, 1 : 1 + measured.shape[1]] = measured  # the host has set the first column, the number of elements
-        return found
+        matrix[:, 1 : 1 + measured.shape[1]] = measured  # the host has set the first column, the number of elements
+        return matrix
 
 
 @dataclass
@@ -468,21 +468,21 @@ class StatisticsRows(SlabRows):
     def _divide_by_scale(self) -> None:
         """Replace the sums of scaled rows by those of the elements divided by the scale."""
         assert self.taken.scale is not None, "the scale was set before the rows were added"
-        scale, found = self.taken.scale.wait().item(), self.taken.numbers[self.layout.scaled]
-        numel, n, nan, zeros = found[:, _COUNTS].T.copy()
+        scale, rows = self.taken.scale.wait().item(), self.taken.numbers[self.layout.scaled]
+        numel, n, nan, zeros = rows[:, _COUNTS].T.copy()
         if scale < 0:
-            found[:, _EXTREMES], found[:, INDEX["mean"]] = -found[:, _EXTREMES[::-1]], -found[:, INDEX["mean"]]
+            rows[:, _EXTREMES], rows[:, INDEX["mean"]] = -rows[:, _EXTREMES[::-1]], -rows[:, INDEX["mean"]]
         if 0 < abs(scale) < math.inf:  # the other sums do not depend on it
-            found[:, _SCALE_DEPENDENT] /= abs(scale)
+            rows[:, _SCALE_DEPENDENT] /= abs(scale)
         elif scale == 0:  # zeros become NaN, and the others infinite
-            found[:, _COUNTS] = np.stack([numel, 0 * n, nan + zeros, 0 * n], axis=1)
+            rows[:, _COUNTS] = np.stack([numel, 0 * n, nan + zeros, 0 * n], axis=1)
         elif math.isnan(scale):
-            found[:, _COUNTS] = np.stack([numel, 0 * n, numel, 0 * n], axis=1)
+            rows[:, _COUNTS] = np.stack([numel, 0 * n, numel, 0 * n], axis=1)
         else:  # infinite elements become NaN, and the others zero
-            found[:, BASE.index("low") :] = 0.0
-            found[:, INDEX["unit"]] = 1.0
-            found[:, _COUNTS] = np.stack([numel, n, numel - n, n], axis=1)
-        self.taken.numbers[self.layout.scaled] = found
+            rows[:, BASE.index("low") :] = 0.0
+            rows[:, INDEX["unit"]] = 1.0
+            rows[:, _COUNTS] = np.stack([numel, n, numel - n, n], axis=1)
+        self.taken.numbers[self.layout.scaled] = rows
 
     @cached_property
     def numbers(self) -> Matrix:
@@ -530,8 +530,8 @@ class EffectRows(SlabRows):
         with np.errstate(all="ignore"):
             fraction = np.where(numel > 0, changed / numel, 0.0)
         factor = np.where(held == 0, np.nan, factor)
-        found = np.stack([numel, changed, fraction, before, after, factor, held])
-        nulls = np.isnan(found)
+        columns = np.stack([numel, changed, fraction, before, after, factor, held])
+        nulls = np.isnan(columns)
         for row in self.taken.others:
             nulls[5, row] = held[row] == 0
-        return found, nulls
+        return columns, nulls

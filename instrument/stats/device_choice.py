@@ -39,15 +39,15 @@ _reasons: dict[_Key, str | None] = {}
 
 def measure_on_device(flat: Tensor, terms: Sequence[Sum], zeros: int, row: Tensor | None) -> DeviceSums:
     """Compute the sums of a vector on a device, real and contiguous; see `DeviceSums`. The result is in new memory without `row`."""
-    found = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
+    sums = DeviceSums(device_memory(1, flat.device)[0] if row is None else row, flat.numel(), zeros, terms)
     others = [each for each in terms if each is not MAGNITUDES]
-    if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, found.row[MEASURED_COLUMNS])) is None:
-        found.row[MEASURED_COLUMNS] = portable_sums(flat)
+    if _by_kernel(flat, lambda kernels: kernels.measure_by_kernel(flat, sums.row[MEASURED_COLUMNS])) is None:
+        sums.row[MEASURED_COLUMNS] = portable_sums(flat)
         others = [*terms]
     if others:
-        for each, number in zip(others, further_sums(flat, found.row, others), strict=True):
-            found.row[INDEX[each.name]] = number
-    return found
+        for each, number in zip(others, further_sums(flat, sums.row, others), strict=True):
+            sums.row[INDEX[each.name]] = number
+    return sums
 
 
 def measure_batch(batch: bytes) -> None:
@@ -157,10 +157,10 @@ def _difference(values: Tensor, device: torch.device, measure: Callable[[Tensor,
     sums[0, MEASURED_COLUMNS] = portable_sums(values)
     sums[0, INDEX[MAGNITUDES.name]] = further_sums(values, sums[0], [MAGNITUDES])[0]
     measure(values.to(device), row[0, MEASURED_COLUMNS])
-    expected, found = (
+    expected, numbers = (
         [column.item() for column in statistics_of(each.numpy(force=True), _COMPARED)] for each in (sums, row)
     )
-    return _first_difference(_COMPARED, expected, found)
+    return _first_difference(_COMPARED, expected, numbers)
 
 
 def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
@@ -177,8 +177,8 @@ def _difference_of_effects(before: Tensor, device: torch.device) -> str | None:
     return _first_difference(("changed", "norm_before", "norm_after"), expected, results[0].tolist())
 
 
-def _first_difference(names: Sequence[str], expected: Sequence[float], found: Sequence[float]) -> str | None:
-    for name, wanted, number in zip(names, expected, found, strict=True):
+def _first_difference(names: Sequence[str], expected: Sequence[float], numbers: Sequence[float]) -> str | None:
+    for name, wanted, number in zip(names, expected, numbers, strict=True):
         if not np.isclose(number, wanted, rtol=_TOLERANCE):
             return f"the kernel returned {name} {number} instead of {wanted}"
     return None

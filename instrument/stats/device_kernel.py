@@ -309,16 +309,16 @@ def _count(  # noqa: PLR0917
 ):
     low, high = tl.load(results + 3), tl.load(results + 4)
     scale = tl.where(high > low, bins / tl.where(high > low, high - low, 1.0), 0.0)
-    found = tl.zeros([upper], tl.int32)
+    histogram = tl.zeros([upper], tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         offsets = block * block_size + tl.arange(0, block_size).to(tl.int64)
         inside = offsets < numel
         x = _as_float(tl.load(elements + offsets, mask=inside, other=0), is_bfloat16)
         finite = inside & (tl.abs(x) < float("inf"))
         position = (tl.where(finite, x.to(tl.float64) - low, 0.0) * scale).to(tl.int32)
-        found += tl.histogram(tl.minimum(position, bins - 1), upper, mask=finite)
+        histogram += tl.histogram(tl.minimum(position, bins - 1), upper, mask=finite)
     index = tl.arange(0, upper)
-    tl.atomic_add(counts + index, found.to(tl.int64), mask=index < bins, sem="relaxed")
+    tl.atomic_add(counts + index, histogram.to(tl.int64), mask=index < bins, sem="relaxed")
 
 
 def measure_by_kernel(flat: Tensor, results: Tensor) -> Tensor:
@@ -366,14 +366,14 @@ def measure_batch_by_kernel(
 def _cached_table(table: np.ndarray[Any, np.dtype[np.int64]], device: torch.device, stream: int) -> Tensor:
     """Return a table on a device: the same tensor as for the last equal table on this stream."""
     key = device, stream, table.tobytes()
-    found = _tables.pop(key, None)
-    if found is None:
+    copy = _tables.pop(key, None)
+    if copy is None:
         on_host = torch.from_numpy(table)
-        found = on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
+        copy = on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
         if len(_tables) >= _MAX_TABLES:
             _tables.popitem(last=False)
-    _tables[key] = found
-    return found
+    _tables[key] = copy
+    return copy
 
 
 def histogram_by_kernel(flat: Tensor, bins: int) -> Tensor:
@@ -494,10 +494,10 @@ def _batch_memory(device: torch.device, stream: int, programs: int, tensors: int
     """Return the memory of all batches on a stream: partial results, float64 [programs, 8], and counters that are zero between two
     launches, int32 [tensors].
     """
-    found = _batch_memories.get((device, stream))
-    if found is None or len(found[0]) < programs or len(found[1]) < tensors:
+    memory = _batch_memories.get((device, stream))
+    if memory is None or len(memory[0]) < programs or len(memory[1]) < tensors:
         with torch.inference_mode(False):
             partials = torch.empty((programs, _NUMBERS.value), dtype=torch.float64, device=device)
-            found = partials, torch.zeros(tensors, dtype=torch.int32, device=device)
-        _batch_memories[device, stream] = found
-    return found
+            memory = partials, torch.zeros(tensors, dtype=torch.int32, device=device)
+        _batch_memories[device, stream] = memory
+    return memory

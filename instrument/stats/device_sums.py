@@ -73,16 +73,16 @@ class DeviceSums:
 
     def sums(self) -> Tensor:
         """Return the sums, [1, COLUMNS] on the device."""
-        found = self.row[None].clone()
-        found[:, 0] = self.numel
-        return add_zeros(found, self.zeros, self.terms) if self.zeros else found
+        matrix = self.row[None].clone()
+        matrix[:, 0] = self.numel
+        return add_zeros(matrix, self.zeros, self.terms) if self.zeros else matrix
 
 
 def sums_on_host(sums: Sequence[DeviceSums], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return the sums of tensors, float64 [rows, COLUMNS], given copies of their rows in the memory of the host, [rows, COLUMNS]."""
-    found: np.ndarray[Any, Any] = rows.astype(np.float64)
-    found[:, 0] = [each.numel for each in sums]
+    matrix: np.ndarray[Any, Any] = rows.astype(np.float64)
+    matrix[:, 0] = [each.numel for each in sums]
     for at, each in enumerate(sums):
         if each.zeros:
-            found[at] = add_zeros(found[at : at + 1], each.zeros, each.terms)[0]
-    return found
+            matrix[at] = add_zeros(matrix[at : at + 1], each.zeros, each.terms)[0]
+    return matrix

@@ -49,12 +49,12 @@ def distribution(tensor: Tensor, levels: tuple[float, ...], bins: int) -> Distri
     vector, zeros = stored_elements(tensor)
     if not vector.is_cpu:
         return distribution_on_device(vector, levels, bins, zeros)
-    found: list[float | None] = []
+    numbers: list[float | None] = []
     if levels:
-        found += _quantiles(vector, levels, zeros)
+        numbers += _quantiles(vector, levels, zeros)
     if bins:
-        found += _histogram(vector, bins, zeros)
-    return found
+        numbers += _histogram(vector, bins, zeros)
+    return numbers
 
 
 def _sample(vector: Tensor, zeros: int) -> tuple[Tensor, int]:

@@ -68,17 +68,17 @@ class Measured:
 
 def on_host(measured: Sequence[Measured], rows: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return sums that were on a device, float64 [rows, COLUMNS], given copies of their rows in the memory of the host."""
-    found = sums_on_host([each.on_device for each in measured if each.on_device is not None], rows)
+    sums = sums_on_host([each.on_device for each in measured if each.on_device is not None], rows)
     others = np.stack([each.row for each in measured])
-    return np.where(np.isnan(others), found, others)
+    return np.where(np.isnan(others), sums, others)
 
 
 def sums_on_device(measured: Sequence[Measured]) -> Tensor:
     """Return sums as one matrix on their device, [rows, COLUMNS]."""
-    found = torch.cat([each.on_device.sums() for each in measured if each.on_device is not None])
+    sums = torch.cat([each.on_device.sums() for each in measured if each.on_device is not None])
     for at, column in np.argwhere(~np.isnan(np.stack([each.row for each in measured]))).tolist():
-        found[at, column] = measured[at].row[column].item()
-    return found
+        sums[at, column] = measured[at].row[column].item()
+    return sums
 
 
 def as_cell(name: str, value: float) -> float | None:
@@ -126,8 +126,8 @@ def _host_sums(flat: Tensor, terms: Sequence[Sum]) -> Row:
     else:
         row[: len(base)] = base
     if missing := [each for each in terms if np.isnan(row[INDEX[each.name]])]:
-        found = further_sums(flat.detach().reshape(-1), torch.from_numpy(row), missing)
-        row[[INDEX[each.name] for each in missing]] = [float(each) for each in found]
+        sums = further_sums(flat.detach().reshape(-1), torch.from_numpy(row), missing)
+        row[[INDEX[each.name] for each in missing]] = [float(each) for each in sums]
     return row
 
 

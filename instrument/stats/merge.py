@@ -31,10 +31,10 @@ def sketch(tensor: Tensor, quantiles: bool, bins: int) -> Tensor:
     """Compute the distribution of one part, for `merge_distributions`: float64 [numbers] on the device of the tensor."""
     measured = measure(tensor)
     sums = torch.from_numpy(measured.row[None]) if measured.on_device is None else sums_on_device([measured])
-    found = distribution(tensor, _SKETCHED if quantiles else (), bins)
-    if not isinstance(found, Tensor):
-        found = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
-    return torch.cat([sums[0, INDEX["n"]][None], found])
+    numbers = distribution(tensor, _SKETCHED if quantiles else (), bins)
+    if not isinstance(numbers, Tensor):
+        numbers = torch.tensor([math.nan if value is None else value for value in numbers], dtype=torch.float64)
+    return torch.cat([sums[0, INDEX["n"]][None], numbers])
 
 
 def pack_units(dead: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def _quantiles(sketches: Array, sizes: Array, levels: Sequence[float]) -> list[f
     order = np.argsort(sketches, axis=None, kind="stable")
     values, weights = sketches.ravel()[order], weights[order]
     ranks = np.cumsum(weights) - weights / 2.0
-    found: list[float] = np.interp(np.asarray(levels) * weights.sum(), ranks, values).tolist()
-    return found
+    quantiles: list[float] = np.interp(np.asarray(levels) * weights.sum(), ranks, values).tolist()
+    return quantiles
 
 
 def _histogram(lows: Array, highs: Array, counted: Array, low: float, high: float) -> list[int]:

@@ -407,14 +407,14 @@ static const Launcher *launcher_of(const DLTensor *t, int kind, const void *befo
     if (!driver.launch || !current_stream || ((uintptr_t)before | (uintptr_t)after) % 16 ||
         current_stream(t->device.type, t->device.id, &stream))
         return NULL;
-    const Launcher *found = launchers, *end = launchers + launcher_count;
-    while (found != end && (found->stream != stream || found->kind != kind || found->tensors != tensors ||
-                            found->id != t->device.id || found->type != t->device.type))
-        found++;
-    if (found == end || driver.current_device(&id) || id != t->device.id || driver.capture_status(stream, &status) ||
+    const Launcher *entry = launchers, *end = launchers + launcher_count;
+    while (entry != end && (entry->stream != stream || entry->kind != kind || entry->tensors != tensors ||
+                            entry->id != t->device.id || entry->type != t->device.type))
+        entry++;
+    if (entry == end || driver.current_device(&id) || id != t->device.id || driver.capture_status(stream, &status) ||
         status)
         return NULL;
-    return found;
+    return entry;
 }
 
 /* Launches a kernel, which writes to `results` on the device. Returns false if it fails. */
@@ -965,8 +965,8 @@ static double unit_of(double low, double high) {
                 const double value = READ(chunk[i]);                                                                  \
                 const int inside = (value >= low) & (value <= high);                                                  \
                 const double at = inside ? (value * unit - base) * scale : 0.0;                                       \
-                const double last = bins - 1, up = at < last ? at : last, found = up > 0.0 ? up : 0.0;                \
-                part[i] = inside ? (int32_t)found : bins;                                                             \
+                const double last = bins - 1, up = at < last ? at : last, bin = up > 0.0 ? up : 0.0;                  \
+                part[i] = inside ? (int32_t)bin : bins;                                                               \
             }                                                                                                         \
             for (int i = 0; i < size; i++)                                                                            \
                 counts[(size_t)(i % TURNS) * ((size_t)bins + 1) + (size_t)part[i]]++;                                 \

@@ -81,14 +81,14 @@ def further_sums(flat: Tensor, base: Tensor, sums: Sequence[Sum]) -> list[Tensor
     # A small spread is exact, unlike its mean.
     moved = torch.where(is_finite, y - mean, 0.0)
     rest = moved.sum() / numbers["n"]
-    found = []
+    scalars = []
     for each in sums:
         assert each.term is not None, "only sums with a term are measured here"
         elements, of_mean = (
             (moved, rest) if each.is_central else (y, mean) if each.power else (x, mean * numbers["unit"])
         )
-        found.append(torch.where(is_finite, each.term(elements, of_mean), 0.0).sum(dtype=base.dtype))
-    return found
+        scalars.append(torch.where(is_finite, each.term(elements, of_mean), 0.0).sum(dtype=base.dtype))
+    return scalars
 
 
 def _unit(largest: Tensor) -> Tensor:

@@ -93,13 +93,13 @@ def where(condition: Any, one: Any, other: Any) -> Any:
 def statistics_of(matrix: Matrix, names: Sequence[str]) -> list[Column]:
     """Return statistics of all rows, float64 [rows] each; NaN for no value."""
     sums = Sums(matrix)
-    found = [statistic_of(name).formula(sums) for name in names]
+    columns = [statistic_of(name).formula(sums) for name in names]
     exists = sums.n > 0
     if isinstance(exists, Tensor) or not exists.all():
-        found = [
-            value if name in COUNTS else where(exists, value, nan) for name, value in zip(names, found, strict=True)
+        columns = [
+            value if name in COUNTS else where(exists, value, nan) for name, value in zip(names, columns, strict=True)
         ]
-    return found
+    return columns
 
 
 def statistic(
@@ -186,15 +186,15 @@ def _check_formula(entry: Statistic, place: str) -> None:
     )
     for given in (matrix, torch.from_numpy(matrix)):
         try:
-            found = entry.formula(Sums(given))
-            is_real = tuple(found.shape) == (2,) and not (
-                found.is_complex() if isinstance(found, Tensor) else np.iscomplexobj(found)
+            column = entry.formula(Sums(given))
+            is_real = tuple(column.shape) == (2,) and not (
+                column.is_complex() if isinstance(column, Tensor) else np.iscomplexobj(column)
             )
         except Exception as error:
             message = f"the formula of {entry.name!r} fails: {type(error).__name__}: {error}"
             raise ConfigError(Problem(place, message)) from error
         if not is_real:
-            what = f"{found.dtype} of shape {list(found.shape)}"
+            what = f"{column.dtype} of shape {list(column.shape)}"
             message = f"the formula of {entry.name!r} must return one real number for each row, but returns {what}"
             raise ConfigError(Problem(place, message))
 
@@ -219,8 +219,8 @@ def extremes(matrix: Tensor) -> Tensor:
         float64 [rows, numbers]: the maximum, minus the minimum, and the columns that not every tensor has; minus infinity for missing
         numbers.
     """
-    found = torch.cat([matrix[:, INDEX["high"], None], -matrix[:, INDEX["low"], None], matrix[:, _OTHERS]], dim=1)
-    return found.nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
+    numbers = torch.cat([matrix[:, INDEX["high"], None], -matrix[:, INDEX["low"], None], matrix[:, _OTHERS]], dim=1)
+    return numbers.nan_to_num(nan=-inf, posinf=inf, neginf=-inf)
 
 
 def totals(matrix: Tensor, maxima: Tensor) -> Tensor:
@@ -229,41 +229,41 @@ def totals(matrix: Tensor, maxima: Tensor) -> Tensor:
     The sums are of powers of values divided by the largest magnitude: `mean` becomes sum(y), and central sums refer to the midpoint of
     the extremes. The weight is squared and divided by the largest one.
     """
-    sums, unit, found = Sums(matrix), _unit(maxima), matrix.clone()
+    sums, unit, numbers = Sums(matrix), _unit(maxima), matrix.clone()
     scale = sums.unit / unit
     by = sums.mean * scale - _midpoint(maxima)
     central = [sums.n, 0.0 * sums.n, sums.deviations * scale**2]
     central += [getattr(sums, each.name) * scale**each.power for each in _CENTRAL]
     _, _, deviations, *others = _about(central, by)
-    found[:, INDEX["mean"]] = sums.n * sums.mean * scale
-    found[:, INDEX["deviations"]] = deviations
-    found[:, INDEX["magnitudes"]] = sums.magnitudes * scale
+    numbers[:, INDEX["mean"]] = sums.n * sums.mean * scale
+    numbers[:, INDEX["deviations"]] = deviations
+    numbers[:, INDEX["magnitudes"]] = sums.magnitudes * scale
     for each in FURTHER:
         if not each.is_central:
-            found[:, INDEX[each.name]] *= scale**each.power
+            numbers[:, INDEX[each.name]] *= scale**each.power
     for each, column in zip(_CENTRAL, others, strict=True):
-        found[:, INDEX[each.name]] = column
-    found[:, INDEX[WEIGHT.name]] = (sums.weight / _weight_unit(maxima)).square()
-    return found.nan_to_num(nan=0.0)
+        numbers[:, INDEX[each.name]] = column
+    numbers[:, INDEX[WEIGHT.name]] = (sums.weight / _weight_unit(maxima)).square()
+    return numbers.nan_to_num(nan=0.0)
 
 
 def merged(maxima: Tensor, total: Tensor) -> Tensor:
     """Return the sums of all parts together, float64 [rows, COLUMNS]; NaN for missing numbers."""
-    sums, found = Sums(total), total.clone()
+    sums, numbers = Sums(total), total.clone()
     exists = torch.where(sums.n > 0, 0.0, nan)
     mean = sums.mean / sums.n
     first = sums.n * (mean - _midpoint(maxima))
     central = [sums.n, first, sums.deviations, *(getattr(sums, each.name) for each in _CENTRAL)]
     _, _, deviations, *others = _about(central, -first / sums.n)
-    found[:, INDEX["low"]], found[:, INDEX["high"]] = -maxima[:, 1] + exists, maxima[:, 0] + exists
-    found[:, INDEX["mean"]], found[:, INDEX["deviations"]] = mean, deviations.clamp(min=0.0)
-    found[:, INDEX["unit"]] = _unit(maxima)
+    numbers[:, INDEX["low"]], numbers[:, INDEX["high"]] = -maxima[:, 1] + exists, maxima[:, 0] + exists
+    numbers[:, INDEX["mean"]], numbers[:, INDEX["deviations"]] = mean, deviations.clamp(min=0.0)
+    numbers[:, INDEX["unit"]] = _unit(maxima)
     for each, column in zip(_CENTRAL, others, strict=True):
-        found[:, INDEX[each.name]] = column
+        numbers[:, INDEX[each.name]] = column
     weight = sums.weight.sqrt() * _weight_unit(maxima)
-    found[:, INDEX[WEIGHT.name]] = torch.where(weight > 0, weight, nan)
-    found[:, _OTHERS] += torch.where(maxima[:, 2:] == -inf, nan, 0.0)
-    return found
+    numbers[:, INDEX[WEIGHT.name]] = torch.where(weight > 0, weight, nan)
+    numbers[:, _OTHERS] += torch.where(maxima[:, 2:] == -inf, nan, 0.0)
+    return numbers
 
 
 def _about(powers: Sequence[Tensor], by: Tensor) -> list[Tensor]:
@@ -297,17 +297,17 @@ def add_zeros(matrix: Matrix, zeros: int, terms: Sequence[Sum]) -> Matrix:
 
     `terms` are the measured sums with a term.
     """
-    sums, found, zero = Sums(matrix), matrix + 0.0, np.zeros(1)
+    sums, numbers, zero = Sums(matrix), matrix + 0.0, np.zeros(1)
     n = sums.n + zeros
     mean = sums.mean * (sums.n / n)
     central = [sums.n, 0.0 * n, sums.deviations, *(getattr(sums, each.name) for each in _CENTRAL)]
     _, _, deviations, *others = _about(central, sums.mean * (zeros / n))
     for each in terms:
         if each.term is not None and not each.is_central:
-            found[:, INDEX[each.name]] += zeros * float(each.term(zero, zero).sum())
+            numbers[:, INDEX[each.name]] += zeros * float(each.term(zero, zero).sum())
     for name in ("numel", "n", "zeros"):
-        found[:, INDEX[name]] += zeros
-    found[:, INDEX["mean"]], found[:, INDEX["deviations"]] = mean, deviations + zeros * mean**2
+        numbers[:, INDEX[name]] += zeros
+    numbers[:, INDEX["mean"]], numbers[:, INDEX["deviations"]] = mean, deviations + zeros * mean**2
     for each, column in zip(_CENTRAL, others, strict=True):
-        found[:, INDEX[each.name]] = column + zeros * (-mean) ** each.power
-    return found
+        numbers[:, INDEX[each.name]] = column + zeros * (-mean) ** each.power
+    return numbers

@@ -324,16 +324,16 @@ class Batches:
         per_epoch = -(-self.micro_batches_per_epoch // self.accumulate)
         size = self.batch_size * self.accumulate
         epoch, state = self._epoch, self._generator.get_state()
-        found: set[int] = set()
+        indices: set[int] = set()
         for self._epoch in range(max(steps, default=-1) // per_epoch + 1):
             order = self._order_of_epoch() or []
             first = self._epoch * per_epoch
-            for step in steps if len(found) < len(dataset) else ():
+            for step in steps if len(indices) < len(dataset) else ():
                 if first <= step < first + per_epoch:
-                    found.update(order[(step - first) * size : (step - first + 1) * size])
+                    indices.update(order[(step - first) * size : (step - first + 1) * size])
         self._epoch = epoch
         self._generator.set_state(state)
-        return {dataset.index_in_dataset(index) for index in found}
+        return {dataset.index_in_dataset(index) for index in indices}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data. It is valid between two steps."""

@@ -330,12 +330,12 @@ class _Loaders:
             "eval": lambda _: samples_of(self.data.test),
             "probe": lambda _: samples_of(self.data.probe),
         }
-        sizes, found = self.sizes(), {}
+        sizes, batches = self.sizes(), {}
         for phase, inferred in inferred_by_phase.items():
             split = self.data.source["train_split" if phase == mode else "eval_split"]
             samples = self.first_batches[phase].samples
-            found[phase] = PhaseBatches(inferred, samples, sizes[phase], ids[phase], split)
-        return found
+            batches[phase] = PhaseBatches(inferred, samples, sizes[phase], ids[phase], split)
+        return batches
 
 
 def _load_and_apply(config: RunConfig, model: nn.Module) -> InitialWeights | None:
@@ -384,14 +384,14 @@ def _infer_shapes(
         unit = _output_unit(config)
         differentiable = needs_gradients and phase != "eval" and unit is None
         with torch.set_grad_enabled(needs_gradients):
-            loss, found = _forward(task, model, batch, differentiable=differentiable, unit=unit)
+            loss, output_notice = _forward(task, model, batch, differentiable=differentiable, unit=unit)
         if loss is not None:
             trials.on_loss(loss)
         if not is_first:
             return
         _check_target_selection(task, batch)
         if phase == config.mode:
-            notice = found
+            notice = output_notice
             has_unused = loss is not None and find_unused and has_unused_parameters(model, loss)
         trials.on_parameters()
 

@@ -275,7 +275,7 @@ def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepCont
         steps = steps[:1]  # it fits all batches
     if spec.definition.family not in ("module", "loss"):
         return {ANY_SIZE: StepContext(steps[0], 0, 0, spec.phase)} if steps else {}
-    found: dict[int, StepContext] = {}
+    moments: dict[int, StepContext] = {}
     seen: set[int] = set()
     distinct = length.epoch_steps if spec.phase in STEP_PHASES else 1
     for step in steps:
@@ -285,8 +285,8 @@ def _moments(spec: HookSpec, length: Length, sizes: Sizes) -> dict[int, StepCont
         if in_epoch not in seen:
             seen.add(in_epoch)
             for micro_step, size in enumerate(sizes(step)):
-                found.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
-    return found
+                moments.setdefault(size, StepContext(step, micro_step, 0, spec.phase))
+    return moments
 
 
 def _first(spec: HookSpec) -> StepContext:

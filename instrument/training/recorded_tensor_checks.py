@@ -67,20 +67,20 @@ def recording_problems(
 
 def _locations(plan: HookPlan, spec: RecordedSpec, inferred: InferredCalls) -> dict[Place, tuple[int, ...]]:
     """Return the locations of the tensors that a spec changes."""
-    role, found = spec.tensor_role, {}
+    role, locations = spec.tensor_role, {}
     for site in plan.of(spec.name):
         if spec.definition.family != "module":
             tensor = site.current_tensor
             shape = () if tensor is None else tuple(tensor.shape)
-            found[Place(site.layer.name, role, site.own_name, 0)] = shape
+            locations[Place(site.layer.name, role, site.own_name, 0)] = shape
             continue
         for call, infos in enumerate(calls_at(site, inferred)):
             for info in infos:
                 is_selected = spec.path is None or matches(spec.path, info.path)
                 has_gradient = info.requires_grad or not spec.definition.gradient
                 if is_selected and has_gradient and info.dtype.is_floating_point:
-                    found[Place(site.layer.name, role, info.path, call)] = info.shape
-    return found
+                    locations[Place(site.layer.name, role, info.path, call)] = info.shape
+    return locations
 
 
 def _recorded_rows(spec: RecordedSpec, archive: RunArchive) -> pd.DataFrame:
@@ -132,7 +132,7 @@ def _batch_problems(
     where, rows = f"hooks.{spec.name}", _recorded_rows(spec, archive)
     usable = rows if spec.hook is not None else rows[rows["phase"] == spec.phase]
     groups: Any = usable.groupby([*Place._fields])  # the keys are typed as hashable objects
-    recorded = {Place(*key): found for key, found in groups}
+    recorded = {Place(*key): group for key, group in groups}
     missing = [location for location in locations if location not in recorded]
     # For gradients, missing tensors are allowed: not every tensor gets a gradient in both runs.
     if missing and (not spec.definition.gradient or len(missing) == len(locations)):
@@ -147,15 +147,15 @@ def _batch_problems(
         yield Problem(f"{where}.step", message, spec.step, allowed, fix=fix)
         return
     for location in locations.keys() & recorded.keys():
-        found = recorded[location]
-        for step, names in found.groupby("step")["hook"].unique().items() if spec.hook is None else ():
+        tensors = recorded[location]
+        for step, names in tensors.groupby("step")["hook"].unique().items() if spec.hook is None else ():
             if len(names) > 1 and step in sources.values():
                 message = f"several hooks of the other run recorded {_text(location)} at step {step}"
                 yield Problem(f"{where}.hook", message, spec.hook, sorted(names))
         if spec.definition.frequency == "micro_step":
             has_samples = spec.definition.family == "module" and locations[location][:1] == (batches.samples,)
             more = archive.accumulate_of(spec.run) if spec.step is None and spec.phase in STEP_PHASES else 0
-            yield from _size_problems(spec, location, _sizes_by_step(found, has_samples), sources, batches, more)
+            yield from _size_problems(spec, location, _sizes_by_step(tensors, has_samples), sources, batches, more)
 
 
 def _missing_problem(
@@ -174,7 +174,7 @@ def _missing_problem(
         return Problem(f"hooks.{spec.name}.hook", message, spec.hook, sorted(hooks), fix=fix)
     message = f"the other run recorded no tensors with role {spec.tensor_role!r} at {texts}"
     similar = similar_names(_text(missing[0]), [*map(_text, recorded)])
-    allowed = shorten([f"{_text(location)} {found['shape'].iloc[0].tolist()}" for location, found in recorded.items()])
+    allowed = shorten([f"{_text(location)} {group['shape'].iloc[0].tolist()}" for location, group in recorded.items()])
     return Problem(f"hooks.{spec.name}.layers", message, list(spec.globs), allowed or "none", similar)
 
 

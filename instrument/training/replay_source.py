@@ -76,13 +76,13 @@ class ReplaySource:
         Raises:
             ConfigError: The environment differs, and `force` is not set.
         """
-        found = [each for each in environment_differences(self.record, present) if each.is_decisive]
-        if found and not self.force:
-            message = f"the replay cannot be expected to be exact, because {found[0]}"
-            more = f"; {', '.join(each.what for each in found[1:])} differ too" if found[1:] else ""
+        differences = [each for each in environment_differences(self.record, present) if each.is_decisive]
+        if differences and not self.force:
+            message = f"the replay cannot be expected to be exact, because {differences[0]}"
+            more = f"; {', '.join(each.what for each in differences[1:])} differ too" if differences[1:] else ""
             fix = "repeat it in the environment of the run, or pass --force; the certificate then has the difference"
             raise ConfigError(Problem("RUN", message + more, given=str(self.folder), fix=fix))
-        self.notes.extend(map(str, found))
+        self.notes.extend(map(str, differences))
 
 
 def _texts(changes: Sequence[tuple[int, Sequence[str]]]) -> list[str]:

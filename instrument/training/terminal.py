@@ -220,12 +220,12 @@ class Terminal:
             )
         elif not self.quiet:
             self.console.print()
-            found = findings(run)
-            for table in (_recorded(experiment, run), _findings_table(found)):
+            entries = findings(run)
+            for table in (_recorded(experiment, run), _findings_table(entries)):
                 if table.row_count:
                     self.console.print(table)
                     self.console.print()
-            advice = {finding.advice: finding.what for finding in found if finding.advice}
+            advice = {finding.advice: finding.what for finding in entries if finding.advice}
             for text, what in advice.items():
                 self.console.print(f"[bold]{escape(what)}[/]: {escape(text)}", soft_wrap=True)
             if advice:
@@ -286,10 +286,10 @@ def _recorded(experiment: Experiment, run: Run) -> Table:
     return table
 
 
-def _findings_table(found: Sequence[Finding]) -> Table:
+def _findings_table(entries: Sequence[Finding]) -> Table:
     """Return the table of findings."""
     table = _table("Findings", ("what", "left"), ("where", "left"), ("step", "right"), ("value", "left"))
-    for finding in found:
+    for finding in entries:
         step = "" if finding.when is None else f"{finding.when:,}"
         cells = (finding.what, finding.where, step, finding.value)
         table.add_row(*(Text(cell) for cell in cells), style=COLOURS[finding.severity])

@@ -275,7 +275,7 @@ def _sum(bucket: Any) -> torch.futures.Future[Tensor]:
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Find the modules whose parameters are gathered together."""
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def search(module: nn.Module) -> None:
         for child in module.children():
@@ -283,16 +283,16 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
                 isinstance(module, nn.ModuleList | nn.Sequential) and type(child).forward is not nn.Module.forward
             )
             if is_block and any(True for _ in child.parameters()):
-                found.append(child)
+                blocks.append(child)
             else:
                 search(child)
 
     search(model)
-    inside = {id(module) for block in found for module in block.modules()}
+    inside = {id(module) for block in blocks for module in block.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
-    owners = Counter(id(parameter) for block in found for parameter in block.parameters())
+    owners = Counter(id(parameter) for block in blocks for parameter in block.parameters())
     owners.update(id(parameter) for module in outside for parameter in module.parameters(recurse=False))
-    return [block for block in dict.fromkeys(found) if all(owners[id(p)] == 1 for p in block.parameters())]
+    return [block for block in dict.fromkeys(blocks) if all(owners[id(p)] == 1 for p in block.parameters())]
 
 
 def has_unused_parameters(model: nn.Module, loss: Tensor) -> bool:

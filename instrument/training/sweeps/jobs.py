@@ -75,7 +75,7 @@ class Jobs:
 
     def differing(self, job: SweepJob) -> dict[str, str]:
         """Return the overrides in which a job differs from the others, by key. Of mappings, the fields that differ."""
-        found: dict[str, str] = {}
+        texts: dict[str, str] = {}
         for override in job.overrides:
             name, _, value = override.lstrip("+").partition("=")
             key = name.partition("@")[0]
@@ -84,10 +84,10 @@ class Jobs:
             if value.startswith("{"):
                 parsed = OverridesParser.create().parse_override(override)
                 fields = differing_fields(key, parsed.value(), self.swept[key])
-                found |= {field: to_yaml(item) for field, item in fields.items()}
+                texts |= {field: to_yaml(item) for field, item in fields.items()}
             else:
-                found[key] = value
-        return found
+                texts[key] = value
+        return texts
 
 
 class Sweep(Jobs):
@@ -255,12 +255,12 @@ def sweep_overrides(hydra: DictConfig) -> list[Override]:
 
 def values_of(overrides: Sequence[Override]) -> dict[str, list[Any]]:
     """Return the values of overrides of a sweep by key. Ranges and other calculated values are left out."""
-    found: dict[str, list[Any]] = {}
+    lists: dict[str, list[Any]] = {}
     for override in overrides:
         choice = override.value()
         values = choice.list if isinstance(choice, ChoiceSweep) else []
-        found[override.key_or_group] = [plain_value(value) for value in values]
-    return found
+        lists[override.key_or_group] = [plain_value(value) for value in values]
+    return lists
 
 
 def overrides_of(hydra: DictConfig, part: Literal["task", "hydra"]) -> list[str]:

@@ -75,10 +75,10 @@ def best_trial(folder: Path, jobs: Sequence[SweepJob]) -> dict[str, str]:
     for job in jobs:
         if (
             set(chosen) <= set(job.overrides)
-            and (found := _objective_value(job.folder))
-            and math.isclose(found[1], value)
+            and (objective := _objective_value(job.folder))
+            and math.isclose(objective[1], value)
         ):
-            name, source = found[0], str(job.folder)
+            name, source = objective[0], str(job.folder)
             break
     return {"best": "  ".join([source, *chosen, f"{name} = {value:.6g}"]), "written to": str(file)}
 

@@ -109,16 +109,16 @@ def certify_replay(source: Path, replay: Path, *, changes_evaluation: bool = Fal
         step, is_step, phase = moment
         if moment not in recorded:
             continue  # the step in which the run failed, or a counterfactual after its end
-        found = _first_difference(step, phase, recorded[moment], replayed.get(moment, _MISSING))
+        mismatch = _first_difference(step, phase, recorded[moment], replayed.get(moment, _MISSING))
         affected = first_step is not None and (
             step > first_step or (step == first_step and (is_step or changes_evaluation))
         )
         if affected:
-            effect = effect or found
+            effect = effect or mismatch
             continue
         if moment in replayed:
             steps, evaluations = steps + is_step, evaluations + (not is_step)
-        difference = difference or found
+        difference = difference or mismatch
     errors = [each["error"] if each["status"] == "failed" else None for each in (run, info)]
     last = max(step for step, is_step, _ in recorded if is_step)
     is_beyond = any(is_step and step > last for step, is_step, _ in replayed)
