@@ -9,6 +9,7 @@ from typing import Any
 from hydra.types import RunMode
 
 import instrument
+from instrument.commands.job import report_writer
 from instrument.commands.validated_config import read_config
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
@@ -35,7 +36,9 @@ def train_here(folder: Path, *arguments: str) -> instrument.Run:
     """
     with contextlib.chdir(folder.parent):
         config, raw = compose(*arguments)
-        run(config, Path(folder.name), Terminal(quiet=True), raw=raw, overrides={})
+        here = Path(folder.name)
+        make_report = report_writer(config, here)
+        run(config, here, Terminal(quiet=True), raw=raw, overrides={}, make_report=make_report)
     return instrument.load(folder)
 
 
