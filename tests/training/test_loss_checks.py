@@ -105,7 +105,11 @@ def prepared(task: Any, *, strategy: Strategy | None = None, model: str = "", **
     torch.manual_seed(0)
     config = {
         "model": {"_target_": f"{__name__}.{model or 'Recurrent'}"},
-        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}, "slice": {"stop": 48}},
+        "data": {
+            "dataset": {"_target_": "instrument.training.datasets.digits"},
+            "slice": {"stop": 48},
+            "eval_slice": {"split": "test", "stop": 256},  # one batch
+        },
         "task": task if isinstance(task, dict) else {"_target_": "instrument.tasks.Supervised", "loss": loss},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
         "train": {"steps": 1, "batch_size": 16, "accumulate": 2, **train},
