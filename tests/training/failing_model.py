@@ -22,7 +22,11 @@ class FailingModel(nn.Sequential):
         super().__init__(
             nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10)
         )
-        self.rank, self.how, self.left = rank, how, after + 2  # shape inference makes a pass with the first batch, and one with the smallest
+        self.rank, self.how, self.left = (
+            rank,
+            how,
+            after + 2,
+        )  # shape inference makes a pass with the first batch, and one with the smallest
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
