@@ -16,17 +16,14 @@ class FailingModel(nn.Sequential):
         rank: Rank of the process that ends.
         how: `kill` (SIGKILL) or `raise` (an error).
         after: Number of steps before the process ends.
+        passes: Number of passes of shape inference before: 2 if the run has a batch that is smaller than the first one. Default: 1.
     """
 
-    def __init__(self, rank: int, how: str, after: int) -> None:
+    def __init__(self, rank: int, how: str, after: int, passes: int = 1) -> None:
         super().__init__(
             nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 10)
         )
-        self.rank, self.how, self.left = (
-            rank,
-            how,
-            after + 2,
-        )  # shape inference makes a pass with the first batch, and one with the smallest
+        self.rank, self.how, self.left = rank, how, after + passes
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():

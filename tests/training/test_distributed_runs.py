@@ -382,7 +382,7 @@ def test_other_ranks_report_the_dead_rank(tmp_path: Path, rank: int, how: str, r
         "out",
         *(
             "data=digits",
-            f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5}}",
+            f"model={{_target_: failing_model.FailingModel, rank: {rank}, how: {how}, after: 5, passes: 2}}",
             "quiet=true",
         ),
         *(
