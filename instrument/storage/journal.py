@@ -110,7 +110,7 @@ class JournalReader:
     schema: pa.Schema | None = None  # the schema of the batches; None if it cannot be read
     # Whether the last message is incomplete: it was being written, or the process ended while writing it.
     torn: bool = False
-    problem: str | None = None  # a message about any other damage; None if there is none
+    problem: str | None = None  # a message about any other damage; None without damage
     rows: int = 0  # the number of rows read so far, including earlier readings
     end: int = 0  # the number of bytes up to the end of the last message that was read
     _source: pa.NativeFile | None = field(default=None, repr=False)
