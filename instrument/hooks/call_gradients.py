@@ -150,9 +150,8 @@ class CallGradients:
             }
             if clock.closed or not given:
                 return gradients
-            if attached not in fired:
-                fired.add(attached)
-                attached.count_firing()
+            attached.count_gradient(is_repeated=attached in fired)
+            fired.add(attached)
             new = attached.fire_together(given, firing_of(index, next(passes), recompute, origin), values=values)
             return [new.get(path, gradient) for path, gradient in zip(paths, gradients, strict=True)]
 
@@ -244,9 +243,8 @@ def _on_gradient(  # noqa: PLR0917
         return None
     firing, new = firing_of(index, next(passes), recompute, origin), gradient
     for attached in attached_hooks:
-        if attached not in fired:
-            fired.add(attached)
-            attached.firings += 1
+        attached.count_gradient(is_repeated=attached in fired)
+        fired.add(attached)
         changed = None if attached.direct is None else attached.direct(new, path, firing)
         new = attached.fire(new, path, firing, value=value) if changed is None else changed
     return None if new is gradient else new

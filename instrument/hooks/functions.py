@@ -263,7 +263,7 @@ class FunctionHooks(SuspendableModuleHooks):
             return False
         self.count_unscheduled()
         if not self.active:
-            self.hooks.suspend()
+            self.suspend()
         return self.active
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -162,13 +162,13 @@ class Graph:
     """The graph of one call. Hooks on the outputs keep it, so it exists as long as the graph.
 
     Attributes:
-        task: The latest backward pass that ran through an output of the call; -1 before the first one.
+        tasks: The backward passes that ran through an output of the call. Several threads may run some at the same time.
     """
 
-    __slots__ = ("__weakref__", "_hooks", "task")
+    __slots__ = ("__weakref__", "_hooks", "tasks")
 
     def __init__(self) -> None:
-        self.task = -1
+        self.tasks: set[int] = set()
         self._hooks: list[LeafHook] = []  # until the outputs of the call are known
 
     def register(self, hooks: LeafHooks, leaf: Tensor, hook: Hook) -> None:
@@ -185,7 +185,7 @@ class Graph:
             hook.graph = None
 
     def _note_pass(self, gradient: Tensor) -> None:  # noqa: ARG002
-        self.task = graph_task()
+        self.tasks.add(graph_task())
 
 
 class LeafHook:
@@ -194,7 +194,7 @@ class LeafHook:
     Args:
         hook: The hook.
         graph: The graph of the call; None if it is unknown.
-        micro_step_index: The micro-step in which it was registered.
+        micro_step_index: The micro-step in which it was registered; -1 if it has fired before the next call.
     """
 
     __slots__ = ("graph", "has_fired", "hook", "micro_step_index")
@@ -206,15 +206,13 @@ class LeafHook:
         self.has_fired = False
 
     @property
-    def task(self) -> int:
-        """The latest backward pass through the graph of the call; -1 if it is unknown."""
+    def tasks(self) -> Collection[int]:
+        """The backward passes through the graph of the call; none if it is unknown."""
         graph = None if self.graph is None else self.graph()
-        return -1 if graph is None else graph.task
+        return () if graph is None else graph.tasks
 
     def is_over(self, micro_step_index: int) -> bool:
-        """Return whether it is not needed in further passes: it has fired, or its graph no longer exists."""
-        if self.has_fired:
-            return True
+        """Return whether it is not needed in further passes: its graph no longer exists."""
         return self.micro_step_index != micro_step_index if self.graph is None else self.graph() is None
 
 
@@ -222,8 +220,8 @@ class LeafHooks:
     """Gradient hooks on leaf tensors, which exist longer than a graph. Several threads may use them.
 
     Each hook belongs to one call, and gets the gradients of the backward passes through the graph of this call. A double
-    backward pass can leave out the outputs of the call. Its gradients go to the calls with an earlier pass. Without any, they go
-    to all hooks of the micro-step.
+    backward pass can leave out the outputs of the call. Its gradients go to the calls with an earlier pass, but not to those that
+    had fired before the latest call. Without any, they go to all hooks of the micro-step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -247,14 +245,16 @@ class LeafHooks:
                 hooks = self._hooks[leaf] = []
                 self._handles = [handle for handle in self._handles if handle.hooks_dict_ref() is not None]
                 self._handles.append(leaf.register_hook(partial(self._on_gradient, hooks)))
+            for each in hooks:
+                each.micro_step_index = -1 if each.has_fired else each.micro_step_index
             hooks[:] = [each for each in hooks if not each.is_over(new.micro_step_index)] + [new]
         return new
 
     def _on_gradient(self, hooks: Sequence[LeafHook], gradient: Tensor) -> Tensor | None:
         task, new, known = graph_task(), gradient, tuple(hooks)
-        own = [each for each in known if each.task == task]
+        own = [each for each in known if task in each.tasks]
         current = [each for each in known if each.micro_step_index == self.clock.micro_step_index]
-        for each in own or [each for each in current if each.task != -1] or current:
+        for each in own or [each for each in current if each.tasks] or current:
             each.has_fired = True
             changed = each.hook(new)
             new = new if changed is None else changed

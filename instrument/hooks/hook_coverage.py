@@ -26,7 +26,7 @@ class HookCoverage(FiringCounts):
     Attributes:
         opportunities, firings: Counts of the current micro-step. Hooks that fire often increment them directly, without a method call.
         expected, fired: Counts of all earlier micro-steps.
-        has_notes: Whether a miss or an exemption was noted in the current micro-step.
+        has_notes: Whether a miss, an exemption or a repeated gradient was noted in the current micro-step.
     """
 
     __slots__ = (
@@ -75,6 +75,11 @@ class HookCoverage(FiringCounts):
         """Count a firing."""
         self.firings += 1
 
+    def count_gradient(self, *, is_repeated: bool) -> None:
+        """Count the gradient of a call. A further one of the same call is no firing, but explains a micro-step without calls."""
+        self.firings += not is_repeated
+        self.has_notes |= is_repeated
+
     def count_and_check_readable(self, tensor: Tensor) -> bool:
         """Count an opportunity at a tensor, and the firing or the miss. Return whether the tensor can be read, so that the hook fires."""
         self.count_opportunity()
@@ -118,7 +123,7 @@ class HookCoverage(FiringCounts):
             reason: The reason if there was no opportunity; the default reason of the kind if None.
         """
         # Other threads may count at the same time: what they add in the meantime belongs to the next micro-step.
-        self.has_notes = False
+        had_notes, self.has_notes = self.has_notes, False
         opportunities, fired = self.opportunities, self.firings
         self.opportunities -= opportunities
         self.firings -= fired
@@ -133,7 +138,7 @@ class HookCoverage(FiringCounts):
             self.count_exempt(FROZEN)
         exemptions, misses = take(self._exempt), take(self._misses)
         self.exemptions.update(exemptions)
-        if not (opportunities or fired or exemptions):
+        if not (opportunities or fired or exemptions or had_notes):
             self.expected += 1
             self.reasons[self._refine_reason(reason or self.default_reason)] += 1
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 from torch.utils.hooks import RemovableHandle
@@ -106,15 +107,23 @@ class SuspendableModuleHooks(ModuleCallHooks):
         self, attached_hooks: Sequence[AttachedHook], calls: Calls, *, suspend: bool, note_inputs: bool = True
     ) -> None:
         super().__init__(attached_hooks, calls, note_inputs=note_inputs)
+        self._lock = threading.RLock()
         self.active = False
         self.unscheduled: list[AttachedHook] = []
         self.hooks = SuspendableHooks(may_suspend=suspend)
 
     def refresh(self) -> None:
         """Resume the hooks if a site is scheduled, or is not counted yet in this phase. Otherwise suspend them."""
-        self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
-        self.active = len(self.unscheduled) < len(self.attached_hooks)
-        self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
+        with self._lock:
+            self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
+            self.active = len(self.unscheduled) < len(self.attached_hooks)
+            self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
+
+    def suspend(self) -> None:
+        """Suspend the hooks, unless another thread has begun a step with a scheduled site."""
+        with self._lock:
+            if not self.active:
+                self.hooks.suspend()
 
     def count_unscheduled(self) -> None:
         """Count the first call in this phase for each site that is not scheduled."""

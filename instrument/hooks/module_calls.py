@@ -71,9 +71,9 @@ class Call:
         """Whether its gradients belong to the original pass. The graph of this pass is discarded."""
         return self.is_recomputed and isinstance(self.segment, checkpoint._CheckpointFrame)
 
-    def firing(self) -> FiringIndex:
-        """Return what identifies a firing in this call."""
-        return firing_of(self.index, 0, self.is_recomputed, self.origin)
+    def firing(self, backward: int = 0) -> FiringIndex:
+        """Return what identifies a firing in this call; `backward`: the index of the gradient."""
+        return firing_of(self.index, backward, self.is_recomputed, self.origin)
 
 
 class Calls:

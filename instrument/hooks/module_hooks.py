@@ -146,7 +146,7 @@ class ModuleHooks(SuspendableModuleHooks):
         if self.unscheduled:
             self.count_unscheduled()
         if not self.active:
-            self.hooks.suspend()
+            self.suspend()
             return None
         if (timer := self.clock.timer) is not None and not timer.is_running:
             with timer:  # run again, measured

@@ -5,7 +5,6 @@ They see the gradient of a micro-batch, the accumulated gradient, and the gradie
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -21,6 +20,7 @@ from .direct import batched_launch
 from .gradient_scaling import unscaled
 from .hook_group_interface import HookGroup
 from .optimizer_owners import OptimizerHooks, parameter_ids
+from .plain_calls import CallIndices
 
 
 class GradientHooks(HookGroup):
@@ -35,8 +35,7 @@ class GradientHooks(HookGroup):
         super().__init__(attached_hooks, clock)
         self.micro, self.accumulated = self.of_kind("parameter_grad_micro"), self.of_kind("post_accumulate_grad")
         self.site = attached_hooks[0]
-        self.micro_step_index = -1
-        self.passes: Counter[str] = Counter()
+        self.passes = {kind: CallIndices() for kind in ("micro", "accumulated")}
         self.parameter: Parameter | None = None
 
     def is_lost(self) -> bool:
@@ -68,13 +67,9 @@ class GradientHooks(HookGroup):
             for attached in attached_hooks
             if attached.is_scheduled and not self.clock.closed and attached.count_and_check_readable(gradient)
         ]
-        if self.micro_step_index != self.clock.micro_step_index:
-            self.micro_step_index = self.clock.micro_step_index
-            self.passes.clear()
-        self.passes[kind] += 1
-        return fire_all(
-            scheduled, gradient, self.site.site.own_name, FiringIndex(backward=self.passes[kind] - 1), value
-        )
+        self.passes[kind].start_micro_step(self.clock.micro_step_index)
+        firing = FiringIndex(backward=self.passes[kind].next_index())
+        return fire_all(scheduled, gradient, self.site.site.own_name, firing, value)
 
     def on_gradient(self, gradient: Tensor) -> Tensor | None:
         """The hook of `Tensor.register_hook`: the gradient of one micro-batch, before accumulation."""

@@ -8,7 +8,9 @@ registered.
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,8 +50,11 @@ class ModuleBackwardHooks(ModuleCallHooks):
         super().__init__(attached_hooks, calls)
         self.prepend = prepend
         self.returns_tensor = True  # whether the output is a tensor, not a tuple
-        # The calls whose gradients are expected, by PyTorch's object for the backward hooks of one call.
-        self.expected_calls: WeakKeyDictionary[object, Call] = WeakKeyDictionary()
+        # By PyTorch's object for the backward hooks of one call: the call, and counters of its backward passes, by kind and role, and of
+        # the firings of each site.
+        self.expected_calls: WeakKeyDictionary[object, tuple[Call, defaultdict[object, count[int]]]] = (
+            WeakKeyDictionary()
+        )
 
     def refresh(self) -> None:
         """Register the hooks if a site is scheduled, and remove them if none is."""
@@ -81,7 +86,7 @@ class ModuleBackwardHooks(ModuleCallHooks):
         if torch.is_grad_enabled() and any(tensor.requires_grad for _, tensor in iter_tensors(output)):
             owner = sys._getframe(1).f_locals.get("bw_hook")
             if owner is not None:
-                self.expected_calls[owner] = call
+                self.expected_calls[owner] = call, defaultdict(count)
         for attached in () if call.repeats else self.attached_hooks:
             if not attached.is_scheduled:
                 continue
@@ -115,13 +120,13 @@ class ModuleBackwardHooks(ModuleCallHooks):
         if not attached_hooks:
             return None
         owner = sys._getframe(2).f_locals.get("self")
-        call = None if owner is None else self.expected_calls.get(owner)
-        firing = FiringIndex(UNKNOWN_CALL) if call is None else call.firing()
+        call, counters = (None if owner is None else self.expected_calls.get(owner)) or (None, defaultdict(count))
+        firing = FiringIndex(UNKNOWN_CALL) if call is None else call.firing(next(counters[kind, role]))
         is_tensor = role == "grad_output" and self.returns_tensor
         value = gradients[0] if is_tensor else gradients
         new, fired, _ = act_on_tensors(attached_hooks, value, firing)
         for attached in fired:
-            attached.count_firing()
+            attached.count_gradient(is_repeated=bool(next(counters[attached])))
         if new is value:
             return None
         return (new,) if is_tensor else new

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
+from instrument.hooks.hook_group_interface import SuspendableModuleHooks
 
 THREADS, CALLS = 6, 40
 RECORD = {"action": "record", "stats": "none", "tensors": True}
@@ -194,11 +195,7 @@ def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
 def test_gradient_of_a_leaf_belongs_to_its_call(shared: bool) -> None:
     """Each thread runs its own backward pass. A hook of PyTorch on the same module gives the gradient of each call."""
 
-    class Scaled(nn.Module):
-        def forward(self, x: Tensor, factor: float) -> Tensor:
-            return x * factor
-
-    model, leaf = Scaled(), torch.ones(3, requires_grad=True)
+    model, leaf = Factor(), torch.ones(3, requires_grad=True)
     specs = {
         "factor": {"layers": ".", "kind": "forward", "action": "record"},
         "flow": {"layers": ".", "kind": "full_backward", "action": "record"},
@@ -284,6 +281,116 @@ def test_interleaved_passes_of_one_leaf_are_separated(via: str) -> None:
     assert seen == [(1, [3.0] * 3), (0, [2.0] * 3), (2, [5.0] * 3)]
     assert leaf.grad.tolist() == [10.0 if via == "module" else 100.0] * 3
     assert all(row["fired"] == row["expected"] == 3 for row in probe.coverage())
+
+
+class Factor(nn.Module):
+    """Multiplies its input by a number, which is the gradient of the call."""
+
+    def forward(self, x: Tensor, factor: float) -> Tensor:
+        return x * factor
+
+
+@pytest.mark.parametrize("via", ["tensor", "module"])
+def test_repeated_passes_of_one_leaf_belong_to_their_calls(via: str) -> None:
+    model, leaf = Factor(), torch.ones(3, requires_grad=True)
+    specs: dict[str, Any] = {"flow": {"layers": ".", "kind": "full_backward", "via": via, **RECORD}}
+    if via == "tensor":
+        specs["total"] = {"layers": ".", "kind": "tensor", "role": "input", **RECORD}
+    with instrument.attach(model, specs, rules=None) as probe:
+        losses = [model(leaf, 2.0).sum()]
+        losses[0].backward(retain_graph=True)
+        losses.append(model(leaf, 3.0).sum())
+        for i in (0, 1, 0):
+            torch.autograd.grad(losses[i], leaf, retain_graph=True)
+        probe.end_step()
+    rows = probe.sink.records("tensors")
+    for name in specs:
+        seen = [(row["call"], row["backward"], row["values"].tolist()) for row in rows if row["hook"] == name]
+        assert seen == [(0, 0, [2.0] * 3), (0, 1, [2.0] * 3), (1, 0, [3.0] * 3), (0, 2, [2.0] * 3)]
+    assert all(row["fired"] == row["expected"] == 2 for row in probe.coverage())
+
+
+def test_repeated_pass_in_a_later_step_is_no_missed_call() -> None:
+    model, leaf = Factor(), torch.ones(3, requires_grad=True)
+    record = {"layers": ".", "kind": "full_backward", "action": "record"}
+    specs = {
+        "flow": record,
+        "module": {**record, "via": "module"},
+        "out": {**record, "role": "grad_output"},
+        "total": {**record, "kind": "tensor", "role": "input"},
+    }
+    with instrument.attach(model, specs, rules=None) as probe:
+        loss = model(leaf, 2.0).sum()
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+            probe.end_step()
+    assert sorted(zip(probe.stats.hook, probe.stats.step, strict=True)) == [
+        (name, step) for name in sorted(specs) for step in (0, 1)
+    ]
+    assert {(row["hook"], row["expected"], row["fired"]) for row in probe.coverage()} == {
+        (name, 1, 1) for name in specs
+    }
+
+
+def test_concurrent_passes_through_one_graph_belong_to_their_call() -> None:
+    barrier = threading.Barrier(2, timeout=60)
+
+    class Meet(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            if threading.current_thread() is not threading.main_thread():
+                barrier.wait()
+            return gradient
+
+    class Meeting(Factor):
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            return Meet.apply(super().forward(x, factor))  # type: ignore[no-any-return, no-untyped-call]
+
+    model, leaf = Meeting(), torch.ones(3, requires_grad=True)
+    with instrument.attach(model, {"flow": {"layers": ".", "kind": "tensor", "role": "input", **RECORD}}) as probe:
+        losses = [model(leaf, factor).sum() for factor in (2.0, 3.0)]
+        losses[1].backward(retain_graph=True)
+        in_threads(lambda index: losses[0].backward(retain_graph=True), 2)
+        probe.end_step()
+    seen = sorted((row["call"], row["backward"], row["values"].tolist()) for row in probe.sink.records("tensors"))
+    assert seen == [(0, 0, [2.0] * 3), (0, 1, [2.0] * 3), (1, 0, [3.0] * 3)]
+
+
+@pytest.mark.parametrize("kind", ["forward", "function"])
+def test_step_that_begins_during_an_unscheduled_call_is_recorded(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Another thread ends the step after a hook has found that it is not scheduled, before it is suspended."""
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    record = {"layers": "0", "kind": kind, "action": "record", "every": 2}
+    remaining = ["end of step 1"]
+
+    def active(hooks: SuspendableModuleHooks) -> bool:
+        value = hooks.__dict__["active"]
+        if not value and is_armed.is_set() and remaining:
+            remaining.clear()
+            thread = threading.Thread(target=probe.end_step)
+            thread.start()
+            thread.join()
+        return bool(value)
+
+    is_armed = threading.Event()
+    setter = lambda hooks, value: hooks.__dict__.update(active=value)  # noqa: E731
+    monkeypatch.setattr(SuspendableModuleHooks, "active", property(active, setter), raising=False)
+    spec = record if kind == "forward" else {**record, "functions": "linear"}
+    with instrument.attach(model, {"seen": spec}, rules=None) as probe:
+        model(x)
+        probe.end_step()
+        is_armed.set()
+        model(x)
+        assert not remaining
+        model(x)
+        model(x)
+        probe.end_step()
+    assert (probe.stats.step == 2).sum() >= 2
+    assert all(row["fired"] == row["expected"] for row in probe.coverage())
 
 
 def test_hook_on_a_leaf_ends_with_its_graph() -> None:
