@@ -28,7 +28,7 @@ from ..plan.hook_plan import make_plan
 from ..probe.collectives import Ranks
 from ..probe.optimizer_checks import Optimizers
 from ..rules.requirements import check_rules
-from ..runtime.deferred_interrupts import signal_safe_contextmanager
+from ..runtime.deferred_interrupts import signal_safe_contextmanager, uninterrupted
 from ..stats.cpu_kernel import KERNEL
 from ..stats.device_choice import measured_by
 from ..storage.custom import CustomSink
@@ -167,9 +167,13 @@ def attach(
     )
     probe.set_step(step, epoch)
     copy = _copy(out, remote)
-    # The folder is created last: a configuration error must not leave an empty run behind.
-    folder = None if out is None else _folder(Path(out), settings, model, seed, copy.address, overwrite=overwrite)
+    folder = None
     try:
+        # The folder is created last: a configuration error must not leave an empty run behind. A signal is handled when it is known.
+        with uninterrupted():
+            folder = (
+                None if out is None else _folder(Path(out), settings, model, seed, copy.address, overwrite=overwrite)
+            )
         with copy, contextlib.nullcontext() if folder is None else _recording(folder, probe), probe:
             copy.begin()
             if notice is not None:
@@ -179,6 +183,8 @@ def attach(
             for message in copy.messages():
                 probe.event("remote", message)
     finally:
+        if folder is not None:
+            folder.close()
         probe.detach()  # if a signal arrived before the probe's block ended
         for message in probe.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=4)

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ..errors import InstrumentError
+from ..runtime.deferred_interrupts import uninterrupted
 
 LOCK = ".lock"
 LOCK_TIMEOUT = 1.0  # in seconds; a reader that checks whether a run is active holds the lock for an instant
@@ -24,21 +25,26 @@ class FolderLock:
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.path = lock_of(folder, rank)
-        self._lock = FileLock(self.path)
+        self._lock = FileLock(self.path, thread_local=False)
 
     def acquire(self) -> bool:
         """Acquire the lock. Return False if another process, or another run in this process, holds it."""
-        try:
+        with suppress(Timeout), uninterrupted():
             self._lock.acquire(timeout=LOCK_TIMEOUT)
-        except Timeout:
-            return False
-        return True
+        return self.is_held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._lock.is_locked
 
     def release(self) -> None:
-        """Release the lock and remove its file."""
-        with suppress(OSError):  # a remaining file is harmless: only the lock on it counts
-            self.path.unlink()
-        self._lock.release()
+        """Release the lock, if it is held, and remove its file."""
+        with uninterrupted():
+            if self.is_held:
+                with suppress(OSError):  # a remaining file is harmless: only the lock on it counts
+                    self.path.unlink()
+                self._lock.release()
 
     @contextmanager
     def held(self, refusal: InstrumentError) -> Iterator[None]:

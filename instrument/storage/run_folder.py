@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, RankError, SinkError
+from ..runtime.deferred_interrupts import uninterrupted
 from .folder_snapshot import ReplacedRun, Snapshot
 from .lock import FolderLock, is_locked
 from .remote_folder import check_is_local
@@ -43,8 +44,9 @@ def create_free_folder(folder: Path, where: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         test_file = folder / ".writable"
-        test_file.touch()
-        test_file.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
+        with uninterrupted():
+            test_file.touch()
+            test_file.unlink(missing_ok=True)  # Another process may check the same folder at the same time.
     except OSError as error:
         message = f"the folder is not writable: {error.strerror}"
         raise ConfigError(Problem(where, message, str(folder), fix=f"set {where} to a writable folder")) from None
@@ -82,6 +84,8 @@ class RunFolder:
         SinkError: From all methods: run.json cannot be written.
     """
 
+    _has_begun = False  # the block in which it is recorded
+
     def __init__(
         self,
         path: Path,
@@ -107,11 +111,12 @@ class RunFolder:
         """Lock the folder, and write the first run.json."""
         path = self.path
         self._snapshot = Snapshot.take(path)
-        create_free_folder(path, where)
         self._lock = FolderLock(path)
-        if not self._lock.acquire():
-            raise ConfigError(Problem(where, "another process has just started a run in this folder", given=str(path)))
         try:
+            create_free_folder(path, where)
+            if not self._lock.acquire():
+                message = "another process has just started a run in this folder"
+                raise ConfigError(Problem(where, message, given=str(path)))
             create_free_folder(path, where)  # A run may have started and ended since the first check.
             self.record = _first_record(record)
             self._write()
@@ -155,24 +160,33 @@ class RunFolder:
                 discarded, the folder is restored to its previous content.
             stop_reason: Returns why the training was stopped; None if it is complete. Default: complete.
         """
+        self._has_begun = True
         try:
             yield
-        except KeyboardInterrupt as interrupt:
-            self.finish("interrupted", interrupt)
+            reason = stop_reason()
+            self.finish("done" if reason is None else "stopped", reason)
+        except (KeyboardInterrupt, GeneratorExit):  # a signal has arrived in the block, or before the end of the block
+            self.finish("interrupted", KeyboardInterrupt())
             raise
         except (ConfigError, DiscardedRunError) as error:
             if has_started() and not isinstance(error, DiscardedRunError):
                 self.finish("failed", error)
             else:
-                self._lock.release()
-                self._snapshot.restore()
-                self._replaced.restore()
+                self._discard()
             raise
         except BaseException as error:
             self.finish("failed", error)
             raise
-        reason = stop_reason()
-        self.finish("done" if reason is None else "stopped", reason)
+
+    def close(self) -> None:
+        """End a run that a signal has kept from beginning or ending its block. Without a block, the folder is restored."""
+        if self._lock.is_held:
+            self.finish("interrupted", KeyboardInterrupt()) if self._has_begun else self._discard()
+
+    def _discard(self) -> None:
+        self._lock.release()
+        self._snapshot.restore()
+        self._replaced.restore()
 
     def update(self, **record: Any) -> None:
         """Add entries to run.json."""
@@ -180,25 +194,28 @@ class RunFolder:
         self._write()
 
     def finish(self, status: Status, error: BaseException | str | None = None) -> None:
-        """Write the final status to run.json and release the lock.
+        """Write the final status to run.json and release the lock, unless the run has ended.
 
         Args:
             error: The exception that ended the run, or why it was stopped. An exception takes precedence over an error in
                 writing run.json. Default: None.
         """
-        try:
-            self.update(**final_entries(status, error))
-        except SinkError:
-            if not isinstance(error, BaseException):
-                raise
-        finally:
-            self._replaced.remove()
-            self._lock.release()
+        with uninterrupted():
+            try:
+                if self._lock.is_held:
+                    self.update(**final_entries(status, error))
+            except SinkError:
+                if not isinstance(error, BaseException):
+                    raise
+            finally:
+                self._replaced.remove()
+                self._lock.release()
 
     def _write(self) -> None:
         """Write run.json. Raise SinkError if it cannot be written and `on_error` is `stop`."""
         try:
-            write_json(self.path / "run.json", self.record)
+            with uninterrupted():
+                write_json(self.path / "run.json", self.record)
         except OSError as error:
             if self.on_error == "stop":
                 raise SinkError(f"{self.path / 'run.json'} cannot be written: {error.strerror}") from error
@@ -251,7 +268,11 @@ class WorkerRunFolder:
                 end_if_running(self.path, **final_entries("failed", error), failed_rank=error.rank)
             raise
         finally:
-            self._lock.release()
+            self.close()
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.release()
 
     def update(self, **record: Any) -> None:
         """Do nothing, because rank 0 writes run.json."""

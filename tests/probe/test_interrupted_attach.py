@@ -51,10 +51,12 @@ def sigint() -> Iterator[None]:
 
 
 class InterruptAtLine:
-    """Sends SIGINT before a certain line of this package or of `contextlib` runs."""
+    """Sends SIGINT before a certain line of this package or of `contextlib` runs, or a certain function of some files begins."""
 
-    def __init__(self, line: int) -> None:
+    def __init__(self, line: int, files: tuple[str, ...] = ()) -> None:
         self.remaining = line
+        self.event = "call" if files else "line"
+        self.files = files
         self.location = ""
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> InterruptAtLine | None:
@@ -64,7 +66,7 @@ class InterruptAtLine:
             return None
         if isinstance(sys.exc_info()[1], StopIteration):  # Python 3.11 would handle it forever after such an interrupt
             return self
-        self.remaining -= event == "line"
+        self.remaining -= event == self.event and (not self.files or file.name in self.files)
         if self.remaining <= 0 and not self.location:
             self.location = f"{file.name}:{frame.f_lineno}"
             sys.settrace(None)
@@ -93,11 +95,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, probe: instrument.
         probe.end_step()
 
 
-def interrupt(model: nn.Module, optimizer: torch.optim.Optimizer, part: str, trace: InterruptAtLine) -> None:
+def interrupt(
+    model: nn.Module, optimizer: torch.optim.Optimizer, part: str, trace: InterruptAtLine, out: Path | None = None
+) -> None:
     """Attach, train and detach, and interrupt one part of it."""
     try:
         sys.settrace(trace if part == "attach" else None)
-        with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:
+        with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None, out=out) as probe:
             sys.settrace(trace if part == "steps" else None)
             train(model, optimizer, probe)
             sys.settrace(trace if part in ("detach", "error") else None)
@@ -126,6 +130,29 @@ def test_interrupt_at_any_line_leaves_no_hook(part: str, offset: int) -> None:
         assert not _get_current_function_mode_stack(), trace.location
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, trace.location
         assert not isinstance(caught.value.__context__, KeyboardInterrupt), trace.location
+
+
+@pytest.mark.parametrize("part", ["attach", "detach"])
+@pytest.mark.parametrize("first", tiered(range(1, 5), quick=[4]))
+def test_interrupt_at_any_call_ends_the_run(tmp_path: Path, part: str, first: int) -> None:
+    """Python handles signals when a function begins. The files are those that create the folder and end the run."""
+    files = ("run_folder.py", "run_record.py", "lock.py", "attach.py")
+    interrupt(*network(), "none", InterruptAtLine(NEVER), tmp_path / "none")
+    complete, threads = InterruptAtLine(NEVER, files), threading.active_count()
+    interrupt(*network(), part, complete, tmp_path / "complete")
+    statuses = set()
+    for call in range(first, NEVER - complete.remaining + 1, 4):
+        model, optimizer = network()
+        trace, folder = InterruptAtLine(call, files), tmp_path / str(call)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt(model, optimizer, part, trace, folder)
+        assert not hooks_left(model, optimizer), trace.location
+        assert threading.active_count() == threads, trace.location
+        if folder.exists():
+            assert not is_locked(folder), trace.location
+            assert not {".run.json.tmp", ".writable"} & {path.name for path in folder.iterdir()}, trace.location
+            statuses.add(instrument.load(folder).info["status"])
+    assert statuses <= ({"interrupted"} if part == "attach" else {"interrupted", "done"})
 
 
 @pytest.mark.parametrize("part", ["attach", "detach"])
