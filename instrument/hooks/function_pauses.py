@@ -37,8 +37,7 @@ class FunctionPauses(InertWhenCopied):
         """Register the hooks."""
         hooks = (FunctionPauses.pause, FunctionPauses.end, FunctionPauses.resume)
         pause, end, resume = (MethodType(hook, self) for hook in hooks)
-        for handle in register_pauses(self.modules, pause, end, resume):
-            self.handles.append(handle)
+        self.handles.extend(register_pauses(self.modules, pause, end, resume))
 
     def pause(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward pre hook of a module that may need a pause."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -151,11 +152,9 @@ def _hook_node(base: tuple[Any, int, Tensor, Tensor], hook: Hook, when: Callable
 
 def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
     """Register the gradient hook of a view also at its base, where it runs if the view is modified in place."""
-    base = view._base
-    if base is not None and (node := base.grad_fn) is not None and base.dtype == view.dtype:
-        detached, version = view.detach(), view._version
-        place = node, base.output_nr, base.detach(), detached
-        _hook_node(place, hook, lambda: detached._version != version and hook.task != graph_task())
+    if (base := ViewBase.of(view)) is not None:
+        detached, version = base.view, view._version
+        _hook_node(base, hook, lambda: detached._version != version and hook.task != graph_task())
 
 
 class Graph:
@@ -188,22 +187,20 @@ class Graph:
         self.tasks.add(graph_task())
 
 
+@dataclass(slots=True, eq=False)
 class LeafHook:
     """The hook of one call on a leaf tensor.
 
-    Args:
+    Attributes:
         hook: The hook.
         graph: The graph of the call; None if it is unknown.
         micro_step_index: The micro-step in which it was registered; -1 if it has fired before the next call.
     """
 
-    __slots__ = ("graph", "has_fired", "hook", "micro_step_index")
-
-    def __init__(self, hook: Hook, graph: Graph | None, micro_step_index: int) -> None:
-        self.hook = hook
-        self.graph = None if graph is None else weakref.ref(graph)
-        self.micro_step_index = micro_step_index
-        self.has_fired = False
+    hook: Hook
+    graph: weakref.ref[Graph] | None
+    micro_step_index: int
+    has_fired: bool = False
 
     @property
     def tasks(self) -> Collection[int]:
@@ -238,7 +235,7 @@ class LeafHooks:
             hook: The hook.
             graph: The graph of the call; None if it is unknown, because the call returns the leaf.
         """
-        new = LeafHook(hook, graph, self.clock.micro_step_index)
+        new = LeafHook(hook, None if graph is None else weakref.ref(graph), self.clock.micro_step_index)
         with self._lock:
             hooks = self._hooks.get(leaf)
             if hooks is None:

@@ -99,7 +99,7 @@ class HookSet:
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
 
-    def _attach(self, hooks: HookGroup | LoadWatch | StepWatch) -> None:
+    def _attach(self, hooks: HookGroup | StepWatch) -> None:
         self._attached.callback(hooks.detach)
         hooks.attach()
 

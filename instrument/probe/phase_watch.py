@@ -33,8 +33,8 @@ class PhaseWatch(InertWhenCopied):
     def __init__(
         self, model: nn.Module, clock: Clock, scheduled: ScheduledHooks, set_phase: Callable[[str], None]
     ) -> None:
+        super().__init__((), clock)
         self.model = model
-        self.clock = clock
         self.scheduled = scheduled
         self.modules = list(entry_modules(model))
         self._set_phase = set_phase
@@ -43,18 +43,17 @@ class PhaseWatch(InertWhenCopied):
         self._trains_in_eval_mode = False
         self._is_interrupted = False
         self._interruption_hook: RemovableHandle | None = None  # its hook ends the interruption
-        self._handles: list[RemovableHandle] = []
         self._compiled_call: Callable[..., Any] | None = None
 
     def attach(self) -> None:
         """Attach the hooks. For a model compiled by `model.compile()`, wrap the compiled call: a hook would be part of its graph."""
         model, *parts = self.modules
         if model._compiled_call_impl is None:
-            self._handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
+            self.handles.append(model.register_forward_pre_hook(excluded_method(self.before_call), prepend=True))
         else:
             self._wrap_compiled_call()
         for part in parts:
-            self._handles.append(part.register_forward_pre_hook(self.before_call_of_part, prepend=True))
+            self.handles.append(part.register_forward_pre_hook(self.before_call_of_part, prepend=True))
 
     def _wrap_compiled_call(self) -> None:
         """Observe the calls of a compiled model; again after it was compiled once more."""
@@ -144,17 +143,13 @@ class PhaseWatch(InertWhenCopied):
             self._phase = phase
             self._set_phase(phase)
 
-    def refresh(self) -> None:
-        """Do nothing: the phase is read in all steps."""
-
     def detach(self) -> None:
         """Remove the hooks, and restore the compiled call."""
         if self._interruption_hook is not None:
             self._interruption_hook.remove()
         if self._compiled_call is not None:
             self._unwrap_compiled_call()
-        while self._handles:
-            self._handles.pop().remove()
+        super().detach()
 
 
 def entry_modules(model: nn.Module) -> Iterator[nn.Module]:

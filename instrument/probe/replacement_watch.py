@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..hooks.attached_hook import AttachedHook
 from ..hooks.clock import Clock
@@ -46,21 +45,15 @@ class LoadWatch(InertWhenCopied):
     """Reports loaded state dicts. `assign=True` replaces parameters."""
 
     def __init__(self, model: nn.Module, clock: Clock, on_load: Callable[[], None]) -> None:
+        super().__init__((), clock)
         self.model = model
-        self.clock = clock
         self.on_load = on_load
-        self.handle: RemovableHandle | None = None
 
     def attach(self) -> None:
         """Register the hook."""
-        self.handle = self.model.register_load_state_dict_post_hook(self.loaded)
+        self.handles.append(self.model.register_load_state_dict_post_hook(self.loaded))
 
     def loaded(self, module: nn.Module, incompatible: object) -> None:  # noqa: ARG002
         """The hook after a state dict was loaded."""
         if not self.clock.closed:
             self.on_load()
-
-    def detach(self) -> None:
-        """Remove the hook."""
-        if self.handle is not None:
-            self.handle.remove()

@@ -165,17 +165,13 @@ class RunFolder:
             yield
             reason = stop_reason()
             self.finish("done" if reason is None else "stopped", reason)
-        except (KeyboardInterrupt, GeneratorExit):  # a signal has arrived in the block, or before the end of the block
-            self.finish("interrupted", KeyboardInterrupt())
-            raise
-        except (ConfigError, DiscardedRunError) as error:
-            if has_started() and not isinstance(error, DiscardedRunError):
-                self.finish("failed", error)
-            else:
-                self._discard()
-            raise
         except BaseException as error:
-            self.finish("failed", error)
+            if isinstance(error, DiscardedRunError) or (isinstance(error, ConfigError) and not has_started()):
+                self._discard()
+            elif isinstance(error, KeyboardInterrupt | GeneratorExit):  # a signal has prevented the end of the block
+                self.finish("interrupted", KeyboardInterrupt())
+            else:
+                self.finish("failed", error)
             raise
 
     def close(self) -> None:
