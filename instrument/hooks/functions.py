@@ -268,27 +268,34 @@ class FunctionHooks(SuspendableModuleHooks):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """The forward hook: ends the observation, also after an exception."""
-        if self.clock.closed:
-            return
         with self.clock.timer or _UNMEASURED:
             frame, has_raised = module_frame()
             running = self.threads.mode.leave(frame)
-            if isinstance(running, HookedModule):
+            if self.clock.closed:
+                self.detach()
+            elif isinstance(running, HookedModule):
                 self.calls.leave(self)
                 running.update_coverage(has_raised=has_raised)
 
     def detach(self) -> None:
-        """Remove both hooks, the hooks on leaf tensors, and the mode of this thread."""
-        super().detach()
+        """Remove the hooks on leaf tensors, the mode of this thread, and both hooks. Calls in progress remove the latter at their end."""
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
+        if not self.in_call:
+            super().detach()
+
+    @property
+    def in_call(self) -> bool:
+        """Whether any thread is in a call of a module with its mode, which the forward hook removes."""
+        return any(mode.is_in_use for mode in list(self.threads.modes.values()))
 
 
 class FunctionThreads(threading.local):
-    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread."""
+    """The attribute `mode` is the mode of this thread: PyTorch's stack of modes belongs to a thread. `modes` has those of all threads."""
 
-    def __init__(self, specs: Sequence[HookBase], clock: Clock) -> None:
-        self.mode = HookedFunctions(specs, clock)
+    def __init__(self, specs: Sequence[HookBase], clock: Clock, modes: dict[int, HookedFunctions]) -> None:
+        self.mode, self.modes = HookedFunctions(specs, clock), modes
+        modes[threading.get_ident()] = self.mode
 
 
 def _is_together(owner: Owner) -> bool:

@@ -117,12 +117,18 @@ class SuspendableModuleHooks(ModuleCallHooks):
         with self._lock:
             self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
             self.active = len(self.unscheduled) < len(self.attached_hooks)
-            self.hooks.update(are_needed=self.active or not all(each.is_phase_counted for each in self.unscheduled))
+            is_counted = all(each.is_phase_counted for each in self.unscheduled)
+            self.hooks.update(are_needed=self.active or self.in_call or not is_counted)
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the hooks have to stay until a call that is in progress ends."""
+        return False
 
     def suspend(self) -> None:
         """Suspend the hooks, unless another thread has begun a step with a scheduled site."""
         with self._lock:
-            if not self.active:
+            if not (self.active or self.in_call):
                 self.hooks.suspend()
 
     def count_unscheduled(self) -> None:
@@ -139,4 +145,5 @@ class SuspendableModuleHooks(ModuleCallHooks):
 
     def detach(self) -> None:
         """Remove the hooks, in reverse order."""
-        self.hooks.remove()
+        with self._lock:
+            self.hooks.remove()

@@ -50,7 +50,7 @@ def group_sites(
         never_suspended: The modules whose hooks stay registered in steps without a scheduled site.
     """
     specs = {attached.site.spec.name: attached.site.spec for attached in attached_hooks}
-    threads = FunctionThreads([spec for spec in specs.values() if spec.definition.of_functions], clock)
+    threads = FunctionThreads([spec for spec in specs.values() if spec.definition.of_functions], clock, {})
     early = _early_sites(attached_hooks)
     groups: dict[Location, list[AttachedHook]] = {}
     calls: defaultdict[nn.Module, Calls] = defaultdict(partial(Calls, clock))

@@ -173,9 +173,15 @@ class FunctionMode(TorchFunctionMode):
             frame = frame.f_back
         return frame, is_compiled
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any thread is in a call of a module whose functions it observes."""
+        return any(_is_running(each.frame, top) for each in self.running[:] for top in sys._current_frames().values())
+
     def enter(self, running: RunningModule) -> None:
         """Start a call of a module."""
-        while self.running and not _is_running(self.running[-1].frame):  # an interrupt ended it: PyTorch calls no hook
+        # PyTorch calls no hook after an interrupt.
+        while self.running and not _is_running(self.running[-1].frame, sys._getframe()):
             self._end_last()
         self._is_compiled_code.update(compiler_entries())
         is_active = any(mode is self for mode in _get_current_function_mode_stack())
@@ -241,11 +247,11 @@ def module_frame() -> tuple[FrameType | None, bool]:
     return frame, inside is not None and inside.f_code.co_name != "inner"
 
 
-def _is_running(frame: FrameType) -> bool:
-    current: FrameType | None = sys._getframe(1)
-    while current is not None and current is not frame:
-        current = current.f_back
-    return current is not None
+def _is_running(frame: FrameType, innermost: FrameType | None) -> bool:
+    """Return whether a frame is one of a thread, whose innermost frame is given."""
+    while innermost is not None and innermost is not frame:
+        innermost = innermost.f_back
+    return innermost is not None
 
 
 def written_tensor(function: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:

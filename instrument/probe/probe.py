@@ -200,8 +200,8 @@ class Probe:
 
     def detach(self) -> None:
         """Remove all hooks before the end of the block. Nothing is recorded from then on."""
-        self._hooks.detach()
         self.clock.closed = True
+        self._hooks.detach()
 
     # ------------------------------------------------------------------------------------------------ time
 

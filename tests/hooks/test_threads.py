@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import instrument
 from instrument.hooks.hook_group_interface import SuspendableModuleHooks
@@ -189,6 +190,26 @@ def test_exception_in_a_thread_is_not_reported_in_later_steps() -> None:
     (row,) = probe.sink.records("coverage")  # type: ignore[attr-defined]
     assert (row["expected"], row["fired"]) == (4, 0)
     assert row["cause"].startswith("no gradient arrived")
+
+
+@pytest.mark.parametrize("during", ["end of the block", "suspension"])
+def test_functions_are_not_observed_after_a_call_that_outlives_its_step(during: str) -> None:
+    model, x = BlockingModule(), torch.ones(2, 3)
+    spec = {"layers": ".", "kind": "function", "functions": "*", "action": "record", "every": 2}
+    with ThreadPoolExecutor(1) as pool:
+        with instrument.attach(model, {"seen": spec}, rules=None) as probe:
+            call = pool.submit(model, x, wait=True)
+            assert model.is_inside.wait(10)
+            if during == "suspension":
+                probe.end_step()
+                model(x)
+                model.may_continue.set()
+                call.result(10)
+        model.may_continue.set()
+        assert call.result(10).equal(model.layer(x))
+        assert not pool.submit(_get_current_function_mode_stack).result(10)
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own leaves", "shared leaf"])
