@@ -7,6 +7,7 @@ may have replaced those of the original pass. Gradients are not recomputed: thei
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from threading import get_ident
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -32,13 +33,22 @@ class TensorStore:
     """The kept tensors of a step, by name and location: those of the original pass, and those of each recomputed segment."""
 
     def __init__(self) -> None:
-        self.original: dict[str, dict[str, Kept]] = {}
+        self._by_thread: dict[int, dict[str, dict[str, Kept]]] = {}
         self.recomputed: WeakKeyDictionary[object, dict[str, dict[str, Kept]]] = WeakKeyDictionary()
 
     def clear(self) -> None:
         """Remove all tensors."""
-        self.original.clear()
+        self._by_thread.clear()
         self.recomputed.clear()
+
+    @property
+    def original(self) -> dict[str, dict[str, Kept]]:
+        """The tensors of the original pass. One of this thread precedes those of other threads."""
+        kept: dict[str, dict[str, Kept]] = {}
+        for by_name in (*self._by_thread.copy().values(), self._by_thread.get(get_ident(), {})):
+            for name in [*by_name]:
+                kept.setdefault(name, {}).update(by_name[name])
+        return kept
 
     def keep(
         self,
@@ -61,8 +71,10 @@ class TensorStore:
         """
         if is_recomputed and segment is None:
             return
-        by_name = self.recomputed.setdefault(segment, {}) if is_recomputed else self.original
-        by_name.setdefault(name, {})[location] = Kept(tensor.clone(), has_lost_graph)
+        owner = (
+            self.recomputed.setdefault(segment, {}) if is_recomputed else self._by_thread.setdefault(get_ident(), {})
+        )
+        owner.setdefault(name, {})[location] = Kept(tensor.clone(), has_lost_graph)
 
     def all(self) -> KeptTensors:
         """Return the tensors of the original pass."""
@@ -75,14 +87,14 @@ class TensorStore:
             is_recomputed: Whether activation checkpointing recomputes the pass.
             segment: The segment that is being recomputed; None if it is unknown.
         """
-        usable = self.original
+        usable = original = self.original
         if is_recomputed:
             usable = {} if segment is None else self.recomputed.get(segment, {})
         needs_graph = torch.is_grad_enabled()
         result = KeptTensors()
-        for name in {**self.original, **usable}:
+        for name in {**original, **usable}:
             of_name = usable.get(name, {})
-            refused = {*self.original.get(name, {})} - {*of_name}
+            refused = {*original.get(name, {})} - {*of_name}
             refused |= {location for location, kept in of_name.items() if needs_graph and kept.has_lost_graph}
             result[name] = _UsableTensors(name, _tensors(of_name), refused) if refused else _tensors(of_name)
         return result

@@ -75,6 +75,23 @@ def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> Non
         assert values["after", call] == 2 * values["before", call]
 
 
+def test_hook_gets_the_tensor_that_its_thread_kept() -> None:
+    model = nn.Sequential(Meeting(THREADS), Meeting(THREADS))
+    specs = {
+        "keep": {"layers": "0", "kind": "forward", "action": "record", "keep_as": "first"},
+        "use": {
+            "layers": "1",
+            "kind": "forward",
+            "action": "modify",
+            "fn": lambda tensor, context: tensor - 2 * context.tensors["first"]["0"],
+        },
+    }
+    results: list[float] = []
+    with instrument.attach(model, specs, rules=None):
+        in_threads(lambda index: results.append(model(torch.full((3,), float(index))).abs().max().item()))
+    assert results == [0.0] * THREADS
+
+
 def test_call_is_that_of_the_module_in_all_hook_groups() -> None:
     """An intervention and a hook on functions have hook groups of their own."""
     model = nn.Linear(1, 1, bias=False)
