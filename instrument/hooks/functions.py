@@ -11,7 +11,7 @@ pass. The changed result is then written to the argument.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,21 +20,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from ..actions.intervention import describe
 from ..config.base import HookBase
 from ..errors import HookError
 from ..plan.function_calls import RESHAPING, FunctionMode, Owner, RunningModule, module_frame, written_tensor
-from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled
+from ..plan.mode_pauses import needs_pause, register_pauses
+from ..runtime.lazy_compiler import exclude_from_graphs, excluded_method, has_compiled, is_compiled_module
 from ..stats.flatten import unreadable
-from ..tables.reasons import COMPILED, NO_FUNCTION, NO_TENSOR, NO_VISIBLE_FUNCTION, PARTLY_COMPILED, RAISED, TRANSFORMED
+from ..tables.reasons import (
+    COMPILED,
+    FAST_PATH,
+    NO_FUNCTION,
+    NO_TENSOR,
+    NO_VISIBLE_FUNCTION,
+    PARTLY_COMPILED,
+    RAISED,
+    TRANSFORMED,
+)
 from ..values.dtensor import sharding_hooks
 from ..values.nested import iter_tensors, join_arguments, map_tensors, split_arguments
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups
 from .clock import Clock
 from .gradient_hooks import LeafHooks, versions_of
-from .hook_group_interface import SuspendableModuleHooks
+from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls, current_segment
 from .module_hooks import ModuleHooks
 from .plain_calls import current_transform
@@ -288,6 +299,45 @@ class FunctionHooks(SuspendableModuleHooks):
     def in_call(self) -> bool:
         """Whether any thread is in a call of a module with its mode, which the forward hook removes."""
         return any(mode.is_in_use for mode in list(self.threads.modes.values()))
+
+
+class FunctionPauses(InertWhenCopied):
+    """The hooks that pause the modes of all threads in modules that would compute something else with a mode.
+
+    They are never suspended: an encoder layer without hooks takes PyTorch's fast path, which rounds differently.
+
+    Args:
+        modules: The modules whose functions are hooked.
+        clock, threads: See `FunctionHooks`.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], clock: Clock, threads: FunctionThreads) -> None:
+        super().__init__((), clock)
+        self.modules = modules
+        self.threads = threads
+
+    def attach(self) -> None:
+        """Register the hooks."""
+        hooks = (FunctionPauses.pause, FunctionPauses.end, FunctionPauses.resume)
+        pause, end, resume = (MethodType(hook, self) for hook in hooks)
+        self.handles.extend(register_pauses(self.modules, pause, end, resume))
+
+    def pause(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The forward pre hook of a module that may need a pause."""
+        if is_compiling() or self.clock.closed or not self.threads.mode.running:
+            return
+        if (frame := module_frame()[0]) is not None and needs_pause(module, args, kwargs):
+            self.threads.mode.pause(frame, PARTLY_COMPILED if is_compiled_module(module) else FAST_PATH)
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        """The forward hook of this module."""
+        if not (is_compiling() or self.clock.closed):
+            self.threads.mode.leave(module_frame()[0], is_paused=True)
+
+    def resume(self, module: nn.Module, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        """The forward pre hook of the first layer of an encoder."""
+        if not (is_compiling() or self.clock.closed):
+            self.threads.mode.resume()
 
 
 class FunctionThreads(threading.local):

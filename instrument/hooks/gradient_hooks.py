@@ -157,60 +157,29 @@ def register_at_base(view: Tensor, hook: OutputGradientHook) -> None:
         _hook_node(base, hook, lambda: detached._version != version and hook.task != graph_task())
 
 
-class Graph:
-    """The graph of one call. Hooks on the outputs keep it, so it exists as long as the graph.
-
-    Attributes:
-        tasks: The backward passes that ran through an output of the call. Several threads may run some at the same time.
-    """
-
-    __slots__ = ("__weakref__", "_hooks", "tasks")
-
-    def __init__(self) -> None:
-        self.tasks: set[int] = set()
-        self._hooks: list[LeafHook] = []  # until the outputs of the call are known
-
-    def register(self, hooks: LeafHooks, leaf: Tensor, hook: Hook) -> None:
-        """Register a hook of the call on a leaf, before the outputs are known."""
-        self._hooks.append(hooks.register(leaf, hook, self))
-
-    def watch(self, outputs: Iterable[Tensor]) -> None:
-        """Note each backward pass that runs through one of these outputs of the call."""
-        hooks, self._hooks = self._hooks, []
-        watched = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
-        for tensor in watched:
-            TensorGradientHook(tensor, self._note_pass).finish_registration()
-        for hook in hooks if not watched else ():
-            hook.graph = None
-
-    def _note_pass(self, gradient: Tensor) -> None:  # noqa: ARG002
-        self.tasks.add(graph_task())
-
-
 @dataclass(slots=True, eq=False)
 class LeafHook:
     """The hook of one call on a leaf tensor.
 
     Attributes:
         hook: The hook.
-        graph: The graph of the call; None if it is unknown.
+        graph_passes: The backward passes through an output of the call, as long as its graph exists; None if the graph is unknown.
         micro_step_index: The micro-step in which it was registered; -1 if it has fired before the next call.
     """
 
     hook: Hook
-    graph: weakref.ref[Graph] | None
+    graph_passes: weakref.ref[set[int]] | None
     micro_step_index: int
     has_fired: bool = False
 
     @property
-    def tasks(self) -> Collection[int]:
+    def passes(self) -> Collection[int]:
         """The backward passes through the graph of the call; none if it is unknown."""
-        graph = None if self.graph is None else self.graph()
-        return () if graph is None else graph.tasks
+        return () if self.graph_passes is None else self.graph_passes() or ()
 
     def is_over(self, micro_step_index: int) -> bool:
         """Return whether it is not needed in further passes: its graph no longer exists."""
-        return self.micro_step_index != micro_step_index if self.graph is None else self.graph() is None
+        return self.micro_step_index != micro_step_index if self.graph_passes is None else self.graph_passes() is None
 
 
 class LeafHooks:
@@ -227,15 +196,16 @@ class LeafHooks:
         self._hooks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # those of each leaf
         self._handles: list[RemovableHandle] = []
 
-    def register(self, leaf: Tensor, hook: Hook, graph: Graph | None = None) -> LeafHook:
+    def register(self, leaf: Tensor, hook: Hook, passes: set[int] | None = None) -> LeafHook:
         """Register a hook for the next gradient of one call. Hooks of earlier calls that are over are removed.
 
         Args:
             leaf: The leaf.
             hook: The hook.
-            graph: The graph of the call; None if it is unknown, because the call returns the leaf.
+            passes: The backward passes through the graph of the call, which exist as long as it; None if it is unknown, because the call
+                returns the leaf.
         """
-        new = LeafHook(hook, None if graph is None else weakref.ref(graph), self.clock.micro_step_index)
+        new = LeafHook(hook, None if passes is None else weakref.ref(passes), self.clock.micro_step_index)
         with self._lock:
             hooks = self._hooks.get(leaf)
             if hooks is None:
@@ -249,9 +219,9 @@ class LeafHooks:
 
     def _on_gradient(self, hooks: Sequence[LeafHook], gradient: Tensor) -> Tensor | None:
         task, new, known = graph_task(), gradient, tuple(hooks)
-        own = [each for each in known if task in each.tasks]
+        own = [each for each in known if task in each.passes]
         current = [each for each in known if each.micro_step_index == self.clock.micro_step_index]
-        for each in own or [each for each in current if each.tasks] or current:
+        for each in own or [each for each in current if each.passes] or current:
             each.has_fired = True
             changed = each.hook(new)
             new = new if changed is None else changed

@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from .attached_hook import AttachedHook
 from .clock import Clock
-from .function_pauses import FunctionPauses
-from .functions import FunctionHooks, FunctionThreads
+from .functions import FunctionHooks, FunctionPauses, FunctionThreads
 from .hook_group_interface import HookGroup
 from .loss import LossHooks
 from .module_calls import Calls

@@ -33,7 +33,7 @@ from ..tables.reasons import REPEATED_ARGUMENT
 from ..values.nested import iter_tensors
 from .attached_hook import AttachedHook
 from .call_gradients import CallGradients, gradient_groups, gradient_hook
-from .clock import Clock
+from .clock import Clock, graph_task
 from .direct import is_plain_float
 from .gradient_contribution import (
     Edge,
@@ -43,7 +43,7 @@ from .gradient_contribution import (
     find_contributions,
     next_sequence_number,
 )
-from .gradient_hooks import Graph, Hook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
+from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
 from .module_calls import Call
 from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
 from .separate_gradients import SeparateGradients
@@ -56,7 +56,10 @@ class PendingInputGradients:
     def __init__(self, stored: Callable[[], StoredTensors]) -> None:
         self.since = next_sequence_number()
         self.stored = stored
-        self.graph: Graph | None = None  # of the call, if a hook on a leaf needs it
+        self.passes: set[int] = (
+            set()
+        )  # the backward passes through the outputs of the call, if a hook on a leaf needs them
+        self.on_leaves: list[LeafHook] = []
         self.aliases: list[tuple[Tensor, TensorGradientHook]] = []
         self.contributions: dict[Edge, tuple[ModuleContribution, Tensor]] = {}
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
@@ -71,8 +74,7 @@ class PendingInputGradients:
     def register(self, leaf_hooks: LeafHooks, tensor: Tensor, hook: Hook) -> None:
         """Register a hook on an input."""
         if tensor.is_leaf:
-            self.graph = self.graph or Graph()
-            self.graph.register(leaf_hooks, tensor, hook)
+            self.on_leaves.append(leaf_hooks.register(tensor, hook, self.passes))
         else:
             TensorGradientHook(tensor, hook).finish_registration()
 
@@ -81,8 +83,8 @@ class PendingInputGradients:
 
         Find its contributions. If it modified or returned an alias, also register a hook on the base.
         """
-        if self.graph is not None:
-            self.graph.watch(tensor for _, tensor in iter_tensors(output))
+        if self.on_leaves:
+            self._watch_passes([tensor for _, tensor in iter_tensors(output) if tensor.grad_fn is not None])
         if self.contributions:
             stored = self.stored()
             self._find_contributions(output, stored())
@@ -93,6 +95,14 @@ class PendingInputGradients:
         }
         for alias, hook in self.aliases:
             hook.finish_registration(returned.isdisjoint((id(alias), id(alias._base))))
+
+    def _watch_passes(self, outputs: Sequence[Tensor]) -> None:
+        """Note each backward pass that runs through an output. The hooks on the outputs keep the passes as long as the graph exists."""
+        passes = self.passes
+        for tensor in outputs:
+            TensorGradientHook(tensor, lambda _: passes.add(graph_task())).finish_registration()
+        for hook in self.on_leaves if not outputs else ():
+            hook.graph_passes = None
 
     def _find_contributions(self, output: Any, stored: list[Tensor]) -> None:
         outputs = [tensor for _, tensor in iter_tensors(output)]

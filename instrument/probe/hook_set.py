@@ -55,7 +55,7 @@ class HookSet:
         self.event = event
         self.steps_by_loop = steps_by_loop
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
-        self.steps = StepWatch(optimizers, enabled, announced=steps_by_loop)
+        self.steps = StepWatch(optimizers, enabled, clock, announced=steps_by_loop)
         self._groups: list[HookGroup] = []
         self._gradient_groups: list[GradientHooks] = []
         self._step_hooks = [attached for attached in attached_hooks if attached.frequency == "step"]
@@ -99,7 +99,7 @@ class HookSet:
             if isinstance(group, FunctionHooks):
                 self._functions = group.threads
 
-    def _attach(self, hooks: HookGroup | StepWatch) -> None:
+    def _attach(self, hooks: HookGroup) -> None:
         self._attached.callback(hooks.detach)
         hooks.attach()
 

@@ -8,25 +8,29 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from ..errors import HookError
+from ..hooks.clock import Clock
+from ..hooks.hook_group_interface import HookGroup
 
 
-class StepWatch:
+class StepWatch(HookGroup):
     """Tracks which optimizers made a step, the learning rate that the first one used, and whether a gradient scaler skipped the step.
 
     Args:
         optimizers: The optimizers, possibly none.
         scaler: The gradient scaler; None without one.
+        clock: The clock of the probe.
         announced: Whether the loop has to call `announce` once before each optimizer step. The closure of a step may call it, also
             several times.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], scaler: GradScaler | None, *, announced: bool) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], scaler: GradScaler | None, clock: Clock, *, announced: bool
+    ) -> None:
+        super().__init__((), clock)
         self.scaler = scaler
         self._optimizers = optimizers
-        self._handles: list[RemovableHandle] = []
         self._stepped = False
         self._rate_used: Tensor | float | None = None
         self._found_inf: list[Tensor | None] = []  # one entry per optimizer step in the current training step
@@ -42,14 +46,9 @@ class StepWatch:
         if self.scaler is not None:
             self._scales = (torch.tensor(self.scaler.get_scale()),) * 2
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self.before_step))
+            self.handles.append(optimizer.register_step_pre_hook(self.before_step))
             if self._is_announced:
-                self._handles.append(optimizer.register_step_post_hook(self.after_step))
-
-    def detach(self) -> None:
-        """Remove the hooks in reverse order."""
-        while self._handles:
-            self._handles.pop().remove()
+                self.handles.append(optimizer.register_step_post_hook(self.after_step))
 
     def before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:  # noqa: ARG002
         """The hook before an optimizer step."""
