@@ -279,6 +279,8 @@ class FunctionHooks(SuspendableModuleHooks):
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
         """The forward hook: ends the observation, also after an exception."""
+        if not self.attached_hooks:  # copied with the module
+            return
         with self.clock.timer or _UNMEASURED:
             frame, has_raised = module_frame()
             running = self.threads.mode.leave(frame)
@@ -292,13 +294,13 @@ class FunctionHooks(SuspendableModuleHooks):
         """Remove the hooks on leaf tensors, the mode of this thread, and both hooks. Calls in progress remove the latter at their end."""
         self.leaf_hooks.release()
         self.threads.mode.leave_all()
-        if not self.in_call:
+        if not self.threads.are_in_use:
             super().detach()
 
-    @property
-    def in_call(self) -> bool:
-        """Whether any thread is in a call of a module with its mode, which the forward hook removes."""
-        return any(mode.is_in_use for mode in list(self.threads.modes.values()))
+    def suspend(self) -> None:
+        """Suspend the hooks, unless they have to end the mode of a thread."""
+        if not self.threads.are_in_use:
+            super().suspend()
 
 
 class FunctionPauses(InertWhenCopied):
@@ -346,6 +348,11 @@ class FunctionThreads(threading.local):
     def __init__(self, specs: Sequence[HookBase], clock: Clock, modes: dict[int, HookedFunctions]) -> None:
         self.mode, self.modes = HookedFunctions(specs, clock), modes
         modes[threading.get_ident()] = self.mode
+
+    @property
+    def are_in_use(self) -> bool:
+        """Whether any thread is in a call of a module with its mode, which the forward hook removes."""
+        return any(mode.is_in_use for mode in list(self.modes.values()))
 
 
 def _is_together(owner: Owner) -> bool:

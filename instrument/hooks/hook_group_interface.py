@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from torch.utils.hooks import RemovableHandle
 
 from ..actions.base import StepContext
+from ..runtime.lazy_compiler import has_compiled
 from .attached_hook import AttachedHook
 from .clock import Clock
 from .module_calls import Calls
@@ -117,18 +118,15 @@ class SuspendableModuleHooks(ModuleCallHooks):
         with self._lock:
             self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
             self.active = len(self.unscheduled) < len(self.attached_hooks)
-            is_counted = all(each.is_phase_counted for each in self.unscheduled)
-            self.hooks.update(are_needed=self.active or self.in_call or not is_counted)
-
-    @property
-    def in_call(self) -> bool:
-        """Whether the hooks have to stay until a call that is in progress ends."""
-        return False
+            if self.active or has_compiled() or not all(each.is_phase_counted for each in self.unscheduled):
+                self.hooks.resume()
+            else:
+                self.suspend()
 
     def suspend(self) -> None:
         """Suspend the hooks, unless another thread has begun a step with a scheduled site."""
         with self._lock:
-            if not (self.active or self.in_call):
+            if not self.active:
                 self.hooks.suspend()
 
     def count_unscheduled(self) -> None:

@@ -101,19 +101,15 @@ class SuspendableHooks:
         """Whether the module does not call the hooks."""
         return any(hook.is_suspended for hook in self._hooks)
 
-    def update(self, *, are_needed: bool) -> None:
-        """Resume the hooks if they are needed, and suspend them otherwise."""
-        if not (are_needed or has_compiled()):
-            self.suspend()
-            return
+    def resume(self) -> None:
+        """Resume the hooks."""
         for hook in self._hooks:
             hook.resume()
 
     def keep_registered(self) -> None:
         """Resume the hooks, and never suspend them again."""
         self._may_suspend = False
-        for hook in self._hooks:
-            hook.resume()
+        self.resume()
 
     def suspend(self) -> None:
         """Suspend the hooks, if they may be suspended and no code was compiled."""
