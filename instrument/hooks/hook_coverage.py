@@ -66,11 +66,6 @@ class HookCoverage(FiringCounts):
         """Count an opportunity: its module was called, or its optimizer made a step."""
         self.opportunities += 1
 
-    @property
-    def opportunity_index(self) -> int:
-        """The index of the latest opportunity in this micro-step, from 0. An optimizer may make several steps."""
-        return self.opportunities - 1
-
     def count_firing(self) -> None:
         """Count a firing."""
         self.firings += 1
@@ -108,11 +103,6 @@ class HookCoverage(FiringCounts):
     def count_unscheduled(self) -> None:
         """Note an opportunity while the hook is not scheduled."""
         self.other_phases.add(self.clock.moment.phase)
-
-    @property
-    def is_phase_counted(self) -> bool:
-        """Whether an opportunity while it is not scheduled is noted for this phase already."""
-        return self.clock.moment.phase in self.other_phases
 
     def update_coverage(self, reason: str | None = None) -> None:
         """End a micro-step in which the hook was scheduled, and update its coverage.

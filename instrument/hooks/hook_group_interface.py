@@ -118,7 +118,8 @@ class SuspendableModuleHooks(ModuleCallHooks):
         with self._lock:
             self.unscheduled = [attached for attached in self.attached_hooks if not attached.is_scheduled]
             self.active = len(self.unscheduled) < len(self.attached_hooks)
-            if self.active or has_compiled() or not all(each.is_phase_counted for each in self.unscheduled):
+            is_counted = all(self.clock.moment.phase in each.other_phases for each in self.unscheduled)
+            if self.active or has_compiled() or not is_counted:
                 self.hooks.resume()
             else:
                 self.suspend()

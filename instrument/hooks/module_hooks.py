@@ -19,10 +19,11 @@ from ..fields.field_types import describe_callable
 from ..runtime.lazy_compiler import exclude_from_graphs, run_outside_of_graphs
 from ..tables.reasons import TRANSFORMED
 from ..values.containers import copied_containers, write_back
-from ..values.nested import join_arguments, returned_value, split_arguments
+from ..values.nested import iter_tensors, join_arguments, returned_value, split_arguments
 from .attached_hook import AttachedHook
 from .call_gradients import finish_gradient
 from .compiled_hooks import GraphHooks, Places
+from .gradient_hooks import versions_of
 from .hook_group_interface import InertWhenCopied, SuspendableModuleHooks
 from .module_calls import Call, Calls
 from .plain_calls import PlainCalls, Recording, current_transform, firing_of
@@ -164,7 +165,7 @@ class ModuleHooks(SuspendableModuleHooks):
         if inputs.contribution_hooks or inputs.total_hooks:
             new = inputs.register(module, new, len(args), call)
         if outputs.changes:
-            outputs.store_inputs(new, call)
+            call.versions = versions_of(tensor for _, tensor in iter_tensors(new))  # outputs may be inputs
         if new is original:
             return None
         call.copies = copied_containers(original, new)

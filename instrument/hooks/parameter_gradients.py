@@ -135,7 +135,7 @@ class BoundaryHooks(OptimizerHooks):
         ready[0][0].prepare(unscaled_gradients)
         changed = [
             attached.fire(
-                old, attached.site.own_name, FiringIndex(attached.opportunity_index), value=p, amp_scale=scale
+                old, attached.site.own_name, FiringIndex(attached.opportunities - 1), value=p, amp_scale=scale
             )
             for attached, p, old in ready
         ]

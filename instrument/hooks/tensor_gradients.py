@@ -43,7 +43,7 @@ from .gradient_contribution import (
     find_contributions,
     next_sequence_number,
 )
-from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion, versions_of
+from .gradient_hooks import Hook, LeafHook, LeafHooks, TensorGradientHook, ViewBase, ViewRegion
 from .module_calls import Call
 from .separate_arguments import Inputs, SeparateArguments, repeated_tensors
 from .separate_gradients import SeparateGradients
@@ -65,8 +65,11 @@ class PendingInputGradients:
         self.views: dict[Edge, list[tuple[ModuleContribution, ViewRegion]]] = {}
         self.repeated: list[SeparateArguments] = []
 
-    def add_contribution(self, contribution: ModuleContribution, tensor: Tensor) -> None:
-        """Register the module's contribution to an input's gradient."""
+    def add_contribution(
+        self, leaf_hooks: LeafHooks, tensor: Tensor, contribution: ModuleContribution, hook: Hook
+    ) -> None:
+        """Collect the contribution of the module to the gradient of a tensor, and register a hook, which gets it complete."""
+        self.register(leaf_hooks, tensor, hook)
         self.contributions[edge_of(tensor)] = contribution, tensor
         if (base := ViewBase.of(tensor)) is not None:
             self.views.setdefault((base.node, base.output), []).append((contribution, base.region))
@@ -182,13 +185,14 @@ class InputGradients:
                 repeated.setdefault(id(tensor), {})[path] = tensor, hook
             else:
                 contribution = ModuleContribution(hook)
-                self._add_contribution(tensor, contribution, contribution.complete, pending)
+                pending.add_contribution(self.leaf_hooks, tensor, contribution, contribution.complete)
         for separate in repeated.values():
             tensor = next(tensor for tensor, _ in separate.values())
             hooks = {path: hook for path, (_, hook) in separate.items()}
             gradients = SeparateGradients(hooks, contributions.miss_callback(REPEATED_ARGUMENT))
             contribution = ModuleContribution()
-            self._add_contribution(tensor, contribution, partial(gradients.deliver, contribution), pending)
+            deliver = partial(gradients.deliver, contribution)
+            pending.add_contribution(self.leaf_hooks, tensor, contribution, deliver)
             pending.repeated.append(SeparateArguments(inputs, tensor, gradients))
         return contributions.with_aliases(inputs.arguments)  # type: ignore[no-any-return]
 
@@ -196,13 +200,6 @@ class InputGradients:
         """Return the tensors that the module stores. The attributes are those with tensors after its first call."""
         self.stored = self.stored or StoredTensors(module)
         return self.stored
-
-    def _add_contribution(
-        self, tensor: Tensor, contribution: ModuleContribution, hook: Hook, pending: PendingInputGradients
-    ) -> None:
-        """Collect the contribution of the module to the gradient of a tensor, and register a hook, which gets it complete."""
-        pending.register(self.leaf_hooks, tensor, hook)
-        pending.add_contribution(contribution, tensor)
 
 
 class OutputGradients:
@@ -226,10 +223,6 @@ class OutputGradients:
             or _needs_alias(attached)
             for attached in attached_hooks
         )
-
-    def store_inputs(self, value: Any, call: Call) -> None:
-        """Store the versions of the input tensors, to detect outputs that are inputs."""
-        call.versions = versions_of(tensor for _, tensor in iter_tensors(value))
 
     def _register_simple(self, output: Any, call: Call) -> bool:
         """Register the hooks on an output that is one plain tensor: no view, no leaf, no input. Return false for others."""
