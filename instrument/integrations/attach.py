@@ -183,9 +183,9 @@ def attach(
             for message in copy.messages():
                 probe.event("remote", message)
     finally:
+        probe.detach()  # if a signal arrived before the probe's block ended
         if folder is not None:
             folder.close()
-        probe.detach()  # if a signal arrived before the probe's block ended
         for message in probe.warnings:
             warnings.warn(message, InstrumentWarning, stacklevel=4)
 
