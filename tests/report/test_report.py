@@ -24,11 +24,13 @@ from torch import nn
 
 import instrument
 from instrument import InstrumentError
+from instrument.analysis.findings import findings
 from instrument.analysis.tensor_images import maps_in
 from instrument.commands.report import main
 from instrument.fields.pip_extras import pip_command
 from instrument.report import Report, make
 from instrument.report.charts import charts
+from instrument.report.live_run import LiveRun
 from instrument.report.numbers import rounded
 from instrument.report.run_history import history_of
 from instrument.report.sweep_page import content
@@ -197,7 +199,14 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
                 model[0].weight[0, 0] = math.nan
 
     hooks = {"acts": EVERYTHING["acts"]}
-    page = make(train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8), at_step=set_nan))
+    run = train(tmp_path / "r", convolutional(), hooks, shape=(3, 8, 8), at_step=set_nan)
+    live = LiveRun(run.path)
+    live.refresh()
+    assert ("first recorded non-finite value", 4) in [(one.what, one.when) for one in live.findings()]
+    assert repr(live.findings()) == repr(
+        [one for one in findings(run) if one.severity != "info"]
+    )  # NaN is unequal to itself
+    page = make(run)
     data = data_of(page.html)
     assert data["metrics"]["train"]["bad"] == {"loss": [4, 5]}
     assert data["metrics"]["train"]["statistics"]["loss"][0][4:] == [None, None]
