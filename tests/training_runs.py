@@ -3,19 +3,90 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from hydra.types import RunMode
 
 import instrument
+from instrument import MemorySink, Probe
 from instrument.commands.job import report_writer
 from instrument.commands.validated_config import read_config
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
 from instrument.config.search_path import config_loader
+from instrument.training.experiment import Experiment, prepare
+from instrument.training.loop import Progress, train
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
+
+DIGITS = {"_target_": "instrument.training.datasets.digits"}
+CONFIG: dict[str, Any] = {
+    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
+    "data": {"dataset": DIGITS},
+    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
+    "train": {"steps": 3, "batch_size": 16},
+}
+"""The sections of a small training on digits."""
+
+
+def prepared(*, seed: int = 0, **sections: Any) -> Experiment:
+    """Return an experiment with the sections of `CONFIG`, of which the given ones are replaced.
+
+    Args:
+        seed: Seed of PyTorch before the model is created. Default: 0.
+        sections: Sections and other keys of the configuration.
+    """
+    torch.manual_seed(seed)
+    return prepare(parse_config({**CONFIG, **sections}))
+
+
+def run_in_memory(
+    experiment: Experiment,
+    report: Callable[[Progress], None] = lambda progress: None,
+    loop: Callable[..., Any] = train,
+) -> tuple[MemorySink, dict[str, float | None]]:
+    """Run a prepared experiment.
+
+    Args:
+        experiment: The experiment.
+        report: Called after each step and each evaluation. Default: no effect.
+        loop: `train`, or `run_forward` for `mode: forward`. Default: `train`.
+
+    Returns:
+        The rows, and the metrics of the last evaluation or of all batches.
+    """
+    sink = MemorySink()
+    with Probe(
+        experiment.plan, sink, optimizer=experiment.optimizers, scaler=experiment.scaler, archive=experiment.archive
+    ) as probe:
+        return sink, loop(experiment, probe, report)
+
+
+@contextlib.contextmanager
+def failing_after(calls: int, function: str = "loop.gradient_norm") -> Iterator[None]:
+    """Let a function of `instrument.training` raise `RuntimeError("stopped here")` after a number of calls.
+
+    Args:
+        calls: Number of calls that succeed.
+        function: Module and name. Default: `loop.gradient_norm`, which each step calls once.
+    """
+    module, _, name = f"instrument.training.{function}".rpartition(".")
+    original, left = getattr(__import__(module, fromlist=[name]), name), [calls]
+
+    def fail(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("stopped here")
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{module}.{name}", fail)
+        yield
 
 
 def compose(*arguments: str) -> tuple[RunConfig, dict[str, Any]]:
@@ -52,3 +123,10 @@ def resume_here(folder: Path) -> instrument.Run:
     with contextlib.chdir(folder.parent):
         run(parse_config(raw), Path(folder.name), Terminal(quiet=True), raw=raw, overrides={})
     return instrument.load(folder)
+
+
+def stop_and_resume(folder: Path, *arguments: str, calls: int, function: str = "loop.gradient_norm") -> instrument.Run:
+    """Train until a function fails (see `failing_after`), resume the run from its last checkpoint, and load it."""
+    with failing_after(calls, function), pytest.raises(RuntimeError, match="stopped here"):
+        train_here(folder, *arguments)
+    return resume_here(folder)
