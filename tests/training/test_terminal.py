@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
+from training_runs import failing_after
 
 import instrument
 from instrument.training import progress
@@ -419,20 +420,9 @@ def test_repeated_warnings_of_jobs_are_printed_once(cli: Cli) -> None:
     assert again.out.count("'late' (forward) did not fire") == 1
 
 
-def test_resumed_run_does_not_repeat_warnings(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from instrument.training import loop
-
+def test_resumed_run_does_not_repeat_warnings(cli: Cli) -> None:
     arguments = (*TINY, DRILL, "hooks.activations.every=2", "train.checkpoint.every=7", "hydra.run.dir=out")
-    make, calls = loop.train_step, [0]
-
-    def failing(*args: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 9:
-            raise RuntimeError("stopped here")
-        return make(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", failing)
+    with failing_after(8):
         assert cli(*arguments).code == 1
     answer = cli("resume=out")
     assert answer.code == 0, answer.err
