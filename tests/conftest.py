@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
+    from instrument import Run
+
 # These settings apply to this process and all processes started by tests. They are set before torch and transformers
 # are imported. Each process uses one thread by default, because `make test` runs several processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -239,6 +241,20 @@ def run_in(folder: Path, *arguments: str) -> Answer:
         arguments: Arguments of the command line.
     """
     return _run_in(folder, _exit_code, arguments)
+
+
+def finished(folder: Path, *arguments: str) -> Run:
+    """Run `python -m instrument` as `run_in` does, assert that it succeeds, and load the run or the sweep.
+
+    Args:
+        folder: Folder of the run or the sweep. Its parent is the working directory.
+        arguments: Arguments of the command line.
+    """
+    import instrument
+
+    answer = run_in(folder.parent, *arguments, f"hydra.{'sweep' if '-m' in arguments else 'run'}.dir={folder.name}")
+    assert answer.code == 0, answer.err
+    return instrument.load(folder)
 
 
 def replay_in(folder: Path, *arguments: str) -> Answer:

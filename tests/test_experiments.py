@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,13 +48,7 @@ def test_guide_lists_the_experiments_with_their_commands() -> None:
     assert len(names) == len(set(names)) >= 15
     for name, row in zip(names, rows, strict=True):
         command = (REPOSITORY / "conf" / "exp" / f"{name}.yaml").read_text().splitlines()[1]
-        assert shlex.split(command)[: len(shlex.split(row)) + 4] == [
-            "#",
-            "python",
-            "-m",
-            "instrument",
-            *shlex.split(row),
-        ]
+        assert f"{command} ".startswith(f"# python -m instrument {row} ")
     tested = Path(__file__).read_text() + (REPOSITORY / "tests/interpret/test_class_activation_map.py").read_text()
     assert [name for name in names if f'"{name}"' not in tested and f"+exp={name}" not in tested] == []
 

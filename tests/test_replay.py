@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from conftest import Answer, replay_in, run_in
+from conftest import Answer, finished, replay_in, run_in
 from tiers import tiered
 
 import instrument
@@ -69,11 +69,8 @@ CLOCK = ["seconds", "samples_per_second"]
 
 def train(folder: Path, *overrides: str) -> instrument.Run:
     """Train a small network in a folder of this name."""
-    folder.parent.mkdir(exist_ok=True)
     (folder.parent / "replayed_model.py").write_text(MODEL)
-    answer = run_in(folder.parent, *SMALL, *overrides, f"hydra.run.dir={folder.name}")
-    assert answer.code == 0, answer.err
-    return instrument.load(folder)
+    return finished(folder, *SMALL, *overrides)
 
 
 def certificate_of(folder: Path) -> dict[str, Any]:

@@ -207,13 +207,14 @@ def test_rerun_of_a_sweep_with_a_killed_worker(cli: Cli, capfd: pytest.CaptureFi
     )
     hook = "+hooks.mine={layers:layers.0,kind:forward,action:modify,fn:{_target_:killing.kill,at:9}}"
     launcher = ("hydra/launcher=processes", "hydra.launcher.n_jobs=2", "hydra.launcher.pre_dispatch=1")
-    answer = cli("-m", *TINY, "train.steps=2", hook, "hooks.mine.fn.at=1,8,9", "hydra.sweep.dir=out", *launcher)
+    answer = cli("-m", *TINY, "train.steps=2", hook, "hooks.mine.fn.at=9,1,8", "hydra.sweep.dir=out", *launcher)
     assert answer.code == 1
     assert "hydra_joblib_launcher failed: TerminatedWorkerError" in answer.err
     assert "Traceback" not in answer.err
+    assert "1 killed" in answer.err
     code, out, _ = run_command(capfd, "out")
     assert code == 1
-    assert rows_of(out)[0][:2] == ["0", "killed"]
+    assert [row[:2] for row in rows_of(out)] == [["0", "done"], ["1", "killed"], ["2", "missing"]]
     Path("mended").touch()
     code, out, err = run_command(capfd, "out", "--rerun")
     assert code == 0, err

@@ -18,6 +18,7 @@ from instrument.commands.validated_config import read_config
 from instrument.config.experiment import RunConfig
 from instrument.config.parse import parse_config
 from instrument.config.search_path import config_loader
+from instrument.training.distributed.strategies import Strategy
 from instrument.training.experiment import Experiment, prepare
 from instrument.training.loop import Progress, train
 from instrument.training.runner import run
@@ -34,15 +35,15 @@ CONFIG: dict[str, Any] = {
 """The sections of a small training on digits."""
 
 
-def prepared(*, seed: int = 0, **sections: Any) -> Experiment:
+def prepared(strategy: Strategy | None = None, **sections: Any) -> Experiment:
     """Return an experiment with the sections of `CONFIG`, of which the given ones are replaced.
 
     Args:
-        seed: Seed of PyTorch before the model is created. Default: 0.
+        strategy: Strategy of several processes. Default: that of one process.
         sections: Sections and other keys of the configuration.
     """
-    torch.manual_seed(seed)
-    return prepare(parse_config({**CONFIG, **sections}))
+    torch.manual_seed(0)
+    return prepare(parse_config({**CONFIG, **sections}), strategy)
 
 
 def run_in_memory(

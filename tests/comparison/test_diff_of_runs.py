@@ -13,10 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, run_in
+from conftest import REPOSITORY
 from run_folders import write_run
 from tiers import tiered
 from torch import Tensor, nn
+from training_runs import train_here
 
 import instrument
 from instrument.analysis.load import Run
@@ -373,8 +374,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three runs: `base`, `seed`, with another seed, and `data`, with other samples."""
     folder = tmp_path_factory.mktemp("diff")
     for name, more in {"base": [], "seed": ["seed=1"], "data": ["data.slice.start=100"]}.items():
-        answer = run_in(folder, *CLI, *more, f"hydra.run.dir={name}")
-        assert answer.code == 0, answer.err
+        train_here(folder / name, *CLI, *more)
     return folder
 
 

@@ -18,12 +18,13 @@ import pytest
 import torch
 from distributed_loop import INTEGERS
 from tiers import tiered
+from training_runs import CONFIG
 
 import instrument
 from instrument.config.parse import parse_config
 from instrument.errors import ConfigError
 from instrument.training.distributed.batch_sharding import BatchShard, check_batch_size
-from instrument.training.distributed.strategies import DataParallel, FullySharded, choose_strategy
+from instrument.training.distributed.strategies import DataParallel, FullySharded, Strategy, choose_strategy
 from instrument.training.loader import Loader
 
 HERE = Path(__file__).parent
@@ -436,14 +437,7 @@ def test_configuration_error_is_reported_once(tmp_path: Path, problem: str, expe
 
 
 def config(**changes: Any) -> Any:
-    base: dict[str, Any] = {
-        "model": {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
-        "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-        "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
-        "train": {"steps": 1},
-    }
-    return parse_config({**base, **changes})
+    return parse_config({**CONFIG, **changes})
 
 
 @pytest.mark.parametrize(
@@ -473,37 +467,31 @@ def test_strategy_must_match_the_number_of_processes() -> None:
         choose_strategy(config(train={"steps": 1, "parallel": "ddp"}, plan=True), group)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"budget": {"time": "5%"}, "reduce": "global"}, "budget: each rank would pause hooks at different steps"),
-    ],
-)
-def test_unsupported_options_of_distributed_runs_are_refused(changes: dict[str, Any], expected: str) -> None:
-    (problem,) = DataParallel.config_problems(object.__new__(DataParallel), config(**changes))
-    assert re.search(expected, str(problem))
-
-
 def hook(**fields: Any) -> dict[str, Any]:
     return {"hooks": {"h": {"layers": "**", **fields}}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("strategy", "changes", "expected"),
     [
+        (DataParallel, {"budget": {"time": "5%"}, "reduce": "global"}, "budget: each rank would pause hooks at different steps"),
         (
+            FullySharded,
             hook(kind="parameter_grad_micro", action="record"),
             r"hooks.h.kind: Tensor.register_hook never fires[\s\S]*post_accumulate_grad",
         ),
         (
+            FullySharded,
             hook(kind="loss", action="modify", fn="l2", coefficient=0.1),
             r"hooks.h.kind: a penalty on the loss has no effect on[\s\S]*parameter_grad",
         ),
-        ({"train": {"steps": 1, "precision": "fp16"}}, "train.precision: the gradient scaler of fp16"),
+        (FullySharded, {"train": {"steps": 1, "precision": "fp16"}}, "train.precision: the gradient scaler of fp16"),
     ],
-)
-def test_unsupported_options_of_sharding_are_refused(changes: dict[str, Any], expected: str) -> None:
-    (problem,) = FullySharded.config_problems(object.__new__(FullySharded), config(**changes))
+)  # fmt: skip
+def test_unsupported_options_of_a_strategy_are_refused(
+    strategy: type[Strategy], changes: dict[str, Any], expected: str
+) -> None:
+    (problem,) = strategy.config_problems(object.__new__(strategy), config(**changes))
     assert re.search(expected, str(problem))
 
 

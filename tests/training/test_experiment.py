@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from training_runs import prepared, run_in_memory
 
-from instrument import ConfigError, MemorySink, Probe
-from instrument.config.parse import parse_config
+from instrument import ConfigError
 from instrument.training.dry_run.cost_of_run import dry_run
-from instrument.training.experiment import Experiment, prepare
-from instrument.training.loop import train
+from instrument.training.experiment import Experiment
 
-CONF = Path(__file__).parents[2] / "conf"
 SCHEDULERS = "torch.optim.lr_scheduler"
 
 
@@ -52,10 +49,9 @@ class Counting(nn.Module):
 
 def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **overrides: Any) -> Experiment:
     dataset = {"_target_": "instrument.training.datasets.random_tensors", "shape": list(shape), "samples": 8}
-    raw = {
+    sections = {
         "model": model,
         "data": {"dataset": dataset, "eval_slice": {"split": "test"}},
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
         "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.01},
         "train": {"steps": 2, "batch_size": 4},
         "hooks": {
@@ -63,10 +59,8 @@ def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8)
             "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
             "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
         },
-        **overrides,
     }
-    torch.manual_seed(0)
-    return prepare(parse_config(raw))
+    return prepared(**{**sections, **overrides})
 
 
 @pytest.mark.parametrize(
@@ -82,13 +76,6 @@ def test_hooks_change_no_number_of_forward_passes_before_step_0(fields: dict[str
         model = {"_target_": "test_experiment.Counting"}
         calls.append(prepare_experiment(model, hooks=hooks, train=train_config).model.calls)
     assert calls[0] == calls[1]
-
-
-def trained(experiment: Experiment) -> MemorySink:
-    sink = MemorySink()
-    with Probe(experiment.plan, sink, optimizer=experiment.optimizer) as probe:
-        train(experiment, probe, lambda progress: None)
-    return sink
 
 
 @pytest.mark.parametrize(
@@ -118,7 +105,7 @@ def trained(experiment: Experiment) -> MemorySink:
 def test_models_train_with_hooks_on_every_layer(model: dict[str, Any], shape: tuple[int, ...]) -> None:
     experiment = prepare_experiment(model, shape)
     before = [parameter.detach().clone() for parameter in experiment.model.parameters()]
-    sink = trained(experiment)
+    sink, _ = run_in_memory(experiment)
     assert any(not torch.equal(a, b) for a, b in zip(before, experiment.model.parameters(), strict=True))
     frame = sink.frame("metrics")
     assert list(frame.phase) == ["train", "train", "eval"]
@@ -166,7 +153,7 @@ def test_frozen_parameters_are_not_optimized() -> None:
     experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]}, apply=apply)
     frozen = experiment.model.layers[0][0]  # type: ignore[index, union-attr]
     before = frozen.weight.clone()
-    trained(experiment)
+    run_in_memory(experiment)
     assert torch.equal(frozen.weight, before)
     optimized = [parameter.shape for group in experiment.optimizer.param_groups for parameter in group["params"]]
     assert optimized == [(10, 16), (10,)]
@@ -175,19 +162,10 @@ def test_frozen_parameters_are_not_optimized() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}},
-            "model: the model has no trainable parameter",
-        ),
-        (
-            {"optimizer": {"_target_": "torch.nn.Identity"}},
-            "optimizer: must be a torch.optim.Optimizer, .* returned Identity",
-        ),
+        ({"apply": {"off": {"layers": "**", "action": "freeze"}}, "hooks": {}}, "model: the model has no trainable parameter"),
+        ({"optimizer": {"_target_": "torch.nn.Identity"}}, "optimizer: must be a torch.optim.Optimizer, .* returned Identity"),
         ({"scheduler": {"_target_": "torch.nn.Identity"}}, "scheduler: must be .*LRScheduler.* returned Identity"),
-        (
-            {"scheduler": {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 0}},
-            "scheduler: step 1 of .*ZeroDivisionError",
-        ),
+        ({"scheduler": {"_target_": f"{SCHEDULERS}.StepLR", "step_size": 0}}, "scheduler: step 1 of .*ZeroDivisionError"),
         (
             {"scheduler": {"_target_": f"{SCHEDULERS}.OneCycleLR", "max_lr": 0.1, "total_steps": 1}},
             "scheduler: step 2 of .*OneCycleLR raises ValueError: Tried to step 2 times",
@@ -197,7 +175,7 @@ def test_frozen_parameters_are_not_optimized() -> None:
             r"scheduler: .*ExponentialLR sets a learning rate that is negative or not finite, after step 1\n *given *-0\.01",
         ),
     ],
-)
+)  # fmt: skip
 def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 10]}, **overrides)
@@ -215,4 +193,4 @@ def test_dry_run_predicts_the_rows() -> None:
     experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
     predicted = {name: cost.rows for name, cost in dry_run(experiment).cost.items()}
     experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    assert trained(experiment).frame("stats").hook.value_counts().to_dict() == predicted
+    assert run_in_memory(experiment)[0].frame("stats").hook.value_counts().to_dict() == predicted

@@ -25,10 +25,8 @@ TINY = ("model=mlp", "model.sizes=[64,10]", "data=digits", "device=cpu", "train.
 CLIPPED = ("+hooks.tame={layers:layers.0,kind:parameter_grad,action:clip,norm:1}", "hooks=activations")
 # The grid sampler of Optuna stops with an error if the last trial fails.
 RANDOM = (
-    "hydra/sweeper=search",
-    "hydra/sweeper/sampler=random",
-    "hydra.sweeper.sampler.seed=0",
-    "hydra.sweeper.n_trials=2",
+    *("hydra/sweeper=search", "hydra.sweeper.n_trials=2"),
+    *("hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=0"),
 )
 L2 = "last(stats.l2 where layer = 'layers.0')"
 SEARCH = ("-m", *TINY, "hydra/sweeper=search", "hydra.sweeper.n_trials=3", "optimizer.lr=interval(0.01,1.0)")
@@ -54,21 +52,12 @@ def checked(**settings: Any) -> None:
         ({"direction": ["minimize", "maximize"]}, ["only one direction is allowed", "allowed  minimize, maximize"]),
         ({"n_trials": 0}, ["hydra.sweeper.n_trials: must be at least 1", "given    0"]),
         ({"n_jobs": -1}, ["hydra.sweeper.n_jobs: must be at least 1", "given    -1"]),
-        (
-            {"max_failure_rate": 2},
-            ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"],
-        ),
-        (
-            {"storage": "nonsense"},
-            ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"],
-        ),
-        (
-            {"storage": "mysql://me:hush@host/db"},
-            ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"],
-        ),
+        ({"max_failure_rate": 2}, ["hydra.sweeper.max_failure_rate: must be a fraction of the trials", "allowed  0 to 1"]),
+        ({"storage": "nonsense"}, ["hydra.sweeper.storage: the study storage cannot be used", "allowed  such as sqlite:///"]),
+        ({"storage": "mysql://me:hush@host/db"}, ["it must not contain a password", "hydra.sweeper.storage='${oc.env:NAME}'"]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_invalid_sweeper_setting_is_refused(settings: dict[str, Any], expected: list[str]) -> None:
     checked()
     with pytest.raises(ConfigError) as refused:
@@ -78,19 +67,10 @@ def test_invalid_sweeper_setting_is_refused(settings: dict[str, Any], expected: 
     assert "hush" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("direction=maximise", "similar  maximize"),
-        slow("direction=[minimize,maximize]", "only one direction is allowed"),
-        slow("storage=nonsense", "the study storage cannot be used"),
-        slow("storage=mysql://me:hush@host/db", "it must not contain a password"),
-    ],
-)
-def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli, override: str, expected: str) -> None:
-    answer = cli(*SEARCH, f"hydra.sweeper.{override}")
+def test_invalid_sweeper_setting_is_reported_before_the_start(cli: Cli) -> None:
+    answer = cli(*SEARCH, "hydra.sweeper.storage=mysql://me:hush@host/db")
     assert answer.code == 2
-    assert expected in answer.err
+    assert "it must not contain a password" in answer.err
     assert "hush" not in answer.err
     assert "jobs in" not in answer.err
     assert list(Path.cwd().iterdir()) == []
@@ -198,16 +178,19 @@ def jobs(tmp_path: Path) -> list[SweepJob]:
     return [SweepJob(name, tmp_path / name, ("optimizer.lr=0.1", "seed=1"), "done", None) for name in ("0", "1")]
 
 
-def test_best_trial_among_equal_values_is_found_by_its_objective(tmp_path: Path, jobs: list[SweepJob]) -> None:
-    (tmp_path / RESULTS).write_text("best_params: {optimizer.lr: 0.1}\nbest_value: 0.25\n")
-    expected = {"best": f"{tmp_path}/1  optimizer.lr=0.1  loss = 0.25", "written to": str(tmp_path / RESULTS)}
-    assert best_trial(tmp_path, jobs) == expected
-
-
-def test_best_trial_can_be_from_an_earlier_sweep(tmp_path: Path, jobs: list[SweepJob]) -> None:
-    (tmp_path / RESULTS).write_text("best_params: {optimizer.lr: 0.1}\nbest_value: 0.125\n")
-    expected = "from an earlier sweep of the study  optimizer.lr=0.1  objective = 0.125"
-    assert best_trial(tmp_path, jobs)["best"] == expected
+@pytest.mark.parametrize(
+    ("best_value", "expected"),
+    [
+        (0.25, "{folder}/1  optimizer.lr=0.1  loss = 0.25"),  # of two trials with equal values, by its objective
+        (0.125, "from an earlier sweep of the study  optimizer.lr=0.1  objective = 0.125"),
+    ],
+)
+def test_best_trial_is_found_by_its_objective(
+    tmp_path: Path, jobs: list[SweepJob], best_value: float, expected: str
+) -> None:
+    (tmp_path / RESULTS).write_text(f"best_params: {{optimizer.lr: 0.1}}\nbest_value: {best_value}\n")
+    expected = expected.format(folder=tmp_path)
+    assert best_trial(tmp_path, jobs) == {"best": expected, "written to": str(tmp_path / RESULTS)}
 
 
 @pytest.mark.parametrize("text", ["solutions: [{params: {a: 1}, values: [1, 2]}]\n", "", "best_value: {", None])
