@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,14 @@ def killed(tmp_path: Path) -> Path:
     return folder
 
 
-COMMANDS = [compact.main, recover.main]
+Main = Callable[[list[str]], int]
+COMMANDS: list[Main] = [compact.main, recover.main]
 
 
 @pytest.mark.parametrize("main", COMMANDS)
 def test_command_waits_for_the_lock_of_the_folder(
-    main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    main: Main, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert callable(main)
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.01)
     monkeypatch.setattr("instrument.storage.lock.is_written", lambda _: False)  # the run started after the check
     lock = FolderLock(killed)
@@ -64,8 +65,7 @@ def test_upload_does_not_recover_a_locked_run(
 
 @pytest.mark.parametrize("main", COMMANDS)
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
-def test_command_works_with_a_damaged_run_json(main: object, killed: Path, content: str) -> None:
-    assert callable(main)
+def test_command_works_with_a_damaged_run_json(main: Main, killed: Path, content: str) -> None:
     (killed / "run.json").write_text(content)
     assert main([str(killed)]) == 0
     assert len(instrument.load(killed).metrics) == 1
@@ -73,9 +73,8 @@ def test_command_works_with_a_damaged_run_json(main: object, killed: Path, conte
 
 @pytest.mark.parametrize("main", COMMANDS)
 def test_unwritable_folder_is_reported(
-    main: object, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    main: Main, killed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert callable(main)
 
     def refuse(_: FolderLock) -> bool:
         raise PermissionError(13, "Permission denied", str(killed / ".lock"))
