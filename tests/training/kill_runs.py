@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import training_runs
 
 import instrument.storage.parquet
 import instrument.storage.tensors
@@ -28,11 +29,8 @@ from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 
 CONFIG = {
+    **training_runs.CONFIG,
     "name": "killed",
-    "model": {"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]},
-    "data": {"dataset": {"_target_": "instrument.training.datasets.digits"}},
-    "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
-    "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1},
     "train": {"steps": 100_000, "batch_size": 8, "eval_every": 50},
     "hooks": {
         "seen": {"layers": "**", "kind": "forward", "action": "record"},

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from training_runs import CONFIG, DIGITS
 
 import instrument.storage.parquet
 from instrument.config.parse import parse_config
@@ -70,13 +71,8 @@ HOOKS = {
     "noisy": {"layers": "layers.1", "kind": "forward", "action": "modify", "fn": "noise", "std": 0.01},
     "damp": {
         **{"layers": "**", "kind": "parameter_grad", "action": "scale", "factor": 0.9},
-        "when": {
-            "stat": "l2",
-            "above": 1,
-            "times": "median",
-            "window": 7,
-            "after": 3,
-        },  # holds in about half of the steps
+        # The condition holds in about half of the steps.
+        "when": {"stat": "l2", "above": 1, "times": "median", "window": 7, "after": 3},
     },
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0},
     "moments": {"layers": "layers.5", "kind": "step_post", "role": "update", "action": "record"},
@@ -88,14 +84,11 @@ def config_of(number: int) -> dict[str, Any]:
     variant = VARIANTS[number % len(VARIANTS)]
     steps = 25 if number < len(VARIANTS) else 400
     return {
+        **CONFIG,
         "name": "resumed",
         "seed": number,
         "model": {"_target_": "resume_runs.Net"},
-        "data": {
-            "dataset": {"_target_": "instrument.training.datasets.digits"},
-            "eval_slice": {"split": "test", "stop": 64},
-        },
-        "task": {"_target_": "instrument.tasks.Supervised", "loss": {"_target_": "torch.nn.CrossEntropyLoss"}},
+        "data": {"dataset": DIGITS, "eval_slice": {"split": "test", "stop": 64}},
         "hooks": HOOKS,
         **variant,
         "train": {"steps": steps, "batch_size": 50, "checkpoint": {"every": EVERY}, **variant.get("train", {})},

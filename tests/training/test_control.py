@@ -139,8 +139,7 @@ def control_from_thread(tensor: object, context: Context) -> None:
 
 def test_command_waits_for_the_answer(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "test_control", sys.modules[__name__])
-    answer = cli(*RUN[:-1], RUN[-1].replace("send_messages", "control_from_thread"))
-    assert answer.code == 0, answer.err
+    answer = cli(*RUN[:-1], RUN[-1].replace("send_messages", "control_from_thread")).expect(0)
     wait_until(lambda: codes)
     assert codes == [0]
     assert "after 3 steps  lr_scale: 1.0 -> 0.0" in answer.out

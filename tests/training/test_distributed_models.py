@@ -12,9 +12,7 @@ from tiers import tiered
 import instrument
 
 TRAINED = [
-    "device=cpu",
-    "data=digits",
-    "train={steps: 6, batch_size: 40, accumulate: 2}",
+    *("device=cpu", "data=digits", "train={steps: 6, batch_size: 40, accumulate: 2}"),
     "+hooks.used={layers: '**', kind: parameter_grad, action: record}",
 ]
 REDUCED = ["train.parallel=ddp", "reduce=global"]
@@ -110,10 +108,7 @@ def test_reentrant_activation_checkpointing(tmp_path: Path) -> None:
 
 def test_task_module_is_not_trained(tmp_path: Path) -> None:
     task = [
-        "model=mlp",
-        "model.sizes=[64,16,10]",
-        "task={_target_: distributed_models.EmbeddingDistance}",
-        "~task.loss",
+        *("model=mlp", "model.sizes=[64,16,10]", "task={_target_: distributed_models.EmbeddingDistance}", "~task.loss"),
     ]
     single = train(tmp_path, "one", *TRAINED, *task).stats
     distributed = train(tmp_path, "two", *TRAINED, *task, *REDUCED, processes=2).stats

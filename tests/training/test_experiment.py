@@ -10,7 +10,6 @@ from torch import nn
 from training_runs import prepared, run_in_memory
 
 from instrument import ConfigError
-from instrument.training.dry_run.cost_of_run import dry_run
 from instrument.training.experiment import Experiment
 
 SCHEDULERS = "torch.optim.lr_scheduler"
@@ -187,10 +186,3 @@ def test_layer_with_a_wrong_input_shape_is_named() -> None:
     message = str(caught.value)
     assert "layer 'decoder.0.0' was given [4, 800]" in message
     assert "Linear with weight [64, 1568]" in message
-
-
-def test_dry_run_predicts_the_rows() -> None:
-    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    predicted = {name: cost.rows for name, cost in dry_run(experiment).cost.items()}
-    experiment = prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 16, 10]})
-    assert run_in_memory(experiment)[0].frame("stats").hook.value_counts().to_dict() == predicted

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from state_comparison import identical
+from state_comparison import assert_same_tables, identical
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from training_runs import CONFIG, prepared, run_in_memory, stop_and_resume, train_here
+from training_runs import CONFIG, Dropping, prepared, run_in_memory, stop_and_resume, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -25,21 +24,13 @@ from instrument.training.experiment import Experiment
 from instrument.training.forward import run_forward
 from instrument.training.input_gradients import with_input_gradients
 
-CLOCK = ["seconds", "samples_per_second"]
 SAMPLES, BATCH = 50, 16
 OUTPUTS = {"layers": "**", "kind": "forward", "action": "record", "tensors": True}
 SALIENCY = {"layers": "0", "kind": "full_backward", "action": "record", "tensors": True}
 WEIGHTS = {"layers": "**", "kind": "parameter_grad_micro", "action": "record", "tensors": True}
 
 
-class Net(nn.Sequential):
-    """A model whose state a forward pass in training mode would change."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
-
-
-class TwoOutputs(Net):
+class TwoOutputs(Dropping):
     """A model that returns its logits in a mapping, and changes its input in place."""
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -68,7 +59,7 @@ DATA = {**CONFIG["data"], "slice": {"stop": SAMPLES}}
 
 
 def prepare_forward(**changes: Any) -> Experiment:
-    model = {"_target_": f"{__name__}.Net"}
+    model = {"_target_": "training_runs.Dropping"}
     return prepared(**{"mode": "forward", "model": model, "data": DATA, **changes})
 
 
@@ -298,7 +289,7 @@ def as_entries(samples: list[Any]) -> dict[str, Tensor]:
     return {"input": torch.stack(images), "labels": torch.tensor([int(each) for each in classes])}
 
 
-class Classifier(Net):
+class Classifier(Dropping):
     """A model with the interface of those of Transformers."""
 
     def forward(self, input: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
@@ -377,14 +368,8 @@ def test_input_gradients_leave_targets_and_integers_unchanged() -> None:
 
 
 COMMAND = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "data.slice.stop=200",
-    "train.batch_size=20",
-    "mode=forward",
-    "hooks=activations",
-    "hooks.activations.every=2",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.slice.stop=200", "train.batch_size=20"),
+    *("mode=forward", "hooks=activations", "hooks.activations.every=2"),
 ]
 
 
@@ -400,9 +385,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_resumed_forward_run_equals_an_uninterrupted_run(runs: Path) -> None:
     whole, resumed = (instrument.load(runs / name) for name in ("whole", "stopped"))
-    for name in ("stats", "coverage", "layers"):
-        pd.testing.assert_frame_equal(getattr(whole, name), getattr(resumed, name), check_exact=True)
-    pd.testing.assert_frame_equal(whole.metrics.drop(columns=CLOCK), resumed.metrics.drop(columns=CLOCK))
+    assert_same_tables(whole, resumed, "stats", "coverage", "layers", "metrics")
     assert list(resumed.events[resumed.events.rule == "resumed"].message) == ["the run continues after 6 steps"]
     assert [whole.info["metrics"][name] for name in ("loss", "accuracy")] == [
         resumed.info["metrics"][name] for name in ("loss", "accuracy")
@@ -437,8 +420,7 @@ def test_plots_show_forward_rows_by_default(runs: Path) -> None:
 def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     from instrument import plot
 
-    answer = cli(*COMMAND, "plan=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*COMMAND, "plan=true").expect(0)
     rows = len(instrument.load(runs / "whole").stats)
     assert "1 hook in 10 steps" in answer.out
     assert f"{rows}" in answer.out
@@ -451,8 +433,7 @@ def test_forward_commands(cli: Callable[..., Any], runs: Path) -> None:
     assert list(effects.phase) == ["forward"]
     assert plot.compare(sweep).axes[0].get_title() == "loss (forward)"
     assert "\nmean  " in cli(*COMMAND).out
-    answer = cli(*COMMAND, "task=forward")
-    assert answer.code == 0, answer.err
+    answer = cli(*COMMAND, "task=forward").expect(0)
     assert "\nmean  " not in answer.out
 
 

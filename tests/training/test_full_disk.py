@@ -25,15 +25,9 @@ from instrument.tables.schemas import TABLES
 FEW_STEPS = ["train.steps=60"]
 MANY_STEPS = ["train.steps=10000000"]
 RUN = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "hooks=activations",
-    "hooks.activations.every=1",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "hooks.activations.every=1"),
     "+hooks.kept={layers: '*', kind: forward, action: record, stats: none, tensors: true, every: 5}",
-    "+data.slice.stop=64",
-    "+data.eval_slice.stop=32",
-    "hydra.run.dir=out",
+    *("+data.slice.stop=64", "+data.eval_slice.stop=32", "hydra.run.dir=out"),
 ]
 NUMBERS = itertools.count()
 SCRIPT = Path(__file__).with_name("run_with_limits.py")
@@ -188,8 +182,7 @@ def test_sigterm_closes_files_and_exits_with_code_1(workdir: Path) -> None:
 def test_folder_of_a_running_or_killed_run_is_refused(workdir: Path) -> None:
     first = start(*MANY_STEPS)
     wait_until_training(first)
-    refused = run_in(workdir, *RUN)
-    assert refused.code == 2
+    refused = run_in(workdir, *RUN).expect(2)
     assert "the folder already contains a run" in refused.err
     first.send(signal.SIGKILL)
     assert first.wait().returncode == -signal.SIGKILL

@@ -105,18 +105,10 @@ def test_function_of_kept_tensors_is_not_refused() -> None:
     try_function(lambda tensor, context: tensor + context.tensors["other"]["1"])
 
 
+SIMPLE = "forward forward_pre full_backward full_backward_pre tensor parameter_grad post_accumulate_grad step_pre"
 KINDS: list[dict[str, Any]] = [
-    {},
-    {"kind": "forward_pre"},
-    {"kind": "full_backward"},
-    {"kind": "full_backward_pre"},
-    {"kind": "tensor"},
-    {"kind": "parameter_grad"},
-    {"kind": "post_accumulate_grad"},
-    {"kind": "step_pre"},
+    *({"kind": kind} for kind in (*SIMPLE.split(), "state_dict_post", "loss")),
     {"kind": "step_post", "role": "param"},
-    {"kind": "state_dict_post"},
-    {"kind": "loss"},
     {"kind": "function", "functions": "linear"},
     {"kind": "function", "functions": "linear", "role": "input"},
     {"kind": "function_grad", "functions": "linear"},
@@ -240,9 +232,8 @@ def test_action_runs_on_the_first_and_on_the_smallest_batch() -> None:
     assert "the tensor is float32 [3, 3]" in problem.message
     trials = try_hook(model, {**spec, "phase": "eval"}, 6, 4)
     assert not trials.failures
-    assert (
-        trials.smallest_batch_size("train") == 4
-    )  # also without a hook that sees it, so that hooks change no count of calls
+    # Also without a hook that sees it, so that hooks change no count of calls.
+    assert trials.smallest_batch_size("train") == 4
 
 
 class InTransform(nn.Module):
@@ -292,10 +283,8 @@ def test_moments_of_a_long_run_are_found_in_its_first_epoch() -> None:
         asked.append(step)
         return (2,)
 
-    plan = make_plan(
-        parse_hooks({"mine": {"layers": "0", "kind": "forward", "action": "scale", "factor": 2.0}}),
-        nn.Sequential(nn.Linear(4, 3)),
-    )
+    spec = {"layers": "0", "kind": "forward", "action": "scale", "factor": 2.0}
+    plan = make_plan(parse_hooks({"mine": spec}), nn.Sequential(nn.Linear(4, 3)))
     length = Length(steps=10**12, accumulate=1, epoch_batches=3, evaluations=Evaluations(10**12, 10), eval_batches=1)
     HookTrials(plan, 0, RunArchive(), length, {"train": sizes})
     assert asked == [0, 1, 2]

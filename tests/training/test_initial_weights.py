@@ -160,8 +160,7 @@ def test_file_is_loaded_before_apply(cli: Cli, weights: dict[str, torch.Tensor])
     layer = head.removesuffix(".weight")
     fill = f'+apply.head={{layers: "{layer}", action: fill, value: 0.5}}'
     path = ["init_from.path=weights.pt", "init_from.strict=false"]
-    answer = cli(*RUN, "mode=forward", *path, fill, "hydra.run.dir=out", "train.save=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*RUN, "mode=forward", *path, fill, "hydra.run.dir=out", "train.save=true").expect(0)
     saved = torch.load("out/weights.pt", weights_only=True)
     assert saved[head].eq(0.5).all()
     assert torch.equal(saved["layers.0.0.weight"], weights["layers.0.0.weight"])
@@ -221,8 +220,7 @@ def test_resumed_training_needs_no_weights(workdir: Path, weights: dict[str, tor
 
 def test_weights_that_cannot_be_saved_are_reported(cli: Cli) -> None:
     Path("out/weights.pt").mkdir(parents=True)
-    answer = cli(*RUN, "train.save=true", "hydra.run.dir=out")
-    assert answer.code == 1
+    answer = cli(*RUN, "train.save=true", "hydra.run.dir=out").expect(1)
     assert "weights.pt cannot be written: Is a directory" in answer.err
     assert not Path("out/weights.tmp").exists()
     assert len(instrument.load("out").metrics) == 5

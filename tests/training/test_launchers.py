@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import joblib
-import pandas as pd
 import pytest
 from conftest import REPOSITORY
+from state_comparison import assert_same_tables
 from waiting import TIMEOUT, wait_until, wait_until_training
 
 import instrument
@@ -29,7 +29,6 @@ FAILING = (
     "hooks.seen.layers=layers.0,decodr,layers",
     "hooks.seen.every=2",  # a known field that no file defines
 )
-TIMES = ["seconds", "samples_per_second"]
 
 
 def folders(folder: str) -> set[str]:
@@ -56,8 +55,7 @@ def test_jobs_share_the_cores(cli: Cli, monkeypatch: pytest.MonkeyPatch, launche
     jobs = "+model.note=0,1,2" if launcher == "processes" else "+model.note=0,1"
     at_once = ("hydra.launcher.n_jobs=2",) if launcher == "processes" else ()
     options = (f"hydra/launcher={launcher}", *at_once, "hydra.sweep.dir=out")
-    answer = cli("-m", *TINY[2:], "+model._target_=threads.Net", jobs, *options)
-    assert answer.code == 0, answer.err
+    answer = cli("-m", *TINY[2:], "+model._target_=threads.Net", jobs, *options).expect(0)
     notes = [file.read_text().split() for file in Path().glob("note_*")]
     assert f"{len(notes)} jobs in out" in answer.out
     assert "OMP_NUM_THREADS" not in os.environ
@@ -85,8 +83,7 @@ def write_custom_model(name: str) -> None:
 @pytest.mark.parametrize("launcher", [PROCESSES, ("hydra/launcher=slurm_local",)], ids=lambda given: given[0])
 def test_refused_job_does_not_stop_others_and_sets_the_exit_code(cli: Cli, launcher: tuple[str, ...]) -> None:
     arguments = (*TINY, *FAILING, "hydra.sweep.dir=out", *launcher)
-    answer = cli("-m", *arguments)
-    assert answer.code == 2
+    answer = cli("-m", *arguments).expect(2)
     assert "Traceback" not in answer.err
     assert folders("out") == {"0", "1", "2"}
     assert list(instrument.load("out").runs.status) == ["done", "done"]
@@ -133,8 +130,7 @@ def test_jobs_in_worker_processes_give_the_same_rows(cli: Cli) -> None:
     sweep_arguments = ("-m", *TINY[2:], *hooks, "+model._target_=noted.Net", "+model.note=0,1")
     assert cli(*sweep_arguments, "hydra.sweep.dir=here").code == 0
     at_once = ("hydra.launcher.pre_dispatch=1",)  # both jobs run in the same process
-    answer = cli(*sweep_arguments, "hydra.sweep.dir=there", *PROCESSES, *at_once)
-    assert answer.code == 0, answer.err
+    answer = cli(*sweep_arguments, "hydra.sweep.dir=there", *PROCESSES, *at_once).expect(0)
     labels = [Sweep(Path("there")).label(job) for job in Sweep(Path("there")).jobs()]
     assert labels == ["model.note=0", "model.note=1"]
     lines = [line.split("  ") for line in answer.out.splitlines() if line.startswith("there/")]
@@ -142,10 +138,9 @@ def test_jobs_in_worker_processes_give_the_same_rows(cli: Cli) -> None:
     assert all("loss" in line[2] and "accuracy" in line[3] for line in lines)
     here, there = instrument.load("here"), instrument.load("there")
     assert str(os.getpid()) not in {Path(f"note_{note}").read_text().split()[1] for note in (0, 1)}
-    for table in ("stats", "distributions", "effects", "metrics", "coverage", "layers"):
-        left, right = (getattr(sweep, table).drop(columns=TIMES, errors="ignore") for sweep in (here, there))
-        assert len(left) > 0
-        pd.testing.assert_frame_equal(left, right, check_exact=True)
+    tables = ("stats", "distributions", "effects", "metrics", "coverage", "layers")
+    assert all(len(getattr(here, table)) for table in tables)
+    assert_same_tables(here, there, *tables)
 
 
 @pytest.mark.slow

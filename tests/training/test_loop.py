@@ -28,13 +28,6 @@ from instrument.training.loop import Progress, evaluate, gradient_norm, train_st
 DATA = {"dataset": DIGITS, "slice": {"stop": 48}, "eval_slice": {"split": "test", "stop": 50}}
 
 
-class Dropping(nn.Sequential):
-    """A model that uses random numbers in training only."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.BatchNorm1d(16), nn.Linear(16, 10))
-
-
 def prepare_experiment(**overrides: Any) -> Experiment:
     return prepared(**{"data": DATA, **overrides})
 
@@ -90,7 +83,7 @@ def test_loop_is_bit_identical_to_a_plain_pytorch_loop() -> None:
 def test_closure_of_lbfgs_is_bit_identical_to_a_plain_pytorch_loop(accumulate: int) -> None:
     record = {"layers": "1", "action": "record"}
     config: dict[str, Any] = {
-        "model": {"_target_": f"{__name__}.Dropping"},
+        "model": {"_target_": "training_runs.Dropping"},
         "optimizer": {"_target_": "torch.optim.LBFGS", "max_iter": 4, "line_search_fn": "strong_wolfe"},
         "train": {"steps": 3, "batch_size": 16, "accumulate": accumulate},
         "hooks": {"outputs": {**record, "kind": "forward"}, "gradients": {**record, "kind": "parameter_grad"}},
@@ -336,7 +329,7 @@ def test_evaluations_are_every_n_steps_and_at_the_end(steps: int, every: int, at
 
 def test_evaluation_uses_the_full_slice_in_eval_mode() -> None:
     experiment = prepare_experiment(
-        model={"_target_": f"{__name__}.Dropping"}, train={"steps": 1, "batch_size": 16, "eval_batch_size": 7}
+        model={"_target_": "training_runs.Dropping"}, train={"steps": 1, "batch_size": 16, "eval_batch_size": 7}
     )
     model = experiment.model
     images, classes = (torch.stack([torch.as_tensor(item[i]) for item in experiment.data.test]) for i in (0, 1))  # type: ignore[attr-defined]
@@ -354,7 +347,7 @@ def test_evaluation_uses_the_full_slice_in_eval_mode() -> None:
 
 
 def test_evaluation_interval_does_not_change_training() -> None:
-    model = {"_target_": f"{__name__}.Dropping"}
+    model = {"_target_": "training_runs.Dropping"}
     often, once = (
         prepare_experiment(model=model, train={"steps": 4, "batch_size": 16, "eval_every": every}) for every in (1, 0)
     )

@@ -21,8 +21,7 @@ def test_record_hooks_keep_losses_bit_identical_at_93_percent(
     monkeypatch.setenv("INSTRUMENT_DATA", str(mnist_root))
     data = [] if real else ["data=digits", "data.dataset.size=28"]
     for name, more in (("recorded", []), ("baseline", WITHOUT_HOOKS)):
-        answer = cli("+exp=mnist_record", *data, *more, f"hydra.run.dir={name}")
-        assert answer.code == 0, answer.err
+        cli("+exp=mnist_record", *data, *more, f"hydra.run.dir={name}").expect(0)
     recorded, baseline = instrument.load("recorded"), instrument.load("baseline")
     assert len(baseline.stats) == len(baseline.coverage) == 0
     assert set(recorded.stats.hook) == {"activations", "flow", "gradients", "updates"}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from training_runs import DIGITS, compose, prepared, stop_and_resume, train_here
+from training_runs import DIGITS, Dropping, compose, prepared, stop_and_resume, train_here
 
 import instrument
 from instrument import ConfigError, MemorySink
@@ -38,11 +38,11 @@ TRAINED = {"layers": "**", "kind": "full_backward", "action": "record", "tensors
 STEPS = 5
 
 
-class Net(nn.Sequential):
+class Net(Dropping):
     """A model that uses random numbers, changes a buffer in each pass, and has BatchNorm."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
+        super().__init__()
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
@@ -261,11 +261,7 @@ def test_forward_phase_works_in_a_custom_loop() -> None:
 
 def test_run_with_probe_batch_is_resumed_and_verified(cli: Callable[..., Any], workdir: Path) -> None:
     arguments = [
-        "model=mlp",
-        "model.sizes=[64,16,10]",
-        "data=digits",
-        "data.probe_batch=5",
-        "train.steps=8",
+        *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "data.probe_batch=5", "train.steps=8"),
         '+hooks.flow={layers: "**", kind: full_backward, action: record, phase: probe, every: 4}',
         "train.checkpoint.every=4",
     ]
@@ -273,8 +269,7 @@ def test_run_with_probe_batch_is_resumed_and_verified(cli: Callable[..., Any], w
     resumed = stop_and_resume(workdir / "stopped", *arguments, calls=6)
     assert whole.stats.equals(resumed.stats)
     assert sorted(set(whole.stats.step)) == [0, 4, 8]
-    answer = cli(*arguments, "plan=true")
-    assert answer.code == 0, answer.err
+    answer = cli(*arguments, "plan=true").expect(0)
     assert "every 4 steps, in probe" in answer.out
     assert f"{len(whole.stats)}" in answer.out
     assert verify(compose(*arguments)[0]).holds

@@ -363,16 +363,10 @@ def test_failing_evaluation_is_refused_before_step_0() -> None:
     ("fields", "message"),
     [
         ({"layers": "layers.0"}, None),
-        (
-            {"layers": "."},
-            r"hooks.put.run: this run recorded no tensors of layer '.' with role 'output'(.|\n)*layers.0 \[16, 16\]",
-        ),
-        (
-            {"layers": "layers.0", "layer": "layers.1"},
-            r"hooks.put.run: the vector has 10 numbers, but .* 'layers.0' has 16 units",
-        ),
+        ({"layers": "."}, r"hooks.put.run: this run recorded no tensors of layer '.' with role 'output'(.|\n)*layers.0 \[16, 16\]"),
+        ({"layers": "layers.0", "layer": "layers.1"}, r"hooks.put.run: the vector has 10 numbers, but .* 'layers.0' has 16 units"),
     ],
-)
+)  # fmt: skip
 def test_vectors_of_another_run_are_computed_before_step_0(
     clean: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], message: str | None
 ) -> None:
@@ -437,27 +431,18 @@ def test_samples_get_their_values_in_any_batch(clean: str, phase: str, part: dic
 @pytest.mark.parametrize(
     ("fields", "overrides", "message"),
     [
-        (
-            {},
-            {"data": {"slice": {"stop": 60}}},
-            r"put.run: the other run has no values of 10 of the 60 samples at 'layers.1'(.|\n)*indices 50, 51,",
-        ),
+        ({}, {"data": {"slice": {"stop": 60}}},
+         r"put.run: the other run has no values of 10 of the 60 samples at 'layers.1'(.|\n)*indices 50, 51,"),
         ({"steps": [0]}, {"data": {"slice": {"start": 45, "stop": 80}}}, r"no values of 27 of the 32 samples"),
-        (
-            {"layers": "."},
-            {},
-            r"put.layers: in the other run, no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1",
-        ),
-        (
-            {"layers": "layers.0"},
-            {"model": {**CONFIG["model"], "sizes": [64, 12, 10]}},
-            r"put.run: .*'layers.0' .*: the recorded tensor has shape \[16, 16\], the tensor to replace \[16, 12\]",
-        ),
+        ({"layers": "."}, {},
+         r"put.layers: in the other run, no tensors of this layer were recorded(.|\n)*allowed  layers.0, layers.1"),
+        ({"layers": "layers.0"}, {"model": {**CONFIG["model"], "sizes": [64, 12, 10]}},
+         r"put.run: .*'layers.0' .*: the recorded tensor has shape \[16, 16\], the tensor to replace \[16, 12\]"),
         ({"step": 1}, {}, r"no values of 32 of the 50 samples"),
         ({"kind": "parameter_grad"}, {}, r"'match: id' requires a batch, which the tensors of kind parameter_grad"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_samples_without_values_are_refused_before_step_0(
     clean: str, fields: dict[str, Any], overrides: dict[str, Any], message: str
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import run_in
 from fork_server import Command
-from state_comparison import identical
+from state_comparison import assert_same_tables, identical
 from tiers import portions
 from training_runs import CONFIG, DIGITS, failing_after
 
@@ -28,16 +28,10 @@ from instrument.training.checkpoint import Checkpoints
 from instrument.training.runner import run
 from instrument.training.terminal import Terminal
 
-CLOCK = ["seconds", "samples_per_second"]
 Cli = Callable[..., Any]
 TINY = [
-    "model=mlp",
-    "model.sizes=[64,16,10]",
-    "data=digits",
-    "hooks=activations",
-    "train.steps=12",
-    "train.checkpoint.every=5",
-    "hydra.run.dir=out",
+    *("model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations", "train.steps=12"),
+    *("train.checkpoint.every=5", "hydra.run.dir=out"),
 ]
 
 
@@ -59,9 +53,7 @@ def test_resumed_run_equals_an_uninterrupted_run(pairs: list[tuple[Path, Path]])
 
 def check_equal(uninterrupted: instrument.Run, killed: instrument.Run) -> None:
     assert (uninterrupted.info["status"], killed.info["status"]) == ("done", "done")
-    for name in ("stats", "effects", "coverage", "layers", "samples"):
-        pd.testing.assert_frame_equal(getattr(uninterrupted, name), getattr(killed, name), check_exact=True)
-    pd.testing.assert_frame_equal(uninterrupted.metrics.drop(columns=CLOCK), killed.metrics.drop(columns=CLOCK))
+    assert_same_tables(uninterrupted, killed, "stats", "effects", "coverage", "layers", "samples", "metrics")
     one, other = uninterrupted.tensors(), killed.tensors()
     assert [values.tobytes() for values in one["values"]] == [values.tobytes() for values in other["values"]]
     pd.testing.assert_frame_equal(one.drop(columns="values"), other.drop(columns="values"))
@@ -96,8 +88,7 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert (before.info["status"], len(before.metrics)) == ("failed", 8)
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000005.pt"]
     hydra = {file: file.read_bytes() for file in Path("out/.hydra").iterdir()}
-    answer = cli("resume=out")
-    assert answer.code == 0, answer.err
+    answer = cli("resume=out").expect(0)
     assert "step 12/12" in answer.out
     run = instrument.load("out")
     assert run.info["status"] == "done"
@@ -109,8 +100,7 @@ def test_resume_needs_only_the_folder_of_an_unfinished_run(cli: Cli, out: Path) 
     assert not (run.events.rule == "error").any(), "events of removed steps should be removed"
     assert {file: file.read_bytes() for file in Path("out/.hydra").iterdir()} == hydra
     assert [file.name for file in Path("out/checkpoints").iterdir()] == ["step-00000012.pt"]
-    answer = cli("resume=out")
-    assert answer.code == 2
+    answer = cli("resume=out").expect(2)
     assert "the run is already done" in answer.err
 
 
@@ -133,8 +123,7 @@ def test_resume_without_a_checkpoint_is_refused(workdir: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, arguments: list[str], message: str) -> None:
-    answer = cli(*arguments)
-    assert answer.code == 2
+    answer = cli(*arguments).expect(2)
     assert message in answer.err
     assert "Traceback" not in answer.err
     assert len(instrument.load("out").metrics) == 8
@@ -143,8 +132,7 @@ def test_invalid_resume_is_reported_and_keeps_the_rows(cli: Cli, out: Path, argu
 def test_resume_of_a_running_run_is_refused(cli: Cli, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder.reopen(Path("out"))
     monkeypatch.setattr("instrument.storage.lock.LOCK_TIMEOUT", 0.1)
-    answer = cli("resume=out")
-    assert answer.code == 2
+    answer = cli("resume=out").expect(2)
     assert "the run is in progress in another process" in answer.err
     folder.finish("failed", RuntimeError("over"))
 
@@ -183,16 +171,14 @@ def test_invalid_checkpoint_is_refused_without_unpickling(
     (path,) = Path("out/checkpoints").iterdir()
     write(path)
     record = Path("out/run.json").read_text()
-    answer = cli("resume=out")
-    assert answer.code == 2, answer.err
+    answer = cli("resume=out").expect(2)
     assert message in answer.err
     assert Path("out/run.json").read_text() == record
     assert len(instrument.load("out").metrics) == 8
 
 
 def test_plan_of_a_resumed_run_uses_its_configuration(cli: Cli, out: Path) -> None:
-    answer = cli("resume=out", "plan=true")
-    assert answer.code == 0
+    answer = cli("resume=out", "plan=true").expect(0)
     assert "activations" in answer.out
     assert instrument.load("out").info["status"] == "failed"
 
@@ -209,8 +195,7 @@ def test_unloadable_state_is_reported_at_the_first_checkpoint(
 ) -> None:
     keep = torch.optim.SGD.state_dict
     monkeypatch.setattr(torch.optim.SGD, "state_dict", lambda self: {**keep(self), "odd": extra_state})
-    answer = cli(*TINY)
-    assert answer.code == 1
+    answer = cli(*TINY).expect(1)
     assert message in answer.err
     assert "Traceback" not in answer.err
     assert not list(Path("out/checkpoints").glob("*.pt"))
@@ -337,8 +322,7 @@ def test_checkpoints_have_unmodified_values_with_state_dict_hooks(workdir: Path)
         assert identical(baseline[name], uninterrupted[name]), name
         assert identical(baseline[name], resumed[name]), name
     one, other = instrument.load("whole"), instrument.load("out")
-    for name in ("stats", "effects", "coverage"):
-        pd.testing.assert_frame_equal(getattr(one, name), getattr(other, name), check_exact=True)
+    assert_same_tables(one, other, "stats", "effects", "coverage")
     assert one.effects.empty
 
     coverage = one.coverage.set_index("hook")
