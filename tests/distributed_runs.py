@@ -54,14 +54,7 @@ def run_processes(
 
 
 def start(folder: Path, name: str, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Train as `run_processes` does, but compose the configuration in this process, once for all ranks.
-
-    Args:
-        folder: Working directory.
-        name: Name of the run folder.
-        arguments: Arguments of the command line.
-        processes: Number of processes.
-    """
+    """Train as `run_processes` does, but compose the configuration in this process, once for all ranks."""
     with contextlib.chdir(folder):
         _, raw = compose(*arguments)
     return run_processes(folder, json.dumps(raw), name, processes=processes, module=RUN / "train_config.py")
@@ -77,13 +70,7 @@ def train(folder: Path, name: str, *arguments: str, processes: int = 1) -> instr
 
 
 def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """Run `python -m instrument` with the real torchrun, for tests of the behavior of torchrun.
-
-    Args:
-        place: Working directory.
-        arguments: Arguments of the command line.
-        processes: Number of processes.
-    """
+    """Run `python -m instrument` with the real torchrun, for tests of the behavior of torchrun."""
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "instrument"]
     return subprocess.run(
         [sys.executable, "-m", *launcher, *arguments],

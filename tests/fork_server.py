@@ -55,11 +55,7 @@ class Command:
                 os.environ["PYTHONPATH"] = before
 
     def send(self, number: int) -> None:
-        """Send a signal to the process.
-
-        Args:
-            number: Number of the signal.
-        """
+        """Send a signal to the process."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 

@@ -62,18 +62,9 @@ def train(
     shape: tuple[int, ...] = (4,),
     at_step: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> instrument.Run:
-    """Train a model on random numbers with hooks.
+    """Train a model on random numbers of shape [8, *shape] with hooks, and load the run.
 
-    Args:
-        folder: Folder of the run.
-        model: Model to train, with input [8, *shape].
-        hooks: Hook configuration by name.
-        steps: Number of steps. Default: 6.
-        shape: Shape of one sample. Default: (4,).
-        at_step: Called with the step index and the model before each step. Default: no effect.
-
-    Returns:
-        The loaded run.
+    `at_step` is called with the step index and the model before each step.
     """
     import torch
 
@@ -100,23 +91,14 @@ def convolutional() -> nn.Module:
 
 
 def deep(layers: int) -> nn.Module:
-    """Create a sequence of alternating `Linear` and `ReLU` modules, from [N, 4] to [N, 4].
-
-    Args:
-        layers: Number of modules.
-    """
+    """Create a sequence of alternating `Linear` and `ReLU` modules, from [N, 4] to [N, 4]."""
     from torch import nn
 
     return nn.Sequential(*(nn.Linear(4, 4) if i % 2 == 0 else nn.ReLU() for i in range(layers)))
 
 
 def copy_unfinished(folder: Path, to: Path) -> Callable[[int, nn.Module], None]:
-    """Create an `at_step` function that copies the unfinished run at step 3. No process holds the lock of the copy.
-
-    Args:
-        folder: Folder of the run.
-        to: Folder of the copy.
-    """
+    """Create an `at_step` function that copies the unfinished run at step 3. No process holds the lock of the copy."""
 
     def copy(step: int, model: nn.Module) -> None:
         if step == 3:
@@ -198,13 +180,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def new_page(browser: Browser, *, width: int = 1400, dark: bool = False) -> Page:
-    """Open a page with a timeout of `TIMEOUT` seconds. Pages share a context, and thereby the compiled scripts.
-
-    Args:
-        browser: Browser of the page.
-        width: Width of the page in pixels. Default: 1400.
-        dark: Whether the page is in dark mode. Default: False.
-    """
+    """Open a page with a timeout of `TIMEOUT` seconds. Pages share a context, and thereby the compiled scripts."""
     context = browser.contexts[0] if browser.contexts else browser.new_context()
     page = context.new_page()
     page.set_viewport_size({"width": width, "height": 900})

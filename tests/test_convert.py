@@ -33,8 +33,7 @@ def test_converted_file_runs_as_an_experiment(tool: str, cli: Callable[..., Any]
     Path(name).write_text(text)
     assert main([name, "--from", tool, "-o", "conf/exp/mine.yaml"]) == 0
     small = ["model=mlp", "model.sizes=[64,8,10]", "data=digits", "data.slice.stop=64", "data.eval_slice.stop=32"]
-    answer = cli("+exp=mine", *small, "train.steps=1", "hydra.run.dir=runs/mine")
-    assert answer.code == 0, answer.err
+    answer = cli("+exp=mine", *small, "train.steps=1", "hydra.run.dir=runs/mine").expect(0)
     assert "did not fire" not in answer.err
     assert "Recorded" in answer.out
 

@@ -30,8 +30,7 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
     def run(name: str, *overrides: str, multirun: bool = False) -> instrument.Run:
         path = folder / f"{name}_{next(numbers)}"
         where = f"hydra.{'sweep' if multirun else 'run'}.dir={path}"
-        answer = run_in(folder, *(["-m"] if multirun else []), f"+exp={name}", *overrides, where)
-        assert answer.code == 0, answer.err
+        answer = run_in(folder, *(["-m"] if multirun else []), f"+exp={name}", *overrides, where).expect(0)
         path.with_suffix(".txt").write_text(answer.out)
         return instrument.load(path)
 

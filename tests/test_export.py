@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tracker_files import history, key, metrics, read_tensorboard, read_wandb, row
+from run_folders import write_run
+from tracker_files import history, keep_data_local, key, metrics, read_tensorboard, read_wandb, row
 
 import instrument
 from instrument.analysis.replay import replay
@@ -30,12 +32,10 @@ Cli = Callable[..., Any]
 ALL = [name for name, table in TABLES.items() if table.names[0] == "step"]
 
 
-def make_run(folder: Path, *, close: bool = True, tensors: str = "list", **info: Any) -> Path:
+def make_run(folder: Path, *, close: bool = True, status: str = "done") -> Path:
     """Write a run of three steps."""
-    folder.mkdir(parents=True)
-    record = {"status": "done", "seed": 0, "overrides": {}, "metrics": {}, "config": {"name": "tried"}, **info}
-    (folder / "run.json").write_text(json.dumps(record))
-    sink = ParquetSink(folder, tensors=tensors)  # type: ignore[arg-type]
+    write_run(folder, config={"name": "tried"}, status=status)
+    sink = ParquetSink(folder)
     for step in range(3):
         sink.write("metrics", [metrics(step, loss=step + 0.5, skipped=False)])
         sink.write("stats", [row("stats", *key(step), numel=8, mean=0.1 * step)])
@@ -127,12 +127,7 @@ def test_tensorboard_export_equals_live_logging(cli: Cli, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_export_creates_runs_in_wandb_and_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DIR": "",
-        "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_TRACKING_URI": (tmp_path / "mlruns").as_uri(),
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    keep_data_local(monkeypatch, tmp_path)
     folder = make_run(tmp_path / "run", status="failed")
     assert export.main([str(folder), "--to", "wandb"]) == 0
     records = read_wandb(folder)
@@ -179,25 +174,13 @@ def test_csv_has_one_file_per_table_with_equal_values(tmp_path: Path, capsys: py
     assert list(pd.read_csv(folder / "csv" / "effects.csv").columns) == TABLES["effects"].schema.names
 
 
-def make_tensor_run(folder: Path, **records: list[tuple[tuple[Any, ...], torch.Tensor]]) -> Path:
-    """Write a run with recorded tensors."""
-    folder.mkdir()
-    (folder / "run.json").write_text('{"status": "done"}')
-    for mode, tensors in records.items():
-        sink = ParquetSink(folder, tensors=mode)  # type: ignore[arg-type]
-        for at, tensor in tensors:
-            sink.keep(at, list(tensor.shape), tensor)
-            sink.end_step()
-        sink.close()
-    return folder
-
-
 def test_dtype_unknown_to_numpy_is_reported_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [
-        (key(0, layer="odd"), torch.zeros(2, 2, 2, dtype=torch.uint8).view(torch.bits8)),
-        (key(1), torch.ones(2, 2, 2)),
-    ]
-    folder = make_tensor_run(tmp_path / "run", bytes=records)
+    folder = write_run(tmp_path / "run")
+    sink = ParquetSink(folder, tensors="bytes")
+    sink.keep(key(0, layer="odd"), [2, 2, 2], torch.zeros(2, 2, 2, dtype=torch.uint8).view(torch.bits8))
+    sink.keep(key(1), [2, 2, 2], torch.ones(2, 2, 2))
+    sink.end_step()
+    sink.close()
     assert export.main([str(folder), "--to", "tensorboard"]) == 1
     assert "NumPy does not support bits8" in capsys.readouterr().err
     assert list(read_tensorboard(folder / "tensorboard")["images"]) == ["seen/a.0/image"]
@@ -271,13 +254,17 @@ def test_features_are_exported_with_ids(
     assert isinstance(instrument.load(tmp_path / "run"), instrument.Run)  # the folder is still that of a run
 
 
-def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
-    hooks = {"f": {"layers": ".", "kind": "forward", "action": "record", "tensors": True, "dtype": "float16"}}
-    model = torch.nn.Unflatten(1, (2, 2))
-    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
-        probe.batch(ids=[0, 1])
-        model(torch.arange(8.0).reshape(2, 4))
+def record(folder: Path, model: torch.nn.Module, inputs: torch.Tensor, *hooks: str, **fields: str) -> None:
+    """Record the outputs of all layers in a step, each with these hooks."""
+    spec = {"layers": "**", "kind": "forward", "action": "record", "tensors": True, **fields}
+    with instrument.attach(model, dict.fromkeys(hooks or ("f",), spec), out=folder) as probe:
+        probe.batch(ids=[*range(len(inputs))])
+        model(inputs)
         probe.end_step()
+
+
+def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
+    record(tmp_path / "run", torch.nn.Unflatten(1, (2, 2)), torch.arange(8.0).reshape(2, 4), dtype="float16")
     assert export.main([str(tmp_path / "run"), "--to", "csv", "--features", ".", "--out", str(tmp_path / "out")]) == 0
     frame = pd.read_csv(tmp_path / "out" / "_root_.csv")
     assert frame.to_numpy().tolist() == [[0, 0, 1, 2, 3], [1, 4, 5, 6, 7]]
@@ -285,13 +272,8 @@ def test_half_precision_and_root_features_are_exported(tmp_path: Path) -> None:
 
 def test_layer_names_are_not_paths(tmp_path: Path) -> None:
     names = ["/etc/passwd", "x" * 300]
-    model = torch.nn.ModuleDict({name: torch.nn.Identity() for name in names})
-    hooks = {"f": {"types": "Identity", "layers": "**", "kind": "forward", "action": "record", "tensors": True}}
-    with instrument.attach(model, hooks, out=tmp_path / "run") as probe:
-        probe.batch(ids=[0])
-        for module in model.values():
-            module(torch.zeros(1, 2))
-        probe.end_step()
+    model = torch.nn.Sequential(OrderedDict({name: torch.nn.Identity() for name in names}))
+    record(tmp_path / "run", model, torch.zeros(1, 2))
     for name in names:
         assert export.main([str(tmp_path / "run"), "--to", "npz", "--features", name]) == 0
     files = sorted(file.name for file in (tmp_path / "run" / "features").iterdir())
@@ -331,12 +313,7 @@ def test_invalid_exports_of_features_are_refused(
 
 
 def test_advice_for_an_ambiguous_layer_has_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record = {"layers": "0", "kind": "forward", "action": "record", "tensors": True}
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
-    with instrument.attach(model, {"f": record, "g": record}, out=tmp_path / "run") as probe:
-        probe.batch(ids=[0])
-        model(torch.randn(1, 3))
-        probe.end_step()
+    record(tmp_path / "run", torch.nn.Sequential(torch.nn.Linear(3, 2)), torch.randn(1, 3), "f", "g")
     command = [str(tmp_path / "run"), "--to", "npz", "--features", "0"]
     assert export.main(command) == 2
     assert "fix      pass --select hook='f'" in capsys.readouterr().err

@@ -26,10 +26,7 @@ EXAMPLE_RUN = "runs/mnist_hooks/2026-11-21_09-00-00-000000"
 
 
 SHORT = [
-    "train.steps=2",
-    "data.slice.stop=128",
-    "++data.eval_slice.stop=64",
-    "hooks.digit.steps=[0]",
+    *("train.steps=2", "data.slice.stop=128", "++data.eval_slice.stop=64", "hooks.digit.steps=[0]"),
     "hooks.digit_maps.steps=[0]",
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from hydra.types import RunMode
+from torch import nn
 
 import instrument
 from instrument import MemorySink, Probe
@@ -35,28 +36,23 @@ CONFIG: dict[str, Any] = {
 """The sections of a small training on digits."""
 
 
-def prepared(strategy: Strategy | None = None, **sections: Any) -> Experiment:
-    """Return an experiment with the sections of `CONFIG`, of which the given ones are replaced.
+class Dropping(nn.Sequential):
+    """A network for digits with dropout, and with batch normalization, whose buffers a pass in training mode changes."""
 
-    Args:
-        strategy: Strategy of several processes. Default: that of one process.
-        sections: Sections and other keys of the configuration.
-    """
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
+
+
+def prepared(strategy: Strategy | None = None, **sections: Any) -> Experiment:
+    """Return an experiment with the sections of `CONFIG`, of which the given ones are replaced, from seed 0."""
     torch.manual_seed(0)
     return prepare(parse_config({**CONFIG, **sections}), strategy)
 
 
 def run_in_memory(
-    experiment: Experiment,
-    report: Callable[[Progress], None] = lambda progress: None,
-    loop: Callable[..., Any] = train,
+    experiment: Experiment, report: Callable[[Progress], None] = lambda progress: None, loop: Callable[..., Any] = train
 ) -> tuple[MemorySink, dict[str, float | None]]:
-    """Run a prepared experiment.
-
-    Args:
-        experiment: The experiment.
-        report: Called after each step and each evaluation. Default: no effect.
-        loop: `train`, or `run_forward` for `mode: forward`. Default: `train`.
+    """Run a prepared experiment; `loop` is `run_forward` for `mode: forward`.
 
     Returns:
         The rows, and the metrics of the last evaluation or of all batches.
@@ -72,9 +68,7 @@ def run_in_memory(
 def failing_after(calls: int, function: str = "loop.gradient_norm") -> Iterator[None]:
     """Let a function of `instrument.training` raise `RuntimeError("stopped here")` after a number of calls.
 
-    Args:
-        calls: Number of calls that succeed.
-        function: Module and name. Default: `loop.gradient_norm`, which each step calls once.
+    Each step calls the default function once.
     """
     module, _, name = f"instrument.training.{function}".rpartition(".")
     original, left = getattr(__import__(module, fromlist=[name]), name), [calls]
@@ -91,21 +85,12 @@ def failing_after(calls: int, function: str = "loop.gradient_norm") -> Iterator[
 
 
 def compose(*arguments: str) -> tuple[RunConfig, dict[str, Any]]:
-    """Return the configuration of a command, validated and as a dictionary.
-
-    Args:
-        arguments: Arguments of the command line.
-    """
+    """Return the configuration of a command, validated and as a dictionary."""
     return read_config(config_loader().load_configuration("config", [*arguments], RunMode.RUN))
 
 
 def train_here(folder: Path, *arguments: str) -> instrument.Run:
-    """Train in this process, and load the run.
-
-    Args:
-        folder: Folder of the run. Its parent is the working directory.
-        arguments: Arguments of the command line.
-    """
+    """Train in this process, in the parent of the folder of the run, and load it."""
     with contextlib.chdir(folder.parent):
         config, raw = compose(*arguments)
         here = Path(folder.name)
@@ -115,11 +100,7 @@ def train_here(folder: Path, *arguments: str) -> instrument.Run:
 
 
 def resume_here(folder: Path) -> instrument.Run:
-    """Resume a run in this process, and load it.
-
-    Args:
-        folder: Folder of the run. Its parent is the working directory.
-    """
+    """Resume a run in this process, and load it."""
     raw = {**instrument.load(folder).info["config"], "resume": folder.name}
     with contextlib.chdir(folder.parent):
         run(parse_config(raw), Path(folder.name), Terminal(quiet=True), raw=raw, overrides={})

@@ -38,10 +38,5 @@ def wait_until(condition: Callable[[], object], process: Process | None = None) 
 
 
 def wait_until_training(process: Process, folder: Path = Path("out")) -> None:
-    """Wait until a run has recorded the metrics of a step.
-
-    Args:
-        process: Process of the run.
-        folder: Folder of the run. Default: `out`.
-    """
+    """Wait until a run has recorded the metrics of a step."""
     wait_until(lambda: list(folder.glob("journal/metrics-*")) and len(instrument.load(folder).metrics), process)
