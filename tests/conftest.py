@@ -178,6 +178,21 @@ class Answer:
         return self
 
 
+Call = Callable[..., Answer]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str]) -> Call:
+    """Function that calls the `main` of a command with its arguments."""
+
+    def run(main: Callable[[list[str]], int], *arguments: object) -> Answer:
+        capfd.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return Answer(code, *capfd.readouterr())
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def mnist_root() -> Path | None:
     """Folder with the MNIST files in the layout of torchvision; None if it is missing."""
