@@ -184,3 +184,20 @@ def test_gradient_penalty_sweep(experiment: Experiment) -> None:
     run = experiment("wgan_gp", "task.penalty=0,1,10", "train.steps=6", "quiet=true", multirun=True)
     assert sorted(run.runs["task.penalty"]) == [0, 1, 10]
     assert rows_of(run, "critic_gradients").groupby("task.penalty").l2.max().gt(0).all()
+
+
+@pytest.mark.slow
+def test_record_hooks_keep_losses_bit_identical_at_93_percent(experiment: Experiment, mnist_root: Path | None) -> None:
+    data = ["data=digits", "data.dataset.size=28"] if mnist_root is None else [f"data.root={mnist_root}"]
+    hooks = ("activations", "flow", "gradients", "updates")
+    recorded = experiment("mnist_record", *data)
+    baseline = experiment("mnist_record", *data, *(f"hooks.{name}=null" for name in hooks))
+    assert len(baseline.stats) == len(baseline.coverage) == 0
+    assert set(recorded.stats.hook) == set(hooks)
+    assert len(recorded.stats) > 500
+    for column in ("loss", "accuracy", "grad_norm"):
+        assert recorded.metrics[column].equals(baseline.metrics[column])
+    if mnist_root is not None:
+        assert recorded.info["data"]["train_samples"] == 6400
+        assert recorded.info["data"]["eval_samples"] == 10_000
+        assert recorded.info["metrics"]["accuracy"] >= 0.93

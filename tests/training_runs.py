@@ -43,6 +43,21 @@ class Dropping(nn.Sequential):
         super().__init__(nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 10))
 
 
+class Stateful(Dropping):
+    """The network with two counts of its passes: in a buffer, and in an attribute, which no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.passes += 1
+        self.calls += 1
+        scores: torch.Tensor = super().forward(images)
+        return scores
+
+
 def prepared(strategy: Strategy | None = None, **sections: Any) -> Experiment:
     """Return an experiment with the sections of `CONFIG`, of which the given ones are replaced, from seed 0."""
     torch.manual_seed(0)

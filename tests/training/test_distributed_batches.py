@@ -15,8 +15,8 @@ ARGUMENTS = (
     "+hooks.seen={layers: layers.0, kind: forward, action: record}",
 )
 DATA = {
-    "items": "data={dataset: {_target_: keyword_data.Rows}, num_workers: 1}",
-    "sampler": "data={dataset: {_target_: keyword_data.Rows}, sampler: {_target_: keyword_data.weighted}}",
+    "items": "data={dataset: {_target_: keyword_data.rows}, num_workers: 1}",
+    "sampler": "data={dataset: {_target_: keyword_data.rows}, sampler: {_target_: keyword_data.weighted}}",
     "stream": "data={dataset: {_target_: keyword_data.Stream}, num_workers: 1}",
 }
 

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 from distributed_loop import INTEGERS
+from distributed_runs import assert_close, matched
 from tiers import tiered
 from training_runs import CONFIG
 
@@ -125,15 +126,7 @@ def side_by_side(runs: Runs, variant: str, table: str, keys: list[str]) -> pd.Da
     one, other = getattr(runs["one"], table), getattr(runs[variant], table)
     if table != "metrics":
         one, other = (frame[frame["hook"] != "sums"] for frame in (one, other))
-    both = one.merge(other, on=keys, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
-    assert (both["_merge"] == "both").all()
-    return both
-
-
-def assert_close(both: pd.DataFrame, name: str) -> None:
-    here, there = both[name], both[f"{name}_there"]
-    assert (here.isna() == there.isna()).all(), name
-    assert ((here - there).abs() <= 1e-5 * here.abs() + 1e-12)[here.notna()].all(), name
+    return matched(one, other, keys)
 
 
 @pytest.mark.parametrize("variant", MERGED)
@@ -234,11 +227,7 @@ def test_compiled_runs_have_the_rows_of_uncompiled_ones(tmp_path: Path, parallel
         done = distributed_runs.run_processes(tmp_path, *small, *hooks, *more, processes=2)
         assert done.returncode == 0, done.stderr
         tables.append(instrument.load(tmp_path / name).stats)
-    both = tables[0].merge(tables[1], on=KEYS, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
-    assert (both["_merge"] == "both").all()
-    assert len(both) == len(tables[0]) > 0
-    off = (both["l2"] - both["l2_there"]).abs()
-    assert (off <= 1e-5 * both["l2"] + 1e-12).all()
+    assert_close(matched(*tables, KEYS), "l2")
 
 
 def test_distributed_run_has_one_folder(runs: Runs) -> None:

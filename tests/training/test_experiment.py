@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_runs import prepared, run_in_memory
+from training_runs import Stateful, prepared, run_in_memory
 
 from instrument import ConfigError
 from instrument.training.experiment import Experiment
@@ -18,32 +18,6 @@ SCHEDULERS = "torch.optim.lr_scheduler"
 class Lazy(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
-
-
-class Stateful(nn.Module):
-    """A model whose forward pass changes a counter, buffers and the random state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 10)
-        self.norm = nn.BatchNorm1d(10)
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return torch.dropout(self.norm(self.linear(images.flatten(1))), 0.5, self.training)
-
-
-class Counting(nn.Module):
-    """A model that counts its forward passes in a Python attribute, which no state dict has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.calls = nn.Linear(64, 10), 0
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.linear(images.flatten(1))  # type: ignore[no-any-return]
 
 
 def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8), **overrides: Any) -> Experiment:
@@ -70,10 +44,10 @@ def prepare_experiment(model: dict[str, Any], shape: tuple[int, ...] = (1, 8, 8)
 def test_hooks_change_no_number_of_forward_passes_before_step_0(fields: dict[str, Any]) -> None:
     """A smaller batch is tried also without a hook that may not fit it."""
     calls = []
-    for hooks in ({}, {"seen": {"layers": "linear", "kind": "forward", **fields}}):
+    for hooks in ({}, {"seen": {"layers": "1", "kind": "forward", **fields}}):
         train_config = {"steps": 3, "batch_size": 3}  # of 8 samples: the last batch is smaller
-        model = {"_target_": "test_experiment.Counting"}
-        calls.append(prepare_experiment(model, hooks=hooks, train=train_config).model.calls)
+        model = {"_target_": "training_runs.Stateful"}
+        calls.append(prepare_experiment(model, hooks=hooks, train=train_config).model.passes)
     assert calls[0] == calls[1]
 
 
@@ -139,7 +113,7 @@ def test_prepare_does_not_change_the_model_or_random_state() -> None:
     torch.manual_seed(0)
     plain = Stateful()
     state = torch.get_rng_state()
-    experiment = prepare_experiment({"_target_": f"{__name__}.Stateful"})
+    experiment = prepare_experiment({"_target_": "training_runs.Stateful"})
     assert torch.equal(torch.get_rng_state(), state)
     for (name, a), b in zip(plain.state_dict().items(), experiment.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
@@ -178,6 +152,15 @@ def test_frozen_parameters_are_not_optimized() -> None:
 def test_invalid_experiment_is_refused(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_experiment({"_target_": "instrument.training.models.MLP", "sizes": [64, 10]}, **overrides)
+
+
+def test_number_of_earlier_values_that_cannot_be_reached_is_reported() -> None:
+    when = {"stat": "l2", "above": 10, "times": "median", "after": 4}
+    tame = {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 1.0, "when": when}
+    message = r"hooks\.tame\.when\.after: cannot be reached: the hook fires 4 times at each parameter"
+    with pytest.raises(ConfigError, match=message):
+        prepared(hooks={"tame": tame}, train={"steps": 4, "batch_size": 64})
+    prepared(hooks={"tame": tame}, train={"steps": 5, "batch_size": 64})
 
 
 def test_layer_with_a_wrong_input_shape_is_named() -> None:

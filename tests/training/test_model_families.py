@@ -12,7 +12,6 @@ import yaml
 from state_comparison import identical
 from tiers import tiered
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from training_runs import run_in_memory
 
 from instrument import ConfigError
@@ -42,20 +41,7 @@ TASKS = {
 }
 
 
-class Items(Dataset[Any]):
-    """A dataset of given items."""
-
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
-
-
-def items(split: str, kind: str) -> Items:
+def items(split: str, kind: str) -> list[Any]:
     """Return random samples of a kind of data."""
     generator = torch.Generator().manual_seed(int(split == "train"))
 
@@ -89,19 +75,17 @@ def items(split: str, kind: str) -> Items:
                 return pixels(3, 40 + 8 * label, 48), {"boxes": box, "labels": torch.ones(len(box), dtype=torch.int64)}
             case "segments":
                 return pixels(3, 32, 32), torch.randint(3, (32, 32), generator=generator)
-            case "geometric":
+            case "geometric" | "graph":
+                nodes = 3 + index % 3
+                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
+                if kind == "graph":
+                    return {"nodes": pixels(nodes, 4), "edges": edges, "label": label}
                 from geometric import Data
 
-                nodes = 3 + index % 3
-                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
                 return Data(x=pixels(nodes, 4), edge_index=edges, y=torch.tensor([label]))
-            case "graph":
-                nodes = 3 + index % 3
-                edges = torch.tensor([[i, (i + 1) % nodes] for i in range(nodes)]).T
-                return {"nodes": pixels(nodes, 4), "edges": edges, "label": label}
         raise ValueError(kind)
 
-    return Items([sample(index) for index in range(SAMPLES)])
+    return [sample(index) for index in range(SAMPLES)]
 
 
 def with_return_loss(samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -332,8 +332,11 @@ def test_verify_command_prints_and_writes_the_certificate(verify_command: Callab
 def test_verify_command_fails_if_the_trainings_differ(
     verify_command: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def draws_random_number(self: Record, tensor: Any, context: Any) -> None:
+        torch.rand(1)
+
     use_general_path(monkeypatch)
-    monkeypatch.setattr(Record, "__call__", lambda self, tensor, context: torch.rand(1))
+    monkeypatch.setattr(Record, "__call__", draws_random_number)
     answer = verify_command().expect(1)
     assert "NOT EQUAL: step 0: the random state differs, with hook 'activations'" in answer.out
     assert "at the end, parameters differ by at most 0 (" in answer.out
