@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from fork_server import Command
@@ -67,6 +68,24 @@ def train(folder: Path, name: str, *arguments: str, processes: int = 1) -> instr
     done = start(folder, name, *arguments, processes=processes)
     assert done.returncode == 0, done.stderr
     return instrument.load(folder / name)
+
+
+def matched(one: pd.DataFrame, other: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """Return the rows of two tables next to each other; assert that they have the same keys, each once.
+
+    The columns of the second table have the suffix `_there`.
+    """
+    both = one.merge(other, on=keys, suffixes=("", "_there"), how="outer", indicator=True, validate="1:1")
+    assert (both["_merge"] == "both").all()
+    assert len(both)
+    return both
+
+
+def assert_close(both: pd.DataFrame, name: str) -> None:
+    """Assert that a column of `matched` is equal in both tables, except for the rounding of float32."""
+    here, there = both[name], both[f"{name}_there"]
+    assert (here.isna() == there.isna()).all(), name
+    assert ((here - there).abs() <= 1e-5 * here.abs() + 1e-12)[here.notna()].all(), name
 
 
 def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:

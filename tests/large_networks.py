@@ -12,16 +12,10 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
-LARGE = [
-    "vgg",
-    "regnet_x_32gf",
-    "regnet_y_32gf",
-    "regnet_y_128gf",
-    "convnext_large",
-    "wide_resnet101",
-    "vit_h",
-    "vit_l",
-]
+LARGE = (
+    *("vgg", "regnet_x_32gf", "regnet_y_32gf", "regnet_y_128gf", "convnext_large"),
+    *("wide_resnet101", "vit_h", "vit_l"),
+)
 
 
 def run_by_size(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -207,19 +207,8 @@ finally:
 """
 COMPILER = {"torch._dynamo", "torch._inductor", "sympy"}
 OPTIONAL = {
-    *(
-        "sklearn",
-        "scipy",
-        "torchvision",
-        "PIL",
-        "matplotlib",
-        "plotly",
-        "jinja2",
-        "duckdb",
-        "polars",
-        "fsspec",
-        "optuna",
-    )
+    *("sklearn", "scipy", "torchvision", "PIL", "matplotlib", "plotly", "jinja2"),
+    *("duckdb", "polars", "fsspec", "optuna"),
 }
 
 
