@@ -79,6 +79,18 @@ def run_in_memory(
         return sink, loop(experiment, probe, report)
 
 
+class ObservedTerminal(Terminal):
+    """Terminal that calls a function after each step and each evaluation, and prints nothing."""
+
+    def __init__(self, observe: Callable[[Progress], None]) -> None:
+        super().__init__(quiet=True)
+        self.observe = observe
+
+    @contextlib.contextmanager
+    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
+        yield self.observe
+
+
 @contextlib.contextmanager
 def failing_after(calls: int, function: str = "loop.gradient_norm") -> Iterator[None]:
     """Let a function of `instrument.training` raise `RuntimeError("stopped here")` after a number of calls.

@@ -12,14 +12,12 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from training_runs import CONFIG, DIGITS
+from training_runs import CONFIG, DIGITS, ObservedTerminal
 
 import instrument.storage.parquet
 from instrument.config.parse import parse_config
@@ -95,26 +93,16 @@ def config_of(number: int) -> dict[str, Any]:
     }
 
 
-class KillingTerminal(Terminal):
-    """Terminal that kills its process some milliseconds after a number of steps.
+def killing_terminal(steps: int, delay: float) -> Terminal:
+    """Return a terminal that kills its process some seconds after a number of steps of this process."""
+    left = [steps]
 
-    Args:
-        steps: Number of steps of this process before the kill.
-        delay: Seconds from the last step to the kill.
-    """
+    def count(progress: Progress) -> None:
+        left[0] -= progress.phase == "train"
+        if left[0] == 0:
+            signal.setitimer(signal.ITIMER_REAL, delay)  # SIGALRM, for which Python has no handler
 
-    def __init__(self, steps: int, delay: float) -> None:
-        super().__init__(quiet=True)
-        self.left, self.delay = steps, delay
-
-    @contextmanager
-    def progress(self, steps: int) -> Iterator[Callable[[Progress], None]]:
-        def show(progress: Progress) -> None:
-            self.left -= progress.phase == "train"
-            if self.left == 0:
-                signal.setitimer(signal.ITIMER_REAL, self.delay)  # SIGALRM, for which Python has no handler
-
-        yield show
+    return ObservedTerminal(count)
 
 
 def train_in_a_process(config: dict[str, Any], folder: Path, terminal: Terminal) -> int:
@@ -141,6 +129,6 @@ if __name__ == "__main__":
         for _ in range(kills):
             # After a checkpoint, before the end.
             steps = draw.randint(EVERY + 1, config["train"]["steps"] // (kills + 1))
-            terminal = KillingTerminal(steps, draw.uniform(0.0001, 0.01))
+            terminal = killing_terminal(steps, draw.uniform(0.0001, 0.01))
             assert os.WIFSIGNALED(train_in_a_process(config, folder / f"{number}-killed", terminal))
         assert train_in_a_process(config, folder / f"{number}-killed", Terminal(quiet=True)) == 0

@@ -257,17 +257,9 @@ def test_invalid_forward_is_reported(changes: dict[str, Any], where: str, words:
     assert words in str(problem)
 
 
-class Reversed:
-    """A sampler that gives the samples from the last to the first."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.order = range(len(dataset) - 1, -1, -1)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
+def backwards(dataset: Any) -> list[int]:
+    """Return the indices from the last to the first."""
+    return [*range(len(dataset) - 1, -1, -1)]
 
 
 def as_entries(samples: list[Any]) -> dict[str, Tensor]:
@@ -287,7 +279,7 @@ class Classifier(Dropping):
 def test_forward_takes_mappings_in_the_order_of_a_sampler(workers: int) -> None:
     data = {
         **DATA,
-        "sampler": {"_target_": f"{__name__}.Reversed"},
+        "sampler": {"_target_": f"{__name__}.backwards"},
         "collate_fn": {"_target_": f"{__name__}.as_entries"},
         "num_workers": workers,
     }

@@ -21,23 +21,6 @@ from instrument.plan.hook_plan import make_plan
 from instrument.plan.shape_inference import infer_shapes
 from instrument.training.hook_trials import HookTrials
 
-CALLS: list[tuple[str, str, int, str]] = []
-
-
-def seen(tensor: Tensor, context: Context) -> Tensor:
-    CALLS.append((context.layer, context.path, context.step, context.moment.phase))
-    return tensor * 1
-
-
-VALUE_SHAPES: list[torch.Size] = []
-
-
-def values(tensor: Tensor, context: Context) -> Tensor:
-    assert context.value is not None
-    VALUE_SHAPES.append(context.value.shape)
-    assert context.value.shape == tensor.shape
-    return tensor * 0
-
 
 def in_place(tensor: Tensor, context: Context) -> Tensor:
     return tensor.mul_(2)
@@ -138,7 +121,12 @@ def test_function_that_changes_training_is_refused(function: Callable[..., Any],
 
 
 def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
-    CALLS.clear()
+    calls: list[tuple[str, str, int, str]] = []
+
+    def seen(tensor: Tensor, context: Context) -> Tensor:
+        calls.append((context.layer, context.path, context.step, context.moment.phase))
+        return tensor * 1
+
     try_function(seen, layers="**", types=["Linear", "Tanh"], start=7)
     try_function(seen, kind="parameter_grad", steps=[9, 3])
     try_function(seen, phase="eval")
@@ -146,14 +134,21 @@ def test_function_is_called_once_per_tensor_at_its_first_step() -> None:
         *[("0", "", 7, "train"), ("1", "", 7, "train")],
         *[("0", "weight", 3, "train"), ("0", "bias", 3, "train")],
         ("0", "", 10, "eval"),
-    ] == CALLS
+    ] == calls
 
 
 @pytest.mark.parametrize("kind", ["full_backward", "parameter_grad"])
 def test_function_gets_the_value_of_its_gradient(kind: str) -> None:
-    VALUE_SHAPES.clear()
+    shapes: list[torch.Size] = []
+
+    def values(tensor: Tensor, context: Context) -> Tensor:
+        assert context.value is not None
+        shapes.append(context.value.shape)
+        assert context.value.shape == tensor.shape
+        return tensor * 0
+
     try_function(values, kind=kind)
-    assert VALUE_SHAPES, "the trial called the function"
+    assert shapes, "the trial called the function"
 
 
 def test_trial_keeps_values_and_random_states() -> None:

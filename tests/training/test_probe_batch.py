@@ -23,17 +23,10 @@ from instrument.training.loop import Progress, train
 from instrument.training.verification.comparison import verify
 from instrument.training.verification.fingerprints import _fingerprint
 
-MAPS = {"layers": "1", "kind": "forward", "action": "record", "phase": "probe", "every": 2, "tensors": True}
-FLOW = {
-    "layers": "**",
-    "kind": "full_backward",
-    "action": "record",
-    "phase": "probe",
-    "steps": [0, 3, 5],
-    "tensors": True,
-}
-WEIGHTS = {"layers": "**", "kind": "parameter_grad_micro", "action": "record", "phase": "probe", "tensors": True}
 SUMS = {"layers": "**", "kind": "post_accumulate_grad", "action": "record", "phase": "probe"}
+MAPS = {**SUMS, "layers": "1", "kind": "forward", "every": 2, "tensors": True}
+FLOW = {**SUMS, "kind": "full_backward", "steps": [0, 3, 5], "tensors": True}
+WEIGHTS = {**SUMS, "kind": "parameter_grad_micro", "tensors": True}
 TRAINED = {"layers": "**", "kind": "full_backward", "action": "record", "tensors": True}
 STEPS = 5
 
