@@ -160,13 +160,7 @@ def pytest_runtest_setup() -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command.
-
-    Attributes:
-        code: Exit code.
-        out: Text printed to stdout.
-        err: Text printed to stderr.
-    """
+    """The exit code of a command, and the texts printed to stdout and stderr."""
 
     code: int
     out: str
@@ -214,6 +208,12 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         file = getattr(sys.modules[name], "__file__", None)
         if file and Path(file).is_relative_to(tmp_path):
             del sys.modules[name]
+
+
+def write(path: str, text: str) -> None:
+    """Write a file in the working directory, in a new folder if it is missing."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
 @pytest.fixture

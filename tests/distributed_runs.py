@@ -26,12 +26,6 @@ def run_processes(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in one or several processes, with the environment that torchrun would set.
 
-    Args:
-        place: Working directory; created if it does not exist.
-        arguments: Arguments of the command line.
-        processes: Number of processes. Default: 1.
-        module: Module to run as with `python -m`, or path of a script. Default: `instrument`.
-
     Returns:
         The exit code of the first rank that failed (0 if none failed), and the output of all processes.
     """

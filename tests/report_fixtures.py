@@ -23,32 +23,19 @@ if TYPE_CHECKING:  # The process that distributes the tests imports this module 
     import instrument
     from instrument.actions.base import Context
 
+RECORD = {"layers": "**", "action": "record"}
 EVERYTHING = {
-    "acts": {"layers": "**", "kind": "forward", "action": "record", "stats": ["default", "dead_fraction"]},
-    "flow": {"layers": "**", "kind": "full_backward", "role": "grad_output", "action": "record"},
-    "gradients": {"layers": "**", "kind": "parameter_grad", "action": "record"},
-    "updates": {
-        "layers": "**",
-        "kind": "step_post",
-        "role": "update",
-        "action": "record",
-        "stats": ["l2", "update_ratio"],
-        "spectrum": 2,
-    },
+    "acts": {**RECORD, "kind": "forward", "stats": ["default", "dead_fraction"]},
+    "flow": {**RECORD, "kind": "full_backward", "role": "grad_output"},
+    "gradients": {**RECORD, "kind": "parameter_grad"},
+    "updates": {**RECORD, "kind": "step_post", "role": "update", "stats": ["l2", "update_ratio"], "spectrum": 2},
     "tame": {"layers": "**", "kind": "parameter_grad", "action": "clip", "norm": 0.5},
 }
-SPREAD = {"layers": "**", "kind": "forward", "action": "record", "stats": "none", "quantiles": True, "histogram": 16}
+SPREAD = {**RECORD, "kind": "forward", "stats": "none", "quantiles": True, "histogram": 16}
 KEPT = {"layers": "0", "kind": "forward", "action": "record", "stats": "none", "tensors": True, "samples": 1}
 IMAGE = {"layers": ".", "kind": "forward_pre", "action": "record", "stats": "none", "tensors": True, "samples": 1}
-FILTERS = {
-    "layers": "0",
-    "kind": "step_post",
-    "role": "param",
-    "params": "weight",
-    "action": "record",
-    "tensors": True,
-    "stats": "none",
-}
+WEIGHTS = {"layers": "0", "kind": "step_post", "role": "param", "params": "weight"}
+FILTERS = {**WEIGHTS, "action": "record", "tensors": True, "stats": "none"}
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--process-per-site"]
 HOOKS = {**EVERYTHING, "spread": SPREAD, "maps": KEPT, "image": IMAGE, "filters": FILTERS}
 

@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from conftest import write
 from fork_server import Command
 from hydra.core.utils import setup_globals
 from hydra.types import RunMode
@@ -42,11 +43,6 @@ model: {_target_: instrument.training.models.MLP, sizes: [64, 10]}
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 ANY = "layers: '**', kind: forward"
 ONE = "+hooks.x={layers:layers.0,kind:forward,"
-
-
-def write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
 
 
 def error_of(answer: Any) -> str:
@@ -222,70 +218,33 @@ def test_all_errors_are_reported_at_once() -> None:
         assert key in error
 
 
+INVALID_IN_HOOKS = [
+    "hooks=3", "hooks=null", "hooks=nope", "hooks.tame=5", "hooks.tame=[]", "hooks.tame.layers=null", "hooks.tame.layers=[]",
+    "hooks.tame.layers=3", "~hooks.noisy.fn", "~hooks.noisy.std", "~hooks.tame.kind", "hooks.digit_maps.steps=3",
+    "hooks.digit_maps.steps=[]", "hooks.digit_maps.steps=[-1]", "+hooks.digit_maps.slice='99,0,0,0'", "+hooks.digit_maps.slice=all",
+    "apply.init=3", "+apply.x={layers:encoder,action:set,attribute:inplac,value:1}",
+    "+apply.x={layers:encoder,action:call,fn:{_target_:builtins.print,x:3}}",
+    "+apply.x={layers:.,action:replace,module:{_target_:torch.nn.Identity}}",
+    "+apply.x={layers:encoder,action:replace,module:{_target_:torch.nn.Linear}}",
+]  # fmt: skip
+INVALID_IN_TINY = [
+    "train.steps=abc", "train.steps=0", "train.steps=1.5", "train.steps=true", "train.steps=null", "train.epochs=2", "train=null",
+    "train.batch_size=0", "model=null", "model=3", "model=[1,2]", "model=", "model.sizes=64", "model.sizes=[a,b]", "data=null",
+    "data=5", "data.dataset=null", "data.dataset._target_=builtins.dict", "data.slice.split=val", "+data.slice.classes=3",
+    "+data.slice.stride=0", "task=null", "task.loss=null", "task.loss._target_=torch.nn.MSELos", "task._target_=torch.nn.Identity",
+    "optimizer=null", "optimizer.lr=abc", "optimizer.lr=-1", "optimizer._target_=torch.nn.Identity",
+    "+scheduler._target_=torch.nn.Identity", "scheduler=3", "sink=null", "sink.when_full=perhaps", "seed=-1",
+    "seed=99999999999999999999999999", "name=../../x", "name=", "deterministic=5",
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
         ["model=mlp"],
-        [*HOOKS, "hooks=3"],
-        [*HOOKS, "hooks=null"],
-        [*HOOKS, "hooks=nope"],
-        [*HOOKS, "hooks.tame=5"],
-        [*HOOKS, "hooks.tame=[]"],
-        [*HOOKS, "hooks.tame.layers=null"],
-        [*HOOKS, "hooks.tame.layers=[]"],
-        [*HOOKS, "hooks.tame.layers=3"],
-        [*HOOKS, "~hooks.noisy.fn"],
-        [*HOOKS, "~hooks.noisy.std"],
-        [*HOOKS, "~hooks.tame.kind"],
-        [*HOOKS, "hooks.digit_maps.steps=3"],
-        [*HOOKS, "hooks.digit_maps.steps=[]"],
-        [*HOOKS, "hooks.digit_maps.steps=[-1]"],
-        [*HOOKS, "+hooks.digit_maps.slice='99,0,0,0'"],
-        [*HOOKS, "+hooks.digit_maps.slice=all"],
-        [*HOOKS, "apply.init=3"],
-        [*HOOKS, "+apply.x={layers:encoder,action:set,attribute:inplac,value:1}"],
-        [*HOOKS, "+apply.x={layers:encoder,action:call,fn:{_target_:builtins.print,x:3}}"],
-        [*HOOKS, "+apply.x={layers:.,action:replace,module:{_target_:torch.nn.Identity}}"],
-        [*HOOKS, "+apply.x={layers:encoder,action:replace,module:{_target_:torch.nn.Linear}}"],
         [*HOOKS, "+apply.x={layers:'**',action:freeze}", "~hooks.tame", "~hooks.gradients"],
-        [*TINY, "train.steps=abc"],
-        [*TINY, "train.steps=0"],
-        [*TINY, "train.steps=1.5"],
-        [*TINY, "train.steps=true"],
-        [*TINY, "train.steps=null"],
-        [*TINY, "train.epochs=2"],
-        [*TINY, "train=null"],
-        [*TINY, "train.batch_size=0"],
-        [*TINY, "model=null"],
-        [*TINY, "model=3"],
-        [*TINY, "model=[1,2]"],
-        [*TINY, "model="],
-        [*TINY, "model.sizes=64"],
-        [*TINY, "model.sizes=[a,b]"],
-        [*TINY, "data=null"],
-        [*TINY, "data=5"],
-        [*TINY, "data.dataset=null"],
-        [*TINY, "data.dataset._target_=builtins.dict"],
-        [*TINY, "data.slice.split=val"],
-        [*TINY, "+data.slice.classes=3"],
-        [*TINY, "+data.slice.stride=0"],
-        [*TINY, "task=null"],
-        [*TINY, "task.loss=null"],
-        [*TINY, "task.loss._target_=torch.nn.MSELos"],
-        [*TINY, "task._target_=torch.nn.Identity"],
-        [*TINY, "optimizer=null"],
-        [*TINY, "optimizer.lr=abc"],
-        [*TINY, "optimizer.lr=-1"],
-        [*TINY, "optimizer._target_=torch.nn.Identity"],
-        [*TINY, "+scheduler._target_=torch.nn.Identity"],
-        [*TINY, "scheduler=3"],
-        [*TINY, "sink=null"],
-        [*TINY, "sink.when_full=perhaps"],
-        [*TINY, "seed=-1"],
-        [*TINY, "seed=99999999999999999999999999"],
-        [*TINY, "name=../../x"],
-        [*TINY, "name="],
-        [*TINY, "deterministic=5"],
+        *([*HOOKS, override] for override in INVALID_IN_HOOKS),
+        *([*TINY, override] for override in INVALID_IN_TINY),
     ],
     ids=last_override,
 )

@@ -303,15 +303,6 @@ def test_plot_of_a_replay_requires_its_run(place: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_changed_intervention_has_a_name_of_its_own(place: Path) -> None:
-    answer = replay_in(place, "done", "--steps", "9:11", "--intervene", "hooks.tame.norm=0.01", "hydra.run.dir=tamer")
-    assert answer.code == 0, answer.err
-    effects = instrument.load(place / "tamer").effects
-    assert set(effects.query("hook == 'tame'")["step"]) == {8}
-    assert set(effects.query("hook == 'tame_counterfactual'")["step"]) == {9, 10}
-
-
-@pytest.mark.slow
 def test_counterfactual_continues_after_a_failure(place: Path) -> None:
     replay_in(place, "failed", "--steps", "10:20", "--intervene", CLIP, "hydra.run.dir=beyond").expect(0)
     assert list(instrument.load(place / "beyond").metrics["step"])[-1] == 20  # the evaluation after the last step

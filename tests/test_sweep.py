@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Call, run_in
+from conftest import Call, run_in, write
 from omegaconf import OmegaConf
 from run_folders import write_run
 from state_comparison import assert_same_tables
@@ -280,8 +280,7 @@ def test_jobs_in_nested_folders_are_listed_without_rerun(cli: Cli, call: Call) -
 
 
 def test_rerun_warns_about_a_changed_configuration(cli: Cli, call: Call) -> None:
-    Path("conf/exp").mkdir(parents=True)
-    Path("conf/exp/mine.yaml").write_text("# @package _global_\noptimizer: {lr: 0.1}\n")
+    write("conf/exp/mine.yaml", "# @package _global_\noptimizer: {lr: 0.1}\n")
     arguments = ("+exp=mine", *TINY, "train.steps=1", "seed=${hydra:job.num}", "train.batch_size=8")
     assert cli("-m", *arguments, "hydra.sweep.dir=out").code == 0
     rewrite(Path("out/multirun.yaml"), "batch_size=8", "batch_size=8,16")

@@ -20,11 +20,7 @@ class Process(Protocol):
 
 
 def wait_until(condition: Callable[[], object], process: Process | None = None) -> None:
-    """Wait until a condition holds.
-
-    Args:
-        condition: Function, called every 10 ms.
-        process: Process that makes the condition true. Default: None.
+    """Wait until a condition, which is checked every 10 ms, holds.
 
     Raises:
         AssertionError: The process ended first, or the condition does not hold after `TIMEOUT` seconds.

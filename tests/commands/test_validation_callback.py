@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import write
 from omegaconf import OmegaConf
 from tiers import tiered
 
@@ -55,8 +56,7 @@ def test_job_refused_without_a_message_is_failed(cli: Cli, monkeypatch: pytest.M
 
 
 def test_custom_launcher_is_reported_by_its_name(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("conf/hydra/launcher").mkdir(parents=True)
-    Path("conf/hydra/launcher/ours.yaml").write_text("defaults: [slurm, _self_]\npartition: fast\n")
+    write("conf/hydra/launcher/ours.yaml", "defaults: [slurm, _self_]\npartition: fast\n")
     monkeypatch.setenv("PATH", "")
     answer = cli("-m", "seed=1", *TINY, "hydra/launcher=ours").expect(2)
     assert "Slurm is not available" in answer.err
@@ -101,9 +101,8 @@ def contents(folder: str) -> dict[str, bytes]:
 
 
 def test_refused_run_keeps_other_files_of_its_folder(cli: Cli) -> None:
-    Path("out/.hydra").mkdir(parents=True)
-    Path("out/.hydra/config.yaml").write_text("mine\n")
-    Path("out/notes.txt").write_text("mine\n")
+    for file in ("out/.hydra/config.yaml", "out/notes.txt"):
+        write(file, "mine\n")
     before = contents("out")
     assert cli(*TINY, *REFUSALS["shape"], "hydra.run.dir=out").code == 2
     assert contents("out") == before
