@@ -18,20 +18,14 @@ from torch import nn
 
 import instrument
 
+TENSORS = {"layers": "0", "tensors": True, "stats": "none"}
 HOOKS: dict[str, dict[str, Any]] = {
     "acts": {"kind": "forward", "histogram": 8, "quantiles": [0.25, 0.5, 0.75]},
     "grads": {"kind": "parameter_grad"},
     "updates": {"kind": "step_post", "role": "update", "stats": ["l2", "update_ratio"]},
-    "image": {"layers": ".", "kind": "forward_pre", "tensors": True, "samples": 2, "stats": "none"},
-    "maps": {"layers": "0", "kind": "forward", "tensors": True, "samples": 2, "stats": "none"},
-    "filters": {
-        "layers": "0",
-        "kind": "step_post",
-        "role": "param",
-        "params": "weight",
-        "tensors": True,
-        "stats": "none",
-    },
+    "image": {**TENSORS, "layers": ".", "kind": "forward_pre", "samples": 2},
+    "maps": {**TENSORS, "kind": "forward", "samples": 2},
+    "filters": {**TENSORS, "kind": "step_post", "role": "param", "params": "weight"},
 }
 
 

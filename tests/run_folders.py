@@ -21,12 +21,7 @@ LOCATION = {
 
 
 def row(table: str, **cells: Any) -> tuple[Any, ...]:
-    """Return a row of a table.
-
-    Args:
-        table: Name of the table.
-        cells: Values by column. Identity columns have defaults; other columns are null (empty for label columns).
-    """
+    """Return a row of a table. Identity columns have defaults; other columns are null (empty for label columns)."""
     defaults = {"step": 0, "micro_step": 0, "epoch": 0, "rank": 0, "call": 0, "backward": 0, "recompute": False}
     names = TABLES[table].names
     assert set(cells) <= set(names)

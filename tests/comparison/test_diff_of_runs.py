@@ -13,10 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY, run_in
+from conftest import REPOSITORY
 from run_folders import write_run
 from tiers import tiered
 from torch import Tensor, nn
+from training_runs import train_here
 
 import instrument
 from instrument.analysis.load import Run
@@ -123,16 +124,15 @@ def different(original: Run, wrong: Run) -> Diff:
 
 
 def test_equal_runs_are_identical(original: Run, same: Diff) -> None:
-    found = same
-    assert found.is_identical
-    assert found.first is None
-    assert found.tolerance == pytest.approx(6e-5, rel=0.01)
-    assert "IDENTICAL: all compared numbers are equal" in str(found)
-    assert found.common_steps == (0, 2, 3)
-    assert found.layers["rows"].sum() == original.count("stats")
-    assert found.tensors["tensors"].sum() == original.count("tensors")
-    assert found.unmatched.empty
-    assert found.unmatched_rows == (0, 0)
+    assert same.is_identical
+    assert same.first is None
+    assert same.tolerance == pytest.approx(6e-5, rel=0.01)
+    assert "IDENTICAL: all compared numbers are equal" in str(same)
+    assert same.common_steps == (0, 2, 3)
+    assert same.layers["rows"].sum() == original.count("stats")
+    assert same.tensors["tensors"].sum() == original.count("tensors")
+    assert same.unmatched.empty
+    assert same.unmatched_rows == (0, 0)
 
 
 def test_layers_are_in_execution_order(same: Diff) -> None:
@@ -250,15 +250,14 @@ def test_steps_limit_the_comparison(original: Run, wrong: Run) -> None:
 def test_parts_of_tables_give_the_same_result(
     original: Run, wrong: Run, different: Diff, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    complete = different
     monkeypatch.setattr(recorded_differences, "MAX_ROWS", 1)
     monkeypatch.setattr(recorded_differences, "MAX_BYTES", 20_000)
     parts = instrument.diff(original, wrong, steps=(0, 2))
     for name in ("layers", "steps", "metrics"):
-        assert getattr(parts, name).equals(getattr(complete, name)), name
-    assert parts.first == complete.first
-    assert parts.tensors.drop(columns="ulp").equals(complete.tensors.drop(columns="ulp"))
-    assert np.array_equal(np.stack(parts.tensors["ulp"]), np.stack(complete.tensors["ulp"]))
+        assert getattr(parts, name).equals(getattr(different, name)), name
+    assert parts.first == different.first
+    assert parts.tensors.drop(columns="ulp").equals(different.tensors.drop(columns="ulp"))
+    assert np.array_equal(np.stack(parts.tensors["ulp"]), np.stack(different.tensors["ulp"]))
 
 
 def test_tensors_show_differences_that_statistics_do_not(written: Write) -> None:
@@ -373,8 +372,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three runs: `base`, `seed`, with another seed, and `data`, with other samples."""
     folder = tmp_path_factory.mktemp("diff")
     for name, more in {"base": [], "seed": ["seed=1"], "data": ["data.slice.start=100"]}.items():
-        answer = run_in(folder, *CLI, *more, f"hydra.run.dir={name}")
-        assert answer.code == 0, answer.err
+        train_here(folder / name, *CLI, *more)
     return folder
 
 
@@ -466,13 +464,10 @@ def test_runs_with_nothing_in_common_are_reported(written: Write, name: str) -> 
     assert fix in str(error.value)
 
 
-def test_folder_with_several_runs_is_refused(trained: Path) -> None:
+def test_folder_with_several_runs_and_the_same_folder_are_refused(trained: Path) -> None:
     with pytest.raises(ConfigError, match="contains 3 runs") as error:
         instrument.diff(trained, trained / "base")
     assert str(trained / "base") in str(error.value)
-
-
-def test_same_folder_twice_is_refused(trained: Path) -> None:
     with pytest.raises(ConfigError, match="both runs are the same folder"):
         instrument.diff(trained / "base", trained / "seed" / ".." / "base")
 
