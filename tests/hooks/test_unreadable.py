@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls, record, run_step
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -35,17 +36,6 @@ class WithoutStorage(Tensor):
 
 class WithStorage(Tensor):
     """A foreign tensor subclass with ordinary storage."""
-
-
-class ReturnsValue(nn.Module):
-    """A module that returns the value it was created with."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.value
 
 
 def plain() -> Tensor:
@@ -84,12 +74,7 @@ READABLE: dict[str, Callable[[], Tensor]] = {
 
 
 def recorded(value: Any, **fields: Any) -> Probe:
-    module = ReturnsValue(value)
-    hook = {"layers": ".", "kind": "forward", "action": "record", **EVERYTHING, **fields}
-    with instrument.attach(module, {"h": hook}) as probe:
-        module(torch.zeros(1))
-        probe.end_step()
-    return probe
+    return run_step(Calls(lambda x: value), {"h": record("forward", **EVERYTHING, **fields)}, torch.zeros(1))[1]
 
 
 @pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning", "ignore:.*deprecated")
