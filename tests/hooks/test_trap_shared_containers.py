@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from geometric import Data
+from hook_runs import Calls, assert_close, record, scale
 from torch import Tensor, nn
 
 import instrument
@@ -98,9 +99,7 @@ class Result:
         assert read(self.batch, "x") is x, "the input of the caller is unchanged"
 
     def assert_equals(self, output: Tensor, weight: Tensor, x: Tensor) -> None:
-        assert all(
-            torch.allclose(found, wanted) for found, wanted in zip(self.tensors, (output, weight, x), strict=True)
-        )
+        assert_close(self.tensors, (output, weight, x), rtol=1e-5, atol=1e-8)
         assert all((row["expected"], row["fired"]) == (1, 1) for row in self.probe.coverage())
 
 
@@ -151,22 +150,18 @@ def test_record_hooks_change_nothing(given: str, returned: str) -> None:
 
 
 def test_module_without_a_result_has_the_containers_of_its_arguments() -> None:
-    class Write(nn.Module):
-        def forward(self, one: dict[str, Tensor], sizes: list[int], *, other: dict[str, Tensor]) -> None:
-            one["sum"] = other["sum"] = one["x"] + other["x"] + len(sizes)
+    def write(one: dict[str, Tensor], sizes: list[int], *, other: dict[str, Tensor]) -> None:
+        one["sum"] = other["sum"] = one["x"] + other["x"] + len(sizes)
 
     given = [torch.ones(2), torch.ones(2)]
-    module = Write()
+    module = Calls(write)
 
     def run() -> tuple[Tensor, Tensor]:
         one, other = ({"x": x} for x in given)
         assert module(one, [1, 2], other=other) is None
         return one["sum"], other["sum"]
 
-    hooks = {
-        "r": {"layers": ".", "kind": "forward", "action": "record"},
-        "s": {"layers": ".", "kind": "forward", "path": "other.sum", "action": "scale", "factor": 0.0},
-    }
+    hooks = {"r": record("forward"), "s": scale("forward", 0.0, path="other.sum")}
     with instrument.attach(module, hooks, rules=None) as probe:
         assert [each.tolist() for each in run()] == [[4.0, 4.0], [0.0, 0.0]]
         probe.end_step()
@@ -184,14 +179,9 @@ def test_recursive_module_on_a_tree_with_parents() -> None:
         children: list[Any] = dataclasses.field(default_factory=list)
         h: Tensor | None = None
 
-    class Tree(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, node: Node) -> Tensor:
-            node.h = self.linear(node.x) + sum(self(child) for child in node.children)
-            return node.h
+    def forward(linear: nn.Module, node: Node) -> Tensor:
+        node.h = linear(node.x) + sum(model(child) for child in node.children)
+        return node.h
 
     def tree() -> Node:
         root = Node(torch.ones(1, 3))
@@ -199,7 +189,7 @@ def test_recursive_module_on_a_tree_with_parents() -> None:
         return root
 
     torch.manual_seed(0)
-    model, root = Tree(), tree()
+    model, root = Calls(forward, linear=nn.Linear(3, 3)), tree()
     expected = model(tree()).detach()
     kinds = ("forward", "forward_pre", "full_backward", "tensor")
     hooks = {kind: {"layers": ".", "kind": kind, "action": "record"} for kind in kinds}
@@ -209,8 +199,8 @@ def test_recursive_module_on_a_tree_with_parents() -> None:
         probe.end_step()
     paths = probe.stats.query("kind == 'forward_pre' and call == 0")["path"].tolist()
     assert paths == ["0.x", "0.children.0.x", "0.children.1.x"]
-    scale = {"layers": ".", "kind": "forward_pre", "path": "0.x", "action": "scale", "factor": 0.0}
-    with instrument.attach(model, {"s": scale}, rules=None) as probe:
+    scaled = scale("forward_pre", 0.0, path="0.x")
+    with instrument.attach(model, {"s": scaled}, rules=None) as probe:
         root = tree()
         assert torch.allclose(model(root), 3 * model.linear.bias)
         probe.end_step()
