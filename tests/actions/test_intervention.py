@@ -72,7 +72,7 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
     probe = train(kind, "raise_key_error")
     error = probe.error
     assert type(error) is instrument.HookError
-    for part in (
+    where = (
         "'mine'",
         f"({kind})",
         "layer '1'",
@@ -81,8 +81,8 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
         "gone",
         "test_intervention.py",
         "raise_key_error",
-    ):
-        assert part in str(error)
+    )
+    assert all(part in str(error) for part in where)
     assert isinstance(error.__cause__, KeyError)
     assert error.exit_code == 1
     recorded = [(row["hook"], row["layer"], row["step"]) for row in probe.sink.records("stats")]
@@ -105,8 +105,7 @@ def test_exception_names_hook_kind_layer_step_and_keeps_records(kind: str) -> No
 def test_result_that_does_not_fit_is_reported(kind: str, what: str, message: str) -> None:
     error = train(kind, "return_invalid", what=what).error
     assert type(error) is instrument.HookResultError
-    for part in ("'mine'", f"({kind})", "layer '1'", "step 1", message):
-        assert part in str(error)
+    assert all(part in str(error) for part in ("'mine'", f"({kind})", "layer '1'", "step 1", message))
 
 
 @pytest.mark.parametrize("kind", ["forward_pre", "forward"])

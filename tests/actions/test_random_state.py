@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hook_runs import run_step
 from torch import Tensor, nn
 
-import instrument
 from instrument import Context, HookError
 
 
@@ -17,17 +17,13 @@ def draw_from_generator(tensor: Tensor, context: Context) -> Tensor:
 
 
 def run(function: str) -> None:
-    model = nn.Linear(2, 2)
     hook = {"layers": ".", "kind": "forward", "action": "modify", "fn": {"_target_": f"{__name__}.{function}"}}
-    with instrument.attach(model, {"mine": hook}) as probe:
-        model(torch.zeros(1, 2))
-        probe.end_step()
+    run_step(nn.Linear(2, 2), {"mine": hook}, torch.zeros(1, 2))
 
 
 def test_function_that_uses_global_random_state_is_refused() -> None:
-    with pytest.raises(
-        HookError, match=r"hook 'mine' \(forward\) on layer '.' at step 0 .*global random state.*generator"
-    ):
+    message = r"hook 'mine' \(forward\) on layer '.' at step 0 .*global random state.*generator"
+    with pytest.raises(HookError, match=message):
         run("draw_globally")
 
 
