@@ -63,7 +63,12 @@ def run_steps(model: nn.Module, hooks: Any, step: Callable[[], object], count: i
 
 
 def run_step(
-    model: nn.Module, hooks: Any, *args: Any, loss: Callable[[Any], Tensor] | None = None, **kwargs: Any
+    model: nn.Module,
+    hooks: Any,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Run one step of a model with hooks. Return its output and the probe.
 
@@ -72,12 +77,15 @@ def run_step(
         hooks: Specs of the hooks.
         args: Arguments of the model.
         loss: Function of the output, such as `torch.sum`, for a backward pass. Default: no backward pass.
+        optimizer: Optimizer that makes a step. Default: none.
         kwargs: Keyword arguments of the model.
     """
-    with instrument.attach(model, hooks) as probe:
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
         output = model(*args, **kwargs)
         if loss is not None:
             loss(output).backward()
+        if optimizer is not None:
+            optimizer.step()
         probe.end_step()
     return output, probe
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import record
 from torch import Tensor, nn
 
 import instrument
@@ -122,7 +123,7 @@ def test_hooks_run_once_per_token(use_cache: bool, tmp_path: Path) -> None:
     model, task = gpt2(), Generate(max_new_tokens=4, tokenizer=Letters(), use_cache=use_cache)
     expected = tokens_of(task(model, PROMPTS))
     hooks = {
-        "seen": {"layers": ["transformer.h.*", "lm_head"], "kind": "forward", "action": "record", "phase": "eval"},
+        "seen": record("forward", ["transformer.h.*", "lm_head"], phase="eval"),
         "half": {"layers": "transformer.h.0", "kind": "forward", "action": "modify", "fn": "zero",
                  "phase": "eval", "start": 1},
     }  # fmt: skip
