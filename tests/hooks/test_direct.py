@@ -452,7 +452,6 @@ def test_scaled_gradients_have_unscaled_statistics(init_scale: float) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, -8.0, math.nan, 2.0**-149])
-@pytest.mark.filterwarnings("ignore::instrument.InstrumentWarning")
 def test_gradients_under_an_unusual_scale_are_those_of_a_division(scale: float) -> None:
     """A scaler whose steps are all skipped reaches 0."""
     names = ["min", "max", "mean", "std", "l1", "l2", "zero_fraction", "nan_count", "inf_count"]
@@ -615,7 +614,7 @@ class Branches(nn.Module):
 
 
 def test_plain_calls_create_no_call_objects() -> None:
-    """`ModuleCalls.enter` runs only for calls that a backward pass may repeat, calls without gradients, and every second call of a recursion."""
+    """`Calls.enter` runs only for calls that a backward pass may repeat, or without gradients, and every second call of a recursion."""
     entered: Counter[str] = Counter()
     model = Branches()
     names = {module: name for name, module in model.named_modules()}

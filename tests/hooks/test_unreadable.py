@@ -77,7 +77,7 @@ def recorded(value: Any, **fields: Any) -> Probe:
     return run_step(Calls(lambda x: value), {"h": record("forward", **EVERYTHING, **fields)}, torch.zeros(1))[1]
 
 
-@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning", "ignore:.*deprecated")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
 @pytest.mark.parametrize("kind", UNREADABLE)
 def test_unreadable_tensor_is_reported_in_coverage(kind: str) -> None:
     make, cause = UNREADABLE[kind]
@@ -100,7 +100,6 @@ def test_every_readable_layout_is_recorded(kind: str) -> None:
     assert [row["cause"] for row in probe.coverage()] == [""]
 
 
-@pytest.mark.filterwarnings("ignore::instrument.errors.InstrumentWarning")
 @pytest.mark.parametrize("action", [{"action": "record"}, {"action": "clip", "value": 1.0}], ids=["record", "clip"])
 def test_training_on_the_meta_device_continues(action: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to("meta")

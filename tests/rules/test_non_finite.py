@@ -129,11 +129,9 @@ def test_injected_nan_raises_an_alert(monkeypatch: pytest.MonkeyPatch, where: st
         use_device_statistics(monkeypatch)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     counts: list[int] = []
+    message = r"first recorded non-finite value: at step 3 in 0 output \(seen\): 2 NaN"
     with (
-        pytest.warns(
-            instrument.InstrumentWarning,
-            match=r"first recorded non-finite value: at step 3 in 0 output \(seen\): 2 NaN",
-        ),
+        pytest.warns(instrument.InstrumentWarning, match=message),
         instrument.attach(model, {"drill": INJECT_NAN, "seen": WATCH}) as probe,
     ):
         for _ in range(6):
