@@ -16,16 +16,6 @@ from instrument.actions.scale import scale, scale_channels
 from instrument.config.parse import parse_hooks
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_scale_keeps_shape_dtype_and_graph(dtype: torch.dtype) -> None:
-    tensor = torch.randn(3, 2, dtype=dtype, requires_grad=True)
-    result = scale(tensor, 0.5)
-    assert (result.shape, result.dtype) == (tensor.shape, dtype)
-    assert torch.equal(result, tensor / 2)
-    result.sum().backward()
-    assert torch.equal(tensor.grad, torch.full_like(tensor, 0.5))
-
-
 @pytest.mark.parametrize("factor", [0.0, -2.0, 1e-3, 7])
 def test_effect_contains_the_factor(factor: float) -> None:
     result, probe = run_step(torch.nn.Identity(), {"h": scale_spec("forward", factor)}, torch.tensor([1.0, -2.0]))

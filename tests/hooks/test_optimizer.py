@@ -120,15 +120,6 @@ def test_intervention_before_a_compiled_step_changes_what_it_uses() -> None:
     assert all(change.any() for change in changes)  # without the hook, it changes
 
 
-def test_update_of_plain_sgd_is_minus_lr_times_gradient() -> None:
-    model = net()
-    specs = {role: {"layers": "0", "params": "bias", "role": role, **RECORD} for role in ("update", "param_grad")}
-    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), specs)
-    rows = {(row["hook"], row["step"]): row["values"] for row in probe.sink.records("tensors")}
-    for step in range(2):
-        torch.testing.assert_close(rows["update", step], -0.1 * rows["param_grad", step])
-
-
 @pytest.mark.parametrize("names", [("clip", "update"), ("update", "clip")], ids="-".join)
 def test_update_includes_earlier_interventions(names: tuple[str, ...]) -> None:
     """After a clip, the update is the clipped parameter minus the one before the step."""
@@ -267,15 +258,3 @@ def test_parameter_without_gradient_has_no_optimizer_state() -> None:
     probe = train(model, optimizer, {"h": {"layers": ["0", "unused"], "role": "state.exp_avg", **RECORD}})
     coverage = {row["layer"]: (row["expected"], row["fired"], row["cause"]) for row in probe.coverage()}
     assert coverage == {"0": (2, 2, ""), "unused": (2, 0, NO_STATE)}
-
-
-def test_frozen_parameters_have_values_but_no_gradient() -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    specs = {role: {"layers": "*", "types": "Linear", "role": role, **RECORD} for role in ("param", "param_grad")}
-    probe = train(model, torch.optim.SGD(model.parameters(), lr=0.1), specs, steps=1)
-    coverage = {(row["hook"], row["layer"], row["path"]): (row["fired"], row["cause"]) for row in probe.coverage()}
-    assert coverage["param", "0", "weight"] == (1, "")
-    assert coverage["param_grad", "0", "weight"][0] == 0
-    assert coverage["param_grad", "0", "weight"][1]
-    assert coverage["param_grad", "2", "weight"] == (1, "")

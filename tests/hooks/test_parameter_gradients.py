@@ -59,19 +59,6 @@ def test_post_accumulate_grad_records_the_running_sum() -> None:
     assert {(row["expected"], row["fired"]) for row in probe.coverage()} == {(6, 6)}
 
 
-def test_parameter_grad_records_the_accumulated_gradient() -> None:
-    model = net()
-    probe = accumulate(model, {"h": {"layers": "*", "types": "Linear", "kind": "parameter_grad", **RECORD}}, steps=1)
-    reference = net()
-    for batch in batches():
-        reference(batch).square().mean().backward()
-    used = [parameter.grad for parameter in reference.parameters()]
-    rows = probe.sink.records("tensors")
-    assert [(row["step"], row["micro_step"]) for row in rows] == [(0, 2)] * 4
-    assert [f"{row['layer']}.{row['path']}" for row in rows] == [name for name, _ in model.named_parameters()]
-    assert all(torch.equal(row["values"], seen) for row, seen in zip(rows, used, strict=True))
-
-
 @pytest.mark.parametrize("bound", [0.01, 0.3, 1e6])
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_norm_clip_is_bit_identical_to_clip_grad_norm(bound: float, order: float) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import Calls, counts, record, run_step
+from hook_locations import LOCATIONS
+from hook_runs import Calls, assert_equal, counts, gradients, record, run_step
 from tiers import portions, tiered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -32,9 +33,9 @@ DROPOUT = {"action": "modify", "fn": "dropout", "p": 0.5}
 class Segments(nn.Module):
     """One block, called in several segments, twice in one of them, inside another one, and outside of all."""
 
-    def __init__(self, runner: Callable[..., Tensor]) -> None:
+    def __init__(self, runner: Callable[..., Tensor], activation: nn.Module | None = None) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(5, 5), nn.Tanh())
+        self.block = nn.Sequential(nn.Linear(5, 5), activation or nn.Tanh())
         self.runner = runner
 
     def twice(self, x: Tensor) -> Tensor:
@@ -267,18 +268,23 @@ def test_custom_checkpoint_is_correct_or_reported() -> None:
 
 @VARIANTS
 def test_records_write_each_call_once_and_mark_recomputation(reentrant: bool) -> None:
-    model = Segments(checkpointed(reentrant))
-    kinds = {"forward": False, "forward_pre": False, "full_backward": reentrant, "tensor": reentrant}
-    specs = {kind: record(kind, "block.0") for kind in kinds}
-    specs["module"] = record("full_backward", "block.0", via="module")
-    _, probe = run_step(model, specs, torch.randn(4, 5, requires_grad=True), loss=torch.sum)
-    table = probe.sink.frame("stats")
-    for hook, inside in {**kinds, "module": reentrant}.items():
-        rows = table[table.hook == hook]
-        assert sorted(rows.call) == list(range(CALLS))
-        assert rows.recompute.sum() == (CALLS - 1 if inside else 0)
-    assert not probe.warnings
-    assert counts(probe) == [(CALLS, CALLS)] * len(specs)
+    locations = [*LOCATIONS, ("forward", "input")]
+    records = {f"{kind}_{role}": record(kind, "block.*", role=role) for kind, role in locations}
+    own = {"module": record("full_backward", "block.*", via="module")}
+    for specs, activation in ((records, nn.ELU(inplace=True)), (own, nn.Tanh())):
+        model = Segments(checkpointed(reentrant), activation)
+        baseline = copy.deepcopy(model)
+        batch = torch.randn(4, 5, requires_grad=True)
+        baseline(batch).sum().backward()
+        _, probe = run_step(model, specs, batch, loss=torch.sum)
+        assert_equal(gradients(model), gradients(baseline))
+        groups = dict([*probe.sink.frame("stats").groupby(["hook", "layer"])])
+        assert groups.keys() == {(hook, layer) for hook in specs for layer in ("block.0", "block.1")}
+        for (hook, _), rows in groups.items():
+            assert sorted(rows.call) == list(range(CALLS))
+            assert rows.recompute.sum() == (CALLS - 1 if reentrant and not hook.startswith("forward") else 0)
+        assert not probe.warnings
+        assert counts(probe) == [(CALLS, CALLS)] * len(groups)
 
 
 def test_checkpointed_graph_is_freed_while_hooked() -> None:
