@@ -28,9 +28,6 @@ def apply_modify(tensor: Tensor, model: nn.Module | None = None, seed: int = 0, 
         return model(tensor)
 
 
-# -------------------------------------------------------------------------------------- built-in functions
-
-
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
@@ -77,9 +74,6 @@ def test_zero_and_sign_of_non_finite_values() -> None:
     assert signs[1:].tolist() == [1.0, -1.0]
 
 
-# ------------------------------------------------------------------------------------------------ noise
-
-
 def noise(seed: int = 0, name: str = "n", steps: int = 2) -> list[Tensor]:
     """Return the noise added to zeros: per step, two calls of `a` and one of `b`."""
     model = Calls(lambda a, b, x: [a(x), a(x), b(x)], a=nn.Identity(), b=nn.Identity())
@@ -111,8 +105,6 @@ def test_noise_leaves_global_random_states_unchanged() -> None:
     assert random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
 
-
-# ----------------------------------------------------------------------------------------- custom functions
 
 contexts: list[instrument.Context] = []
 

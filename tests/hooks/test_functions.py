@@ -89,9 +89,6 @@ def causes(probe: Any) -> dict[str, str]:
     return {row["hook"]: row["cause"] for row in probe.sink.records("coverage")}
 
 
-# ---------------------------------------------------------------------------------------------- recorded values
-
-
 def test_recorded_attention_equals_the_computation_of_the_module() -> None:
     model = nn.Sequential(Attention(), Attention())
     _, probe = run(model, {"h": record("softmax", "*")}, torch.randn(2, 5, 8))
@@ -276,9 +273,6 @@ def test_functions_that_code_creates_do_not_fill_the_memory(monkeypatch: pytest.
     assert [path for _, path in recorded(probe)] == [path for pair in numbers for path in pair]
 
 
-# ------------------------------------------------------------------------------------------------ interventions
-
-
 def test_removed_residual_branch_equals_the_edited_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
@@ -405,9 +399,6 @@ def test_hooks_on_one_function_run_in_order() -> None:
     assert (values, output.item()) == ({"a": 2.0, "b": 4.0, "all": 4.0}, 4.0)
 
 
-# ---------------------------------------------------------------------------------------------------- gradients
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -456,9 +447,7 @@ def test_changed_gradient_reaches_the_arguments(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
-    [torch.sin, torch.Tensor.sin_, lambda x: torch.sin(x).add_(1)],
-    ids=["new", "in_place", "then_in_place"],
+    "function", [torch.sin, torch.Tensor.sin_, lambda x: torch.sin(x).add_(1)], ids=["new", "in_place", "then_in_place"]
 )
 def test_gradient_hooks_act_in_the_written_order(function: Callable[..., Tensor]) -> None:
     on_gradient = {"kind": "function_grad"}
@@ -502,9 +491,6 @@ def test_double_backward_is_recorded_and_changed() -> None:
     changed = Calls(lambda x: x.tanh().sin())
     with instrument.attach(changed, {"h": {**scale("tanh", 3.0), "kind": "function_grad"}}):
         assert torch.allclose(penalty(changed, x.clone().requires_grad_()), wanted)
-
-
-# ----------------------------------------------------------------------------------------------------- coverage
 
 
 def test_coverage_gives_the_cause() -> None:
@@ -584,9 +570,6 @@ def test_exception_of_an_action_names_the_function() -> None:
     ):
         probe.plan.layers.model(torch.ones(1))
     assert _get_current_function_mode_stack() == []
-
-
-# -------------------------------------------------------------------------------------- other features of PyTorch
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

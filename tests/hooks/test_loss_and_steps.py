@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import scale
+from hook_runs import run_steps, scale
 from torch import Tensor, nn
 
 import instrument
@@ -149,9 +149,7 @@ def test_prepend_puts_a_hook_before_existing_ones(prepend: bool, order: list[str
     append_call = lambda: calls.append("ours")  # noqa: E731
     function = {"_target_": f"{__name__}.record_call"}
     hook = {"layers": ".", "kind": "forward", "prepend": prepend, "action": "modify", "fn": function}
-    with instrument.attach(model, {"ours": hook}) as probe:
-        model(torch.zeros(1, 2))
-        probe.end_step()
+    run_steps(model, {"ours": hook}, lambda: model(torch.zeros(1, 2)))
     assert calls == order
 
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import instrument
 from instrument.tables.reasons import NO_TENSOR
 
-# ---------------------------------------------------------------------------------------------- recorded values
-
 
 def test_forward_hooks_record_what_pytorch_hooks_see() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Softmax(1))
@@ -29,11 +27,7 @@ def test_forward_hooks_record_what_pytorch_hooks_see() -> None:
             lambda m, args, out, n=name: wanted.update({("out", n): out.clone(), ("in", n): args[0].clone()})
         )
     reference(batch)
-    specs = {
-        "pre": keep("forward_pre", "**"),
-        "out": keep("forward", "**"),
-        "in": keep("forward", "**", role="input"),
-    }
+    specs = {"pre": keep("forward_pre", "**"), "out": keep("forward", "**"), "in": keep("forward", "**", role="input")}
     _, probe = run_step(model, specs, batch)
     seen = tensors_by(probe, "hook", "layer")
     assert seen.keys() == wanted.keys()
@@ -63,9 +57,6 @@ def test_in_place_input_is_recorded_before_and_after() -> None:
         "pre": [-1.0, 2.0],
         "after": [0.0, 2.0],
     }
-
-
-# ------------------------------------------------------------------------------------------------ interventions
 
 
 @pytest.fixture
@@ -156,8 +147,6 @@ def test_interventions_skip_integer_tensors() -> None:
     assert [row["path"] for row in probe.sink.records("effects")] == ["0"]
     assert [(row["path"], row["dtype"]) for row in probe.sink.records("tensors")] == [("0", "float32"), ("1", "int64")]
 
-
-# ------------------------------------------------------------------------------------------------ nested values
 
 Point = namedtuple("Point", "x y")
 
@@ -290,9 +279,6 @@ def test_output_without_tensor_is_reported_in_coverage(value: Any) -> None:
     assert all("no tensor" in row["cause"] for row in probe.sink.records("coverage"))
 
 
-# ------------------------------------------------------------------------------------------ calls and micro steps
-
-
 def thrice() -> nn.Module:
     """Return a model that calls one layer three times, by two names."""
     layer = nn.Linear(2, 2)
@@ -343,8 +329,6 @@ def test_two_calls_of_the_model_in_one_step_are_numbered() -> None:
     probe = run_steps(model, {"h": keep("forward")}, lambda: [model(x), model(x)], 2)
     assert [*tensors_by(probe, "step", "call")] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
-
-# ------------------------------------------------------------------------------------------------ schedule
 
 counted_calls: list[tuple[str, int, str]] = []
 

@@ -152,11 +152,7 @@ def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, 
         module.register_full_backward_pre_hook(lambda m, out, name=name: keep(seen[2], name, f"pre {name}", out))
         module.register_full_backward_hook(
             lambda m, into, out, name=name: (
-                (
-                    keep(seen[0], name, f"in {name}", into),
-                    keep(seen[1], name, f"out {name}", out),
-                )[2:]
-                or None
+                (keep(seen[0], name, f"in {name}", into), keep(seen[1], name, f"out {name}", out))[2:] or None
             )
         )
     call_loss(model, batch).backward()
@@ -400,9 +396,6 @@ def test_calls_that_return_views_need_no_python_code(monkeypatch: pytest.MonkeyP
     assert found["0", "tensor"] == pytest.approx((1 - output**2).sum().item(), rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------------ leaves
-
-
 def prompt() -> nn.Module:
     """Return a model that passes a parameter to a module, and has a module that returns its parameter."""
     give = Calls(lambda weight: weight, weight=nn.Parameter(torch.ones(3)))
@@ -446,9 +439,6 @@ def test_two_passes_in_one_step_do_not_share_leaf_hooks() -> None:
     assert [row["call"] for row in probe.sink.records("effects")] == [0, 1]
 
 
-# ----------------------------------------------------------------------------------------- one tensor at two paths
-
-
 @pytest.mark.parametrize("path", [None, "0", "1"])
 def test_tensor_at_two_paths_has_its_gradient_changed_once(path: str | None) -> None:
     x = torch.ones(2, requires_grad=True)
@@ -458,9 +448,6 @@ def test_tensor_at_two_paths_has_its_gradient_changed_once(path: str | None) -> 
     assert left is right
     assert x.grad.tolist() == [12.0, 12.0]  # 2 uses of 2 outputs, times 3
     assert [row["path"] for row in probe.sink.records("effects")] == [path or "0"]
-
-
-# ------------------------------------------------------------------------------------------------ memory
 
 
 class Leaky(nn.Module):

@@ -58,10 +58,7 @@ class Meeting(nn.Module):
 @pytest.mark.parametrize("options", [{}, {"action": "record", "stats": ["mean"]}], ids=["general", "plain"])
 def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> None:
     model = Meeting(THREADS)
-    specs = {
-        "before": {**keep("forward_pre"), **options},
-        "after": {**keep("forward"), **options},
-    }
+    specs = {"before": {**keep("forward_pre"), **options}, "after": {**keep("forward"), **options}}
     with instrument.attach(model, specs) as probe:
         in_threads(lambda index: [model(torch.full((3,), float(index * 5 + i))) for i in range(5)])
         probe.end_step()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from hook_locations import INTERVENTION_LOCATIONS, LOCATIONS, record_hooks
+from hook_runs import run_step
 from tiers import portions
 from torch import Tensor, nn
 
@@ -105,10 +106,7 @@ def train(network: Network, hooks: dict[str, Any]) -> tuple[list[Tensor], instru
     """Run a step; return the loss and all gradients, zeros where a gradient is missing."""
     batch = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(9))
     network.zero_grad()
-    with instrument.attach(network, hooks) as probe:
-        loss = network(batch)
-        loss.backward()
-        probe.end_step()
+    loss, probe = run_step(network, hooks, batch, loss=torch.sum)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in network.parameters()]
     return [loss.detach().clone(), *gradients], probe
 

@@ -69,11 +69,7 @@ def hook_count(model: nn.Module) -> int:
 def test_specs_are_accepted_in_every_form(loop: Loop, form: str, tmp_path: Path) -> None:
     file = tmp_path / "hooks.yaml"
     listed = [{"name": name, **spec} for name, spec in SPECS.items()]
-    texts = {
-        "yaml": TEXT,
-        "yaml section": "hooks:" + TEXT.replace("\n", "\n  "),
-        "yaml list": json.dumps(listed),
-    }
+    texts = {"yaml": TEXT, "yaml section": "hooks:" + TEXT.replace("\n", "\n  "), "yaml list": json.dumps(listed)}
     forms: dict[str, Any] = {
         "mapping": SPECS,
         "list": listed,

@@ -135,8 +135,6 @@ def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "step-00000002.ckpt").is_file()
 
 
-# ---------------------------------------------------------------------------- phases
-
 CALLS: dict[str, Any] = {
     "train": {"layers": "net", "kind": "forward", "action": "record"},
     "eval": {"layers": "net", "kind": "forward", "action": "record", "phase": "eval"},
@@ -239,9 +237,6 @@ def test_training_in_evaluation_mode_is_training(part: str) -> None:
     assert calls_of(stats.query("hook == 'eval'")) == {("eval", 8): 4}
 
 
-# ---------------------------------------------------------------------------- clipping
-
-
 def test_parameter_grad_is_before_the_clip_of_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     hooks = {name: {**HOOKS[name], "tensors": True} for name in ("raw", "used")}
     module, callback = module_of(), callback_of(hooks, rules=None)
@@ -292,9 +287,6 @@ def test_rule_sees_gradients_before_the_clip() -> None:
     callback = callback_of({"raw": HOOKS["raw"]}, rules={"exploding_gradient": rule})
     fit(Explosive(), callback, gradient_clip_val=0.5)
     assert callback.probe.events.query("rule == 'exploding_gradient'").step.unique().tolist() == [5]
-
-
-# ---------------------------------------------------------------------------- resumed and repeated trainings
 
 
 @pytest.mark.parametrize("at", ["the end of an epoch", "the middle of an epoch"])

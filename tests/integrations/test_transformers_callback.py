@@ -106,10 +106,7 @@ def test_recording_keeps_weights_bit_identical(
 
 def test_exception_removes_hooks_and_leaves_a_readable_run(tmp_path: Path) -> None:
     model = model_of(fail_at=4)
-    with (
-        pytest.raises(ValueError, match="a bug of the user's"),
-        callback_of(out=tmp_path / "run") as hooks,
-    ):
+    with pytest.raises(ValueError, match="a bug of the user's"), callback_of(out=tmp_path / "run") as hooks:
         train(model, tmp_path, hooks)
     run = instrument.load(tmp_path / "run")
     assert run.info["status"] == "failed"
@@ -136,8 +133,6 @@ def test_rule_stops_the_trainer_and_saves_a_checkpoint(tmp_path: Path) -> None:
     assert instrument.load(tmp_path / "run").info["status"] == "stopped"
     assert (tmp_path / "trainer" / "checkpoint-2").is_dir()
 
-
-# ---------------------------------------------------------------------------- a small model
 
 CALLS: dict[str, Any] = {
     "train": {"layers": "head", "kind": "forward", "action": "record"},

@@ -204,9 +204,6 @@ def test_resumed_rule_decides_like_an_uninterrupted_one(name: str) -> None:
             assert events == fired(name, steps)
 
 
-# ------------------------------------------------------------------------------------------------ details of some rules
-
-
 def test_growth_fires_again_after_the_value_was_small_again() -> None:
     steps = values(GRADIENT, "l2", [*NOISE, 300.0, 300.0, *NOISE, 400.0])
     (event, again) = fired("exploding_gradient", steps)

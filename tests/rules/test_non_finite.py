@@ -108,9 +108,6 @@ def test_activation_of_a_skipped_step_raises_a_warning() -> None:
     assert [event.severity for event in events] == ["warning"]
 
 
-# ------------------------------------------------------------------------------------------------ injected NaN
-
-
 def train(probe: Probe, model: nn.Module, steps: int) -> None:
     torch.manual_seed(0)
     for _ in range(steps):

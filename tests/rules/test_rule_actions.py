@@ -61,9 +61,6 @@ def attached(hooks: dict[str, Any], rules: Any, **options: Any) -> tuple[Attache
         return probe, run_steps(probe, model)
 
 
-# ------------------------------------------------------------------------------------------------ a custom loop
-
-
 def test_stop_and_checkpoint_are_requested(tmp_path: Path) -> None:
     probe, flags = attached({"seen": SEEN}, {"big": {**LARGE, "then": ["checkpoint", "stop"]}}, out=tmp_path / "run")
     assert [stop for stop, _ in flags] == [False, False, *[True] * 5]
@@ -212,9 +209,6 @@ def test_processes_act_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert actions.fired == {"big"}
 
 
-# ------------------------------------------------------------------------------------------------ trainings
-
-
 @pytest.fixture(scope="module")
 def exploded() -> AttachedProbe:
     """A network that is trained with far too large a learning rate, with an evaluation between the steps."""
@@ -296,8 +290,6 @@ def test_rules_do_not_change_the_training(exploded: AttachedProbe) -> None:
         results.append((model.weight.clone(), torch.get_rng_state()))
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
-
-# ------------------------------------------------------------------------------------------------ runs
 
 TINY = (
     *("model=mlp", "model.sizes=[64,8,10]", "data=digits", "data.slice.stop=128", "data.eval_slice.stop=8"),

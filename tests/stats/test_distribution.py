@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from instrument.stats import cpu_kernel
-from instrument.stats.distribution import (
-    SAMPLE,
-    _sample_indices,
-    distribution,
-    distribution_on_device,
-)
+from instrument.stats.distribution import SAMPLE, _sample_indices, distribution, distribution_on_device
 from instrument.stats.flatten import stored_elements
 from instrument.stats.table_rows import Distributions
 

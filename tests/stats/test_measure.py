@@ -141,10 +141,7 @@ def numpy_of(tensor: Tensor) -> np.ndarray[Any, Any]:
     return wide.detach().resolve_conj().resolve_neg().numpy()
 
 
-FLOAT8 = (
-    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
-    torch.float8_e8m0fnu,
-)
+FLOAT8 = (*(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz), torch.float8_e8m0fnu)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 UNSIGNED = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, *UNSIGNED)

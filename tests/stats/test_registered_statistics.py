@@ -31,9 +31,7 @@ def registered() -> Iterator[None]:
     before = (dict(REGISTERED._entries), dict(REGISTERED.places), dict(INDEX), [*sums.FURTHER])
 
     @instrument.statistic(
-        "positive_fraction",
-        unit="fraction",
-        needs=[instrument.Sum("positives", lambda x, mean: x > 0)],
+        "positive_fraction", unit="fraction", needs=[instrument.Sum("positives", lambda x, mean: x > 0)]
     )
     def positive_fraction(given: Any) -> Any:
         return given.positives / given.n
