@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import run_steps, scale
+from hook_runs import run_step, scale
 from torch import Tensor, nn
 
 import instrument
@@ -144,18 +144,10 @@ def test_prepend_puts_a_hook_before_existing_ones(prepend: bool, order: list[str
     calls = []
     model = nn.Linear(2, 2)
     model.register_forward_hook(lambda *_: calls.append("theirs"))
-    model.register_forward_hook(lambda *_: None)
-    global append_call
-    append_call = lambda: calls.append("ours")  # noqa: E731
-    function = {"_target_": f"{__name__}.record_call"}
-    hook = {"layers": ".", "kind": "forward", "prepend": prepend, "action": "modify", "fn": function}
-    run_steps(model, {"ours": hook}, lambda: model(torch.zeros(1, 2)))
+    fn = lambda tensor, context: (calls.append("ours"), tensor.clone())[1]  # noqa: E731
+    hook = {"layers": ".", "kind": "forward", "prepend": prepend, "action": "modify", "fn": fn}
+    run_step(model, {"ours": hook}, torch.zeros(1, 2))
     assert calls == order
-
-
-def record_call(tensor: Tensor, context: Context) -> Tensor:
-    append_call()
-    return tensor.clone()
 
 
 def test_several_losses_of_one_step_have_call_numbers() -> None:

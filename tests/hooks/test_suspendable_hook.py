@@ -138,17 +138,19 @@ def test_resumed_hook_without_others_follows_prepended_ones(later: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layer", "options"),
+    ("model", "layer", "options", "compiles"),
     [
         # Without hooks, evaluations would take PyTorch's fast path, which rounds differently.
-        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(), "linear1", {}),
-        (nn.Identity(), ".", {"prepend": True}),
-        (nn.Identity(), ".", {}),
+        (nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval(), "linear1", {}, False),
+        (nn.Identity(), ".", {"prepend": True}, False),
+        (nn.Identity(), ".", {}, True),
     ],
     ids=["encoder layer", "prepended", "after any compilation"],
 )
-def test_hooks_that_code_may_rely_on_stay_registered(model: nn.Module, layer: str, options: dict[str, Any]) -> None:
-    if layer == "." and not options:
+def test_hooks_that_code_may_rely_on_stay_registered(
+    model: nn.Module, layer: str, options: dict[str, Any], compiles: bool
+) -> None:
+    if compiles:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     hooked = model.get_submodule(layer.strip("."))
     with instrument.attach(model, {"h": {**EVERY_SECOND, "layers": layer, "start": 5, **options}}) as probe:

@@ -154,14 +154,6 @@ def evaluate(module: Any, call: Callable[[torch.Tensor], object]) -> None:
     module.train()
 
 
-def evaluate_net(module: Any) -> None:
-    evaluate(module, module.net)
-
-
-def evaluate_module(module: Any) -> None:
-    evaluate(module, module)
-
-
 def call_without_gradients(module: Any) -> None:
     with torch.no_grad():
         module.net(torch.zeros(2, 4))
@@ -186,12 +178,16 @@ EVALUATIONS: dict[str, tuple[str, Callable[[Any], None], dict[str, Any]]] = {
     "sanity check": (*NOTHING, {"num_sanity_val_steps": 2}),
     "within an epoch": (*NOTHING, {"val_check_interval": 3, "max_epochs": 2}),
     "between micro-batches": (*NOTHING, {"val_check_interval": 3, "accumulate_grad_batches": 2}),
-    "own loop after a batch": ("on_train_batch_end", evaluate_net, {}),
-    "own loop before a batch": ("on_train_batch_start", evaluate_net, {}),
-    "own loop after an epoch": ("on_train_epoch_end", evaluate_module, {}),
-    "own loop at the end": ("on_train_end", evaluate_net, {}),
-    "own loop before the step of the optimizer": ("on_before_optimizer_step", evaluate_module, {}),
-    "own loop before the backward pass": ("on_before_backward", evaluate_net, {}),
+    "own loop after a batch": ("on_train_batch_end", lambda module: evaluate(module, module.net), {}),
+    "own loop before a batch": ("on_train_batch_start", lambda module: evaluate(module, module.net), {}),
+    "own loop after an epoch": ("on_train_epoch_end", lambda module: evaluate(module, module), {}),
+    "own loop at the end": ("on_train_end", lambda module: evaluate(module, module.net), {}),
+    "own loop before the step of the optimizer": (
+        "on_before_optimizer_step",
+        lambda module: evaluate(module, module),
+        {},
+    ),
+    "own loop before the backward pass": ("on_before_backward", lambda module: evaluate(module, module.net), {}),
 }
 
 

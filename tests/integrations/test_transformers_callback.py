@@ -225,12 +225,8 @@ def predict(callback: Any) -> None:
     callback.trainer.predict(rows_of(6))
 
 
-def request_evaluation(callback: Any) -> None:
-    callback.trainer.control.should_evaluate = True
-
-
-def refuse_evaluation(callback: Any) -> None:
-    callback.trainer.control.should_evaluate = False
+def set_evaluation(value: bool) -> Callable[[Any], None]:
+    return lambda callback: setattr(callback.trainer.control, "should_evaluate", value)
 
 
 def call_without_gradients(callback: Any) -> None:
@@ -250,8 +246,8 @@ EVALUATIONS: dict[str, tuple[str, Callable[[Any], Any] | None, dict[str, Any]]] 
     "evaluate between micro-batches": ("on_substep_end", evaluate, {"gradient_accumulation_steps": 2}),
     "predict": ("on_step_end", predict, {}),
     "predict at the end of an epoch": ("on_epoch_end", predict, {"max_steps": 8}),
-    "request": ("on_step_end", request_evaluation, {"eval_strategy": "steps", "eval_steps": 3}),
-    "refusal": ("on_step_end", refuse_evaluation, STEPS),
+    "request": ("on_step_end", set_evaluation(True), {"eval_strategy": "steps", "eval_steps": 3}),
+    "refusal": ("on_step_end", set_evaluation(False), STEPS),
 }
 
 

@@ -146,13 +146,6 @@ def test_injected_nan_raises_an_alert(monkeypatch: pytest.MonkeyPatch, where: st
     ]
 
 
-def test_finite_run_raises_no_alert() -> None:
-    model = nn.Sequential(nn.Linear(3, 4))
-    with instrument.attach(model, {"seen": {**WATCH, "stats": "all"}}) as probe:
-        train(probe, model, 4)
-    assert alerts_of(probe.sink) == []
-
-
 def test_resumed_probe_does_not_raise_the_alert_again() -> None:
     model = nn.Sequential(nn.Linear(3, 4))
     specs = {"drill": INJECT_NAN, "seen": WATCH}
