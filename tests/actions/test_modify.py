@@ -98,6 +98,13 @@ def test_noise_has_the_requested_mean_and_deviation() -> None:
     assert drawn.std().item() == pytest.approx(0.5, abs=0.01)
 
 
+def test_generator_of_the_context_leaves_the_global_state_unchanged() -> None:
+    fn = lambda tensor, context: tensor + torch.randn(3, generator=context.generator(tensor.device))  # noqa: E731
+    before = torch.get_rng_state()
+    assert apply_modify(torch.zeros(3), fn=fn).all()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_noise_leaves_global_random_states_unchanged() -> None:
     before = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     noise()

@@ -205,9 +205,15 @@ def test_operations_of_our_own_hooks_are_not_seen() -> None:
         "half": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5},
         "norm": {"layers": "*", "kind": "forward_pre", "action": "clip", "norm": 1.0, "scope": "sample"},
         "seen": {"layers": "*", "kind": "forward", "action": "record", "stats": "all", "quantiles": True},
-        "inside": {**scale("linear", 0.5, "0"), "action": "modify", "fn": "noise", "std": 1.0},
+        "inside": {
+            "layers": "0",
+            "kind": "function",
+            "functions": "linear",
+            "action": "modify",
+            "fn": "noise",
+            "std": 1.0,
+        },
     }
-    specs["inside"].pop("factor")
     other = {"other": {"layers": "*", "kind": "forward", "action": "scale", "factor": 0.5}, "too": scale("relu", 0.5)}
     with instrument.attach(model, other) as first:
         _, probe = run_step(model, specs, torch.randn(2, 3))
@@ -562,13 +568,9 @@ def test_exception_of_an_action_names_the_function() -> None:
     def fail(tensor: Tensor, context: instrument.Context) -> Tensor:
         raise ValueError("no")
 
-    spec = {**scale("add"), "action": "modify", "fn": fail}
-    del spec["factor"]
-    with (
-        instrument.attach(Calls(lambda x: x + 1), {"h": spec}) as probe,
-        pytest.raises(instrument.HookError, match=r"hook 'h' \(function\) on layer '.', output 'add.0'"),
-    ):
-        probe.plan.layers.model(torch.ones(1))
+    spec = {"layers": ".", "kind": "function", "functions": "add", "action": "modify", "fn": fail}
+    with pytest.raises(instrument.HookError, match=r"hook 'h' \(function\) on layer '.', output 'add.0'"):
+        run_step(Calls(lambda x: x + 1), {"h": spec}, torch.ones(1))
     assert _get_current_function_mode_stack() == []
 
 
@@ -578,9 +580,8 @@ def test_recomputation_repeats_interventions_and_records_once(reentrant: bool) -
     specs = {
         "h": record("*", "**"),
         "noise": {"layers": "1", "kind": "function", "functions": "add", "action": "modify", "fn": "noise", "std": 1.0},
-        "gradient": {**record("relu", "1"), "kind": "function_grad", "recompute": None},
+        "gradient": {**record("relu", "1"), "kind": "function_grad"},
     }
-    del specs["gradient"]["recompute"]
     x = torch.randn(2, 4, requires_grad=True)
     results = []
     for segments in (False, True):
@@ -599,11 +600,8 @@ def test_recomputation_repeats_interventions_and_records_once(reentrant: bool) -
 def test_change_inside_a_segment_that_the_module_starts_is_refused() -> None:
     model = Calls(lambda x: checkpoint(lambda x: x.exp() + 1, x, use_reentrant=False))
     x = torch.ones(2, requires_grad=True)
-    with (
-        instrument.attach(model, {"h": scale("exp")}),
-        pytest.raises(instrument.HookError, match="activation checkpoint"),
-    ):
-        model(x)
+    with pytest.raises(instrument.HookError, match="activation checkpoint"):
+        run_step(model, {"h": scale("exp")}, x)
     _, probe = run(model, {"h": record("*")}, x, backward=True)
     assert [path for _, path in recorded(probe)] == ["exp.0", "add.0"]
 

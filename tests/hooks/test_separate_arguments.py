@@ -299,10 +299,6 @@ def with_hook_on_output(module: nn.Module, h: Tensor) -> Tensor:
     return output
 
 
-def decoder() -> nn.Module:
-    return nn.TransformerDecoderLayer(4, 2, 8, dropout=0.3, batch_first=True)
-
-
 def replace_forward(net: Net) -> None:
     old = net.inner.forward
     net.inner.forward = lambda *args: old(*args) * 2
@@ -311,10 +307,6 @@ def replace_forward(net: Net) -> None:
 def replace_forward_like_accelerate(net: Net) -> None:
     net.inner.old_forward = net.inner.forward
     net.inner.forward = functools.partial(lambda module, *args: module.old_forward(*args) * 2, net.inner)
-
-
-def add_lock(net: Net) -> None:
-    net.inner.lock = threading.Lock()
 
 
 def hook_adder(name: str, fn: Callable[..., Any], kind: str = "forward_hook") -> Callable[[Net], Any]:
@@ -336,13 +328,7 @@ def double_output(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 class Case(NamedTuple):
-    """What is recorded.
-
-    Attributes:
-        make: Returns the module.
-        call: Calls it.
-        change: What other code changes in the network.
-    """
+    """Functions that return a module and call it, and what other code changes in the network."""
 
     make: Callable[[], nn.Module]
     call: Callable[[nn.Module, Tensor], Any]
@@ -355,13 +341,15 @@ CHANGED = {
     "hook that changes nothing": Case(Attention, with_same_tensor, hook_adder("k", lambda module, args, output: None)),
     "nested": Case(nested, with_same_tensor),
     "module in place": Case(InPlace, with_same_tensor),
-    "attention of a decoder": Case(decoder, lambda m, h: m(h, h)),
+    "attention of a decoder": Case(
+        lambda: nn.TransformerDecoderLayer(4, 2, 8, 0.3, batch_first=True), lambda m, h: m(h, h)
+    ),
     "compiled parts": Case(Attention, with_same_tensor, compile_parts),
     "references to the module": Case(WithReferences, with_same_tensor, add_references),
     "gradient of the output": Case(Attention, with_hook_on_output),
     "auxiliary loss": Case(StoresLoss, with_auxiliary_loss),
     "auxiliary loss of different arguments": Case(StoresLoss, with_different_tensors),
-    "a lock": Case(Attention, with_same_tensor, add_lock),
+    "a lock": Case(Attention, with_same_tensor, lambda net: setattr(net.inner, "lock", threading.Lock())),
     "a cache": Case(WithCache, lambda m, h: m(h, h, h, Cache())),
     "a mask": Case(WritesToMask, lambda m, h: m(h, h, h, mask=torch.zeros(()))),
     "another argument returned": Case(ReturnsOtherArgument, lambda m, h: m(h, h, h, h.cos())),
