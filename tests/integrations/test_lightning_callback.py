@@ -261,7 +261,7 @@ def test_clip_of_the_module_is_reported() -> None:
     assert stats["used"] == pytest.approx(0.05)
 
 
-def test_training_without_clips_has_no_event_and_later_evaluations_no_rows() -> None:
+def test_training_without_clips_has_no_event_nor_later_rows() -> None:
     module, callback = module_of(), callback_of(HOOKS, rules=None)
     trainer = fit(module, callback)
     assert not len(callback.probe.events)

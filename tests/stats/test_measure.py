@@ -407,7 +407,7 @@ NAME_LISTS = (DEFAULT, ("l2",), ("l1", "mean"), ("max", "min", "max"), (), ("mea
 
 
 @pytest.mark.parametrize("names", NAME_LISTS, ids=str)
-def test_values_have_the_requested_order_and_do_not_depend_on_others(names: Sequence[str]) -> None:
+def test_values_are_in_order_and_independent_of_other_names(names: Sequence[str]) -> None:
     for tensor in (drawn(50), drawn(3 * BLOCK).relu()):
         everything = measure_with_kernel(tensor)
         assert measure_statistics(tensor, names) == [everything[name] for name in names]
