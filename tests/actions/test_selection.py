@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import Calls, assert_equal, run_step, run_steps
+from hook_runs import Calls, assert_equal, run_step
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -157,12 +157,8 @@ def test_parameter_is_changed_in_place_where_selected() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     spec = {"layers": ".", "kind": "step_post", "params": "weight", "action": "scale", "factor": [0.0, 2.0], "dim": 0}
     before, weight = model.weight.detach().clone(), model.weight
-
-    def step() -> None:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    run_steps(model, {"h": {**spec, "units": [4, 1]}}, step, optimizer=optimizer)
+    hooks = {"h": {**spec, "units": [4, 1]}}
+    run_step(model, hooks, torch.ones(2, 4), loss=torch.sum, optimizer=optimizer)
     before[4] *= 0.0
     before[1] *= 2.0
     assert model.weight is weight

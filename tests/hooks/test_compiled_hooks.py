@@ -271,32 +271,27 @@ def test_one_operator_records_an_output_and_one_its_gradient() -> None:
     assert len(probe.stats) == 2 * calls
 
 
-class CalledByItsHook(nn.Module):
-    """A forward hook calls the layer again."""
+def called_by_its_hook() -> nn.Module:
+    """Return a model with a layer that a forward hook calls again."""
+    layer, inside = nn.Linear(WIDTH, WIDTH), []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.is_inside = False
-        self.layer.register_forward_hook(self.call_again)
-
-    def call_again(self, module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
-        if self.is_inside:
+    def call_again(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        if inside:
             return None
-        self.is_inside = True
+        inside.append(True)
         output = module(output)
-        self.is_inside = False
+        inside.clear()
         return output
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
+    layer.register_forward_hook(call_again)
+    return Calls(lambda layer, x: layer(x), layer=layer)
 
 
 def test_calls_that_a_hook_of_other_code_makes_have_the_indices_of_the_uncompiled_model() -> None:
     rows = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        model = CalledByItsHook()
+        model = called_by_its_hook()
         if compiled:
             model.compile(backend="aot_eager")
         _, probe = run_step(model, {"outputs": keep("forward", "layer")}, torch.ones(2, WIDTH))

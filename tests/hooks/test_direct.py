@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import pairwise
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -119,20 +119,17 @@ def checkpointed() -> nn.Module:
     return Calls(twice, layer=nn.Sequential(nn.Linear(6, 6), nn.Tanh()))
 
 
-class Fails(nn.Module):
-    """Fails at its second call."""
+def fails() -> nn.Module:
+    """Return a module that fails at its second call."""
+    calls = count(1)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        self.calls += 1
-        if self.calls == 2:
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        x = layer(x)
+        if next(calls) == 2:
             raise ArithmeticError
         return x
+
+    return Calls(forward, layer=nn.Linear(6, 6))
 
 
 def with_special_values(x: Tensor) -> Tensor:
@@ -173,7 +170,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last), nn.Flatten()
     ),
     "recurrent": lambda: network(nn.LSTM(8, 8), lambda value: value[0]),
-    "fails": Fails,
+    "fails": fails,
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import Calls, assert_close, assert_equal, gradients, keep, record, refused, run_steps, tensors_by
+from hook_runs import Calls, assert_close, assert_equal, gradients, keep, record, refused, run_step, tensors_by
 from torch import Tensor, nn
 
 import instrument
@@ -108,11 +108,9 @@ def test_gradient_specs_act_in_the_written_order(kind: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     start = model[2].bias.detach().clone()
 
-    def step() -> None:
-        model(batches()[0]).square().mean().backward()
-        optimizer.step()
-
-    seen = tensors_by(run_steps(model, specs, step, optimizer=optimizer), "hook")
+    loss = lambda output: output.square().mean()  # noqa: E731
+    _, probe = run_step(model, specs, batches()[0], loss=loss, optimizer=optimizer)
+    seen = tensors_by(probe, "hook")
     reference(batches()[0]).square().mean().backward()
     full = reference[2].bias.grad
     assert torch.equal(seen["before"], full)
@@ -253,12 +251,7 @@ def test_sparse_gradients_are_recorded() -> None:
     model = nn.Embedding(6, 2, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     hooks = {"h": record("parameter_grad", tensors=True)}
-
-    def step() -> None:
-        model(torch.tensor([1, 1, 4])).sum().backward()
-        optimizer.step()
-
-    probe = run_steps(model, hooks, step, optimizer=optimizer)
+    _, probe = run_step(model, hooks, torch.tensor([1, 1, 4]), loss=torch.sum, optimizer=optimizer)
     wanted = torch.zeros(6, 2)
     wanted[1], wanted[4] = 2.0, 1.0
     assert torch.equal(probe.sink.records("tensors")[0]["values"], wanted)

@@ -6,6 +6,7 @@ import copy
 import gc
 import resource
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -33,17 +34,14 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.norm = nn.BatchNorm2d(3)
+        self.norm, self.inplace = nn.BatchNorm2d(3), True
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.norm(self.conv(x))
+        if not self.inplace:
+            return out + x
         out += x
         return out
-
-
-class OutOfPlaceResidual(Residual):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x)) + x
 
 
 def first_columns() -> nn.Module:
@@ -76,16 +74,20 @@ def small_vit() -> nn.Module:
     return model
 
 
-CASES: dict[str, Callable[[], tuple[nn.Module, nn.Module, tuple[int, ...]]]] = {}
+def in_place(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 3, 1), *layers)
 
 
-def case(shape: tuple[int, ...], name: str, build: Callable[[], nn.Module], plain: Any = None) -> None:
-    def make() -> tuple[nn.Module, nn.Module, tuple[int, ...]]:
-        model = build()
-        reference = out_of_place(copy.deepcopy(model) if plain is None else plain(model))
-        return model, reference, shape
-
-    CASES[name] = make
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "vit": small_vit,
+    "dense": lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)),
+    "residual": lambda: in_place(Residual(), nn.ReLU(inplace=True)),
+    "in place first in a block": lambda: in_place(in_place_first(), in_place_first()),
+    "identity before in place": lambda: in_place(nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)),
+    "view before in place": lambda: in_place(nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(192, 3)),
+    "nested identities": lambda: in_place(nn.Sequential(nn.Identity(), nn.Identity()), nn.ReLU6(inplace=True)),
+    "dropout in place": lambda: in_place(nn.Dropout(0.5, inplace=True), nn.Tanh()),
+}
 
 
 def out_of_place(model: nn.Module) -> nn.Module:
@@ -95,95 +97,60 @@ def out_of_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def plain_residual(model: nn.Module) -> nn.Module:
-    """Return a copy with the same weights, without `+=`."""
-    plain = copy.deepcopy(model)
-    for name, module in model.named_children():
-        if isinstance(module, Residual):
-            new = OutOfPlaceResidual()
-            new.load_state_dict(module.state_dict())
-            setattr(plain, name, new)
-    return plain
-
-
-IMAGE = (2, 3, 8, 8)
-case((2, 3, 16, 16), "vit", small_vit)
-case(IMAGE, "dense", lambda: nn.Sequential(DenseLayer(3), DenseLayer(5), nn.Conv2d(7, 3, 1)))
-case(IMAGE, "residual", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), Residual(), nn.ReLU(inplace=True)), plain_residual)
-case(IMAGE, "in place first in a block", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), in_place_first(), in_place_first()))
-case(
-    IMAGE,
-    "identity before in place",
-    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Identity(), nn.ReLU(inplace=True), nn.Conv2d(3, 3, 1)),
-)
-case(
-    IMAGE,
-    "view before in place",
-    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(192, 3)),
-)
-case(
-    IMAGE,
-    "nested identities before in place",
-    lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Identity(), nn.Identity()), nn.ReLU6(inplace=True)),
-)
-case(IMAGE, "dropout in place", lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Dropout(0.5, inplace=True), nn.Tanh()))
-
-
 def call_loss(model: nn.Module, batch: Tensor) -> Tensor:
     torch.manual_seed(5)  # for dropout
     output = model(batch)
     return (output * torch.linspace(-1, 2, output.numel()).view_as(output)).sum()
 
 
-def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients]:
-    """Return what PyTorch's full backward hooks see, by layer and call: grad_input, grad_output, pre-hook."""
-    seen: tuple[Gradients, Gradients, Gradients] = ({}, {}, {})
-    calls: dict[str, int] = {}
+def gradients_from_pytorch(model: nn.Module, batch: Tensor) -> dict[str, Gradients]:
+    """Return what PyTorch's full backward hooks see, by hook of `RECORDS`, and by layer and call."""
+    seen: dict[str, Gradients] = {hook: {} for hook in RECORDS}
+    calls: Counter[tuple[str, str]] = Counter()
 
-    def keep(into: Gradients, name: str, count: str, gradients: Any) -> None:
-        n = calls[count] = calls.get(count, 0) + 1
-        for i, gradient in enumerate(gradients):
+    def see(hook: str, name: str, found: Any) -> None:
+        calls[hook, name] += 1
+        for i, gradient in enumerate(found):
             if gradient is not None:
-                into[name, f"{n}.{i}"] = gradient.detach().clone()
+                seen[hook][name, f"{calls[hook, name]}.{i}"] = gradient.detach().clone()
 
     for name, module in model.named_modules():
         if isinstance(module, nn.MultiheadAttention):
             continue  # they split query, key and value where these are one tensor, which changes the rounding
-        module.register_full_backward_pre_hook(lambda m, out, name=name: keep(seen[2], name, f"pre {name}", out))
-        module.register_full_backward_hook(
-            lambda m, into, out, name=name: (
-                (keep(seen[0], name, f"in {name}", into), keep(seen[1], name, f"out {name}", out))[2:] or None
-            )
-        )
+
+        def after(_: nn.Module, into: Any, out: Any, name: str = name) -> None:
+            see("grad_input", name, into)
+            see("grad_output", name, out)
+
+        module.register_full_backward_pre_hook(lambda m, out, name=name: see("on_the_way_in", name, out))
+        module.register_full_backward_hook(after)
     call_loss(model, batch).backward()
     return seen
 
 
-def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[Gradients, Gradients, Gradients, instrument.Probe]:
+def gradients_from_records(model: nn.Module, batch: Tensor) -> tuple[dict[str, Gradients], instrument.Probe]:
     """Return the same from recorded tensors; calls are counted in the order of PyTorch's hooks, last call first."""
     probe = run_steps(model, RECORDS, lambda: call_loss(model, batch).backward())
     seen: dict[str, Gradients] = {name: {} for name in RECORDS}
-    rows = probe.sink.records("tensors")
+    rows = [row for row in probe.sink.records("tensors") if row["module_type"] != "MultiheadAttention"]
     last = {row["layer"]: max(r["call"] for r in rows if r["layer"] == row["layer"]) for row in rows}
     for row in rows:
-        if row["module_type"] == "MultiheadAttention":
-            continue
         nth = last[row["layer"]] - row["call"] + 1
         seen[row["hook"]][row["layer"], f"{nth}.{row['path'] or 0}"] = row["values"]
-    return seen["grad_input"], seen["grad_output"], seen["on_the_way_in"], probe
+    return seen, probe
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_bit_identical_to_pytorch_module_hooks(name: str) -> None:
     torch.manual_seed(0)
-    model, reference, shape = CASES[name]()
-    batch = torch.randn(shape, requires_grad=True)
-    *reference_gradients, _ = *gradients_from_pytorch(reference, batch), None
-    *recorded, probe = gradients_from_records(model, batch.detach().clone().requires_grad_())
-    for role, actual, wanted in zip(RECORDS, recorded, reference_gradients, strict=True):
-        assert actual.keys() == wanted.keys(), role
-        for key, gradient in wanted.items():
-            assert torch.equal(actual[key], gradient), (role, key)
+    model = CASES[name]()
+    reference = out_of_place(copy.deepcopy(model))
+    batch = torch.randn((2, 3, 16, 16) if name == "vit" else (2, 3, 8, 8), requires_grad=True)
+    wanted = gradients_from_pytorch(reference, batch)
+    recorded, probe = gradients_from_records(model, batch.detach().clone().requires_grad_())
+    for hook, found in recorded.items():
+        assert found.keys() == wanted[hook].keys(), hook
+        assert all(torch.equal(gradient, wanted[hook][key]) for key, gradient in found.items()), hook
     silent = [row["layer"] for row in probe.coverage() if row["fired"] != row["expected"]]
     assert all(layer.endswith("out_proj") for layer in silent), "attention never calls its output projection"
     for (where, parameter), same in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -204,18 +171,16 @@ def test_grad_input_is_of_the_module_and_tensor_is_the_total() -> None:
         assert torch.equal(seen["total", layer], batch.grad)
 
 
-class ReturnsInput(nn.Module):
-    """A module that returns its input, which is also used next to it."""
+def returns_input(inner: nn.Module) -> nn.Module:
+    """Return a model with a module that returns its input, which is also used next to it."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.inner = nn.Linear(64, 64), inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.linear(x)
+    def forward(linear: nn.Module, inner: nn.Module, x: Tensor) -> Tensor:
+        hidden = linear(x)
         first = hidden * 0.3
-        same = self.inner(hidden)
+        same = inner(hidden)
         return first + same.sin() + 3 * hidden + same.exp()
+
+    return Calls(forward, linear=nn.Linear(64, 64), inner=inner)
 
 
 PASS_THROUGH = pytest.mark.parametrize(
@@ -226,7 +191,7 @@ PASS_THROUGH = pytest.mark.parametrize(
 @PASS_THROUGH
 def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) -> None:
     torch.manual_seed(0)
-    model = ReturnsInput(inner)
+    model = returns_input(inner)
     batch = torch.randn(32, 64)
     baseline = copy.deepcopy(model)
     baseline(batch).sum().backward()
@@ -241,7 +206,7 @@ def test_recording_a_module_that_returns_its_input_is_neutral(inner: nn.Module) 
 @PASS_THROUGH
 @pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
 def test_intervention_on_a_module_that_returns_its_input(inner: nn.Module, kind: str) -> None:
-    model = ReturnsInput(inner)
+    model = returns_input(inner)
     batch = torch.randn(2, 64)
     run_step(model, {"h": scale(kind, 5.0, "inner")}, batch, loss=torch.sum)
     hidden = model.linear(batch).detach().requires_grad_()

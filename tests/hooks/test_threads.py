@@ -41,23 +41,22 @@ def in_threads(function: Callable[[int], object], threads: int = THREADS) -> Non
         list(pool.map(started, range(threads)))
 
 
-class Meeting(nn.Module):
-    """Doubles its input. All threads meet inside of a call."""
+def meeting(threads: int) -> nn.Module:
+    """Return a module that doubles its input. All threads meet inside of a call."""
+    barrier = threading.Barrier(threads, timeout=60)
 
-    def __init__(self, threads: int) -> None:
-        super().__init__()
-        self.barrier = threading.Barrier(threads, timeout=60)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.barrier.wait()
+    def forward(x: Tensor) -> Tensor:
+        barrier.wait()
         y = x * 2
-        self.barrier.wait()
+        barrier.wait()
         return y
+
+    return Calls(forward)
 
 
 @pytest.mark.parametrize("options", [{}, {"action": "record", "stats": ["mean"]}], ids=["general", "plain"])
 def test_call_joins_input_and_output_of_one_call(options: dict[str, Any]) -> None:
-    model = Meeting(THREADS)
+    model = meeting(THREADS)
     specs = {"before": {**keep("forward_pre"), **options}, "after": {**keep("forward"), **options}}
     with instrument.attach(model, specs) as probe:
         in_threads(lambda index: [model(torch.full((3,), float(index * 5 + i))) for i in range(5)])

@@ -13,8 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import instrument
 
-RECORD = {"action": "record", "stats": "none", "tensors": True}
-
 
 class Feedback(torch.autograd.Function):
     """Passes its input on. The gradient goes through a network that runs only in the backward pass."""

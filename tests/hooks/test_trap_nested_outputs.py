@@ -39,26 +39,19 @@ class Pair:
     nothing: None = None
 
 
-class Mixed(nn.Module):
-    """A mix of nested values; its submodule takes only keyword arguments."""
+def mixed() -> nn.Module:
+    """Return a model with a mix of nested values; its submodule takes only keyword arguments."""
 
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def inner(linear: nn.Module, *, values: dict[str, Tensor], scale: float) -> Pair:
+        hidden = linear(values["x"]) * scale
+        return Pair(hidden.mean(0), {"deep": [hidden.sin(), None, (hidden.cos(),)], "count": 3})
 
-        def forward(self, *, values: dict[str, Tensor], scale: float) -> Pair:
-            hidden = self.linear(values["x"]) * scale
-            return Pair(hidden.mean(0), {"deep": [hidden.sin(), None, (hidden.cos(),)], "count": 3})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = self.Part()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, None, dict[str, Tensor]]:
-        pair = self.part(values={"x": x, "unused": torch.ones(2)}, scale=2.0)
+    def outer(part: nn.Module, x: Tensor) -> tuple[Tensor, None, dict[str, Tensor]]:
+        pair = part(values={"x": x, "unused": torch.ones(2)}, scale=2.0)
         deep = pair.rest["deep"]
         return pair.mean + deep[0].sum(0), None, {"cos": deep[2][0] * 3}
+
+    return Calls(outer, part=Calls(inner, linear=nn.Linear(4, 4)))
 
 
 def attention() -> nn.Module:
@@ -89,7 +82,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     "GRU": (lambda: nn.GRU(5, 6), lambda: {"input": torch.randn(7, 2, 5), "hx": torch.randn(1, 2, 6)}),
     "LSTMCell": (lambda: nn.LSTMCell(5, 6), lambda: {"input": torch.randn(2, 5)}),
     "MultiheadAttention": (attention, lambda: {"x": torch.randn(2, 3, 8), "memory": torch.randn(2, 5, 8)}),
-    "dataclass": (Mixed, lambda: {"x": torch.randn(3, 4)}),
+    "dataclass": (mixed, lambda: {"x": torch.randn(3, 4)}),
     "GPT-2": (
         transformers_model("GPT2LMHeadModel", n_embd=16, n_layer=2, n_head=2, n_positions=16),
         lambda: {"input_ids": TOKENS, "labels": TOKENS, "output_hidden_states": True, "use_cache": False},

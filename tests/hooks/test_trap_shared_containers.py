@@ -58,29 +58,20 @@ def write(container: Any, key: str, value: Tensor) -> None:
         setattr(container, key, value)
 
 
-class Embed(nn.Module):
-    def __init__(self, returned: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.returned = RETURNED[returned]
+def model_of(returned: str) -> nn.Module:
+    """Return a model that reads what its first module wrote, and not what it returned."""
 
-    def forward(self, batch: Any) -> Any:
-        h = self.linear(read(batch, "x"))
+    def write_output(linear: nn.Module, batch: Any) -> Any:
+        h = linear(read(batch, "x"))
         write(batch, "h", h)
-        return self.returned(batch, h)
+        return RETURNED[returned](batch, h)
 
+    def forward(embed: nn.Module, out: nn.Module, batch: Any) -> Tensor:
+        embed(batch)
+        return out(read(batch, "h"))
 
-class Model(nn.Module):
-    """A model that reads what its first module wrote, and not what it returned."""
-
-    def __init__(self, returned: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.out = Embed(returned), nn.Linear(4, 1)
-
-    def forward(self, batch: Any) -> Tensor:
-        self.embed(batch)
-        return self.out(read(batch, "h"))
+    torch.manual_seed(0)
+    return Calls(forward, embed=Calls(write_output, linear=nn.Linear(3, 4)), out=nn.Linear(4, 1))
 
 
 class Result:
@@ -116,7 +107,7 @@ HALF = {"layers": "embed", "action": "scale", "factor": 0.5}
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_interventions_reach_the_container_of_the_caller(given: str, returned: str) -> None:
-    model = Model(returned)
+    model = model_of(returned)
     output, weight, x = Result(model, given, {}).tensors
     path = {"list": {"x": "0", "h": "1"}}.get(given, {"x": "x", "h": "h"})
     Result(model, given, {"g": {**HALF, "kind": "full_backward"}}).assert_equals(output, weight, x * 0.5)
@@ -141,7 +132,7 @@ def test_interventions_reach_the_container_of_the_caller(given: str, returned: s
 @pytest.mark.parametrize("returned", RETURNED)
 @pytest.mark.parametrize("given", GIVEN)
 def test_record_hooks_change_nothing(given: str, returned: str) -> None:
-    model = Model(returned)
+    model = model_of(returned)
     expected = Result(model, given, {}).tensors
     record = {"layers": "**", "action": "record"}
     kinds = ("forward", "forward_pre", "full_backward", "full_backward_pre", "tensor")
