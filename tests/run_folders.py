@@ -1,15 +1,17 @@
-"""Sweep folders created without training: a `run.json` and the rows that a test defines."""
+"""Folders of runs created without training: a `run.json` and the rows that a test defines."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+import instrument
+from instrument.storage.parquet import ParquetSink
 from instrument.storage.row_batches import as_batch, as_table
 from instrument.tables.schemas import TABLES
 
@@ -83,3 +85,58 @@ def write_run(
         pq.write_table(as_table(TABLES[table], [batch]), folder / table / "part-0000-000000.parquet")
     (folder / "run.json").write_text(json.dumps(info))  # last, as the status of a finished run
     return folder
+
+
+def tensor_key(step: int = 0, **cells: Any) -> tuple[Any, ...]:
+    """Return the identity columns of a recorded tensor."""
+    names = TABLES["tensors"].names
+    return row("tensors", step=step, **{"scope": "global", **cells})[: names.index("scope") + 1]
+
+
+def write_steps(
+    folder: Path,
+    steps: Iterable[Mapping[str, Sequence[Mapping[str, Any]]]],
+    *,
+    parts: Collection[int] = (),
+    close: bool = True,
+    info: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Path:
+    """Write a run step by step, as a training does.
+
+    Args:
+        folder: Folder, created if it is missing.
+        steps: Rows of each step by table, each as values by column. The tensor of a row of `tensors` is its `values`.
+        parts: Indices of the steps after which the journals become parts.
+        close: Whether the run ends. Otherwise, its last rows are in journals.
+        info: Other entries of `run.json` than the status `done` and the seed 0. Default: none.
+        options: Options of the sink.
+
+    Returns:
+        The folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0, **(info or {})}))
+    sink = ParquetSink(folder, **options)
+    for index, tables in enumerate(steps):
+        for table, rows in tables.items():
+            if table == "tensors":
+                for cells in rows:
+                    identity = {**cells}
+                    tensor = identity.pop("values")
+                    source_shape = identity.pop("source_shape", tensor.shape)
+                    assert sink.keep(tensor_key(**identity), source_shape, tensor) is not None
+            else:
+                sink.write(table, [row(table, **cells) for cells in rows])
+        sink.end_step()
+        if index in parts:
+            sink.finish_parts()
+    if close:
+        sink.close()
+    return folder
+
+
+def finished(folder: Path) -> instrument.Run:
+    """Load the files in a folder as those of a finished run."""
+    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
+    return instrument.load(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from run_folders import stats_row
+from run_folders import write_steps
 from tiers import tiered
 
 import instrument
@@ -25,11 +24,9 @@ from instrument.analysis.new_rows import NewRows, RowsRemovedError
 from instrument.storage.checksums import LOCAL_FILES, DamagedFileError
 from instrument.storage.compaction import compact
 from instrument.storage.journal import Journal, JournalReader
-from instrument.storage.parquet import ParquetSink
 from instrument.storage.run_files import RunFiles
 from instrument.tables.schemas import TABLES
 
-KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
 STEPS = 6
 MEANS = [0.5 + step for step in range(STEPS)]
 VALUES = np.random.default_rng(0).normal(size=(STEPS, 3, 2)).astype("f4")
@@ -37,18 +34,11 @@ VALUES = np.random.default_rng(0).normal(size=(STEPS, 3, 2)).astype("f4")
 
 def write_run(folder: Path, *, close: bool) -> Path:
     """Write `MEANS` and `VALUES`, one part per table after three steps; the rest is in the journals unless closed."""
-    folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    sink = ParquetSink(folder)
-    for step in range(STEPS):
-        sink.write("stats", [stats_row(step, MEANS[step])])
-        sink.keep((step, 0, 0, *KEY), [3, 2], torch.from_numpy(VALUES[step]))
-        sink.end_step()
-        if step == 2:
-            sink.finish_parts()
-    if close:
-        sink.close()
-    return folder
+    steps = [
+        {"stats": [{"step": step, "mean": mean}], "tensors": [{"step": step, "values": torch.from_numpy(values)}]}
+        for step, (mean, values) in enumerate(zip(MEANS, VALUES, strict=True))
+    ]
+    return write_steps(folder, steps, parts=[2], close=close)
 
 
 def from_pandas(folder: Path) -> tuple[list[float], list[Any], list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,32 +12,21 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from run_folders import stats_row
+from run_folders import write_steps
 
 import instrument
 from instrument.analysis.tensor_images import maps_in
-from instrument.storage.parquet import ParquetSink
-
-
-def keep_tensor(sink: ParquetSink, step: int, layer: str, tensor: torch.Tensor) -> None:
-    key = (step, 0, 0, "train", 0, "seen", layer, "Linear", "forward", "output", "", 0, 0, False, "global")
-    assert sink.keep(key, [*tensor.shape, 1], tensor) is not None
 
 
 def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:
     """Write a run of three steps with two layers."""
-    folder.mkdir(parents=True)
-    info = {"status": "done", "seed": seed, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25 + seed}}
-    (folder / "run.json").write_text(json.dumps(info))
-    sink = ParquetSink(folder)
+    steps = []
     for step in range(3):
-        sink.write("stats", [stats_row(step, seed + step, layer=layer) for layer in ("a", "b")])
-        for layer in ("a", "b"):
-            keep_tensor(sink, step, layer, torch.full((2, 3), float(step)))
-        sink.end_step()
-    if close:
-        sink.close()
-    return folder
+        tensor = {"step": step, "values": torch.full((2, 3), float(step)), "source_shape": [2, 3, 1]}
+        stats = [{"step": step, "layer": layer, "mean": seed + step} for layer in ("a", "b")]
+        steps.append({"stats": stats, "tensors": [{**tensor, "layer": layer} for layer in ("a", "b")]})
+    info = {"seed": seed, "overrides": dict(overrides or {}), "metrics": {"loss": 0.25 + seed}}
+    return write_steps(folder, steps, close=close, info=info)
 
 
 def test_run_has_one_frame_per_table_with_plain_strings(tmp_path: Path) -> None:
@@ -200,15 +188,8 @@ FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", 
 
 
 def write_tensors(folder: Path, mode: Any, *tensors: torch.Tensor) -> instrument.Run:
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text('{"status": "done", "seed": 0, "overrides": {}, "metrics": {}}')
-    sink = ParquetSink(folder, tensors=mode)
-    for tensor in tensors:
-        key = (0, 0, 0, "train", 0, "seen", "a", "Conv2d", "forward", "output", "", 0, 0, False, "global")
-        sink.keep(key, list(tensor.shape), tensor)
-    sink.end_step()
-    sink.close()
-    return instrument.load(folder)
+    rows = [{"module_type": "Conv2d", "values": tensor} for tensor in tensors]
+    return instrument.load(write_steps(folder, [{"tensors": rows}], tensors=mode))
 
 
 @pytest.mark.parametrize("mode", ["list", "bytes"])

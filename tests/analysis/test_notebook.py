@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import write_steps
 
 import instrument
 from instrument.analysis import notebook
 from instrument.analysis.load import Run
-from instrument.storage.parquet import ParquetSink
-from instrument.tables.schemas import TABLES
 
 EVIL = "<script>alert('x')</script>"
 INFO: dict[str, Any] = {
@@ -51,19 +49,9 @@ class Tags(HTMLParser):
 
 
 def make_run(folder: Path, *, layer: str = "a", close: bool = True, **info: Any) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text(json.dumps({**INFO, **info}))
-    sink = ParquetSink(folder)
-    for step in range(1200):
-        metrics = {"step": step, "epoch": 0, "phase": "train", "rank": 0, "loss": 2.0}
-        sink.write("metrics", [tuple(metrics.get(name) for name in TABLES["metrics"].names)])
-    identity = (4, 0, 0, "train", 0, EVIL, layer, "Linear", "forward", "output", "", 0, 0, False, "global")
-    rest = {"numel": 10, "nan_count": 1, "inf_count": 0}
-    sink.write("stats", [(*identity, *(rest.get(name) for name in TABLES["stats"].names[len(identity) :]))])
-    sink.end_step()
-    if close:
-        sink.close()
-    return folder
+    metrics = [{"step": step, "phase": "train", "loss": 2.0} for step in range(1200)]
+    stats = {"step": 4, "hook": EVIL, "layer": layer, "numel": 10, "nan_count": 1, "inf_count": 0}
+    return write_steps(folder, [{"metrics": metrics, "stats": [stats]}], close=close, info={**INFO, **info})
 
 
 def page_of(run: Run) -> tuple[str, str]:

@@ -65,6 +65,8 @@ class Hider(nn.Module):
         self.inner = nn.Sequential()
         self.inner.extra = [nn.Sigmoid()]  # type: ignore[assignment]
         self.numbers = [1, 2]
+        self.deep = [[nn.Linear(4, 4)]]
+        self.dicts = {"x": {"y": nn.ReLU()}}
 
 
 def names(model: nn.Module) -> list[str]:
@@ -181,6 +183,8 @@ def test_modules_in_plain_lists_and_dicts_are_reported() -> None:
         ("blocks[1]", "Linear"),
         ("heads['a']", "ReLU"),
         ("pair[0]", "Tanh"),
+        ("deep[0][0]", "Linear"),
+        ("dicts['x']['y']", "ReLU"),
         ("inner.extra[0]", "Sigmoid"),
     ]
     assert hidden[0][1] is model.blocks[0]

@@ -29,10 +29,12 @@ class Noisy(nn.Module):
         self.unused = nn.Linear(4, 4)
         self.register_buffer("count", torch.zeros(1))
         self.register_buffer("last", torch.zeros(2))
+        self.register_buffer("mean", None)
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += random.random() + np.random.rand() + torch.rand(())
         self.last = x.detach()  # a tensor of another shape replaces the buffer
+        self.mean = x.mean(0)
         return self.frozen(self.drop(self.norm(x)))
 
 

@@ -8,8 +8,6 @@ from torch import nn
 
 import instrument
 from instrument.errors import ConfigError
-from instrument.plan.modules import Layers
-from instrument.plan.shape_inference import infer_shapes
 
 LOOK = {"layers": "**", "kind": "forward", "action": "record"}
 
@@ -37,33 +35,6 @@ def test_nested_tensors_are_recorded() -> None:
             assert torch.allclose(model(inputs, src_key_padding_mask=mask), baseline, atol=1e-5)
             probe.end_step()
     assert all(row["nan_count"] == 0 for row in probe.sink.records("stats"))
-
-
-class HidesModules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = [[nn.Linear(3, 3)]]
-        self.d = {"x": {"y": nn.ReLU()}}
-
-
-def test_deeply_nested_hidden_modules_are_found() -> None:
-    assert [name for name, _ in Layers.of(HidesModules()).hidden()] == ["b[0][0]", "d['x']['y']"]
-
-
-class SetsBuffer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", None)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.mean = inputs.mean(0)
-        return inputs - self.mean
-
-
-def test_shape_inference_removes_buffers_set_by_the_forward_pass() -> None:
-    model = SetsBuffer()
-    infer_shapes(model, lambda: model(torch.ones(2, 3)), training=True)
-    assert model.mean is None
 
 
 def test_clip_uses_only_parameters_of_the_optimizer() -> None:

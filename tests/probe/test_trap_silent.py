@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hook_runs import Calls
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -104,7 +106,7 @@ class Net(nn.Module):
         self.functional = nn.Linear(4, 4)
         self.walked = nn.ModuleDict({"0": nn.Linear(4, 4), "spare": nn.Linear(4, 4)})
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.counting = Counting()
+        self.counting = nn.Sequential(OrderedDict(integers=Calls(lambda x: x.detach().long()), number=Calls(to_number)))
 
     def forward(self, x: Tensor) -> Tensor:
         self.dead_end(x)
@@ -116,17 +118,6 @@ class Net(nn.Module):
         x = nn.functional.linear(x, self.functional.weight, self.functional.bias)
         x = self.walked["0"](x)
         return self.attention(x, x, x, need_weights=False)[0]
-
-
-class Counting(nn.Module):
-    """A module that returns integers, and no tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.integers, self.number = ToIntegers(), Number()
-
-    def forward(self, x: Tensor) -> None:
-        self.number(self.integers(x))
 
 
 class Steps(nn.Linear):
@@ -143,30 +134,14 @@ class Steps(nn.Linear):
         optimizer.zero_grad()
 
 
-class Fourier(nn.Linear):
-    """A layer with a complex result inside of its output."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.transform = Transform()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.transform(super().forward(x)).real
+def to_number(x: Tensor) -> int:
+    return int(x.sum())
 
 
-class Transform(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.fft(x)
-
-
-class ToIntegers(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.detach().long()
-
-
-class Number(nn.Module):
-    def forward(self, x: Tensor) -> int:
-        return int(x.sum())
+def fourier() -> nn.Module:
+    """Return a layer with a complex result inside of its output."""
+    parts = {"layer": nn.Linear(4, 4), "transform": Calls(torch.fft.fft), "real": Calls(torch.real)}
+    return nn.Sequential(OrderedDict(parts))
 
 
 class Attention(nn.Module):
@@ -274,18 +249,18 @@ SILENT = {
     "an intervention on a complex output": Silent(
         {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0},
         "changes floating-point tensors only, and the value has complex64",
-        model=Fourier,
+        model=fourier,
     ),
     "an intervention on several complex tensors": Silent(
         {"layers": "transform", "kind": "forward", "action": "modify", "together": True}
         | {"fn": {"_target_": f"{__name__}.unchanged"}},
         "the value has complex64",
-        model=Fourier,
+        model=fourier,
     ),
     "a path that an intervention does not find": Silent(
         {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0, "path": "1"},
         reasons.NO_TENSOR,
-        model=Fourier,
+        model=fourier,
     ),
     "a gradient that another hook cleared": Silent(hook(".", "post_accumulate_grad"), reasons.CLEARED, model=Steps),
     "an intervention on a gradient that another hook cleared": Silent(
@@ -411,12 +386,12 @@ def test_several_causes_are_all_reported() -> None:
     assert row["cause"] == f"{reasons.NO_GRAD}; {reasons.INFERENCE}"
 
 
-def image(size: int = 32) -> Callable[[], dict[str, Any]]:
-    return lambda: {"": torch.randn(4, 3, size, size)}
-
-
 def features(*shape: int) -> Callable[[], dict[str, Any]]:
     return lambda: {"": torch.randn(*shape)}
+
+
+def image(size: int = 32) -> Callable[[], dict[str, Any]]:
+    return lambda: {"": torch.randn(4, 3, size, size)}
 
 
 def vision(name: str, **more: Any) -> Callable[[], nn.Module]:

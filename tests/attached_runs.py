@@ -1,0 +1,57 @@
+"""Runs of a model with hooks: forward passes, and training on the mean square of the output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import instrument
+from instrument.integrations.attached_probe import AttachedProbe
+
+
+def forward_steps(
+    model: nn.Module, hooks: Any, batches: Iterable[Any], *, sample_ids: Iterable[Any] = (), **options: Any
+) -> AttachedProbe:
+    """Call a model in one step for each batch, and return the probe.
+
+    Args:
+        model: The model.
+        hooks: Specs of the hooks.
+        batches: The argument of each call.
+        sample_ids: The ids of the samples of each batch; None for a batch without ids. Default: no batch has ids.
+        options: Further arguments of `instrument.attach`.
+    """
+    with instrument.attach(model, hooks, **options) as probe:
+        for batch, names in zip_longest(batches, sample_ids):
+            if names is not None:
+                probe.batch(ids=names)
+            model(batch)
+            probe.end_step()
+    return probe
+
+
+def train_steps(
+    model: nn.Module, hooks: Any, batches: Iterable[Tensor], *, lr: float = 0.1, **options: Any
+) -> AttachedProbe:
+    """Train a model with SGD in one step for each batch, and return the probe. The loss is the mean square of the output.
+
+    Args:
+        model: The model.
+        hooks: Specs of the hooks.
+        batches: The batches.
+        lr: Learning rate. Default: 0.1.
+        options: Further arguments of `instrument.attach`.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with instrument.attach(model, hooks, optimizer=optimizer, **options) as probe:
+        for batch in batches:
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            probe.end_step(loss=loss, samples=len(batch))
+    return probe
