@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from attached_runs import forward_steps
 from report_fixtures import data_of, new_page
 from torch import nn
 
@@ -45,12 +46,8 @@ def run_of(folder: Path, length: int) -> instrument.Run:
         "maps": {**RECORD, "layers": ["scores", "probabilities"]},
         "tokens": {**RECORD, "layers": ".", "kind": "forward_pre"},
     }
-    with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
-        for ids in ([4, 5], [9, 8]):
-            probe.batch(ids=ids)
-            model(torch.arange(2 * length).reshape(2, length) % 90 + ids[0])
-            probe.end_step()
-    return instrument.load(folder)
+    ids, tokens = [[4, 5], [9, 8]], torch.arange(2 * length).reshape(2, length) % 90
+    return forward_steps(model, hooks, [tokens + first for first, _ in ids], sample_ids=ids, out=folder).run
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +66,8 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
         zero = {"kind": "forward", "action": "modify", "fn": "zero"}
         hooks = {"ablate": {**zero, "layers": place[0], "units": [place[1]]}} if place else {}
         hooks["kept"] = {**RECORD, "layers": "1"}
-        with (
-            torch.no_grad(),
-            instrument.attach(
-                model, hooks, out=folder / ("base" if place is None else "_".join(map(str, place)))
-            ) as probe,
-        ):
+        out = folder / ("base" if place is None else "_".join(map(str, place)))
+        with instrument.attach(model, hooks, out=out) as probe:
             probe.end_step(loss=model(torch.ones(2, 3)).square().mean())
     return instrument.load(folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -115,14 +116,8 @@ def test_non_finite_last_value_is_a_cross(sweep: instrument.Run) -> None:
 
 
 def test_runs_with_other_differences_have_separate_lines() -> None:
-    frame = pd.DataFrame(
-        {
-            "run": list("abcd"),
-            "loss": [1.0, 2.0, 3.0, 4.0],
-            "lr_": [1, 2, 1, 2],
-            "act": ["relu", "relu", "tanh", "tanh"],
-        }
-    )
+    keys = {"lr_": [1, 2, 1, 2], "act": ["relu", "relu", "tanh", "tanh"]}
+    frame = pd.DataFrame({"run": list("abcd"), "loss": [1.0, 2.0, 3.0, 4.0], **keys})
     found = lines(compare(metrics_table(frame), x="lr_").axes[0])
     assert {label: points.tolist() for label, points in found.items()} == {
         "act=relu": [[1.0, 1.0], [2.0, 2.0]],
@@ -174,25 +169,28 @@ def test_legend_of_many_runs_fits_the_figure() -> None:
     assert legend.get_window_extent().y0 >= 0.0
 
 
-def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run) -> None:
-    with pytest.raises(InstrumentError, match=r"(?s)y: unknown metric or statistic.*'los'.*similar  loss"):
-        compare(sweep, "los")
-    with pytest.raises(
-        InstrumentError, match=r"(?s)x: the runs do not differ in this override.*'norm'.*clip\.norm, seed"
-    ):
-        compare(sweep, x="norm")
-    with pytest.raises(InstrumentError, match="plotting l2 over seed requires layer="):
-        compare(sweep, "l2", "seed", hook="grads")
-    with pytest.raises(InstrumentError, match="no run has a value of this metric in phase train"):
-        compare(sweep, "accuracy")
-    with pytest.raises(InstrumentError, match=r"(?s)phase: no metrics were recorded in this phase.*'eval'"):
-        compare(sweep, phase="eval")
-    with pytest.raises(InstrumentError, match=r"(?s)several series match.*hook='acts'.*hook='grads'"):
-        compare(sweep, "l2")
-    with pytest.raises(InstrumentError, match="runs is empty"):
-        compare([])
-    with pytest.raises(InstrumentError, match="columns that are missing from the metrics table: run"):
-        compare(sweep.metrics.drop(columns="run"))
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda sweep: compare(sweep, "los"), "y: unknown metric or statistic.*'los'.*similar  loss"),
+        (
+            lambda sweep: compare(sweep, x="norm"),
+            r"x: the runs do not differ in this override.*'norm'.*clip\.norm, seed",
+        ),
+        (lambda sweep: compare(sweep, "l2", "seed", hook="grads"), "plotting l2 over seed requires layer="),
+        (lambda sweep: compare(sweep, "accuracy"), "no run has a value of this metric in phase train"),
+        (lambda sweep: compare(sweep, phase="eval"), "phase: no metrics were recorded in this phase.*'eval'"),
+        (lambda sweep: compare(sweep, "l2"), "several series match.*hook='acts'.*hook='grads'"),
+        (lambda sweep: compare([]), "runs is empty"),
+        (
+            lambda sweep: compare(sweep.metrics.drop(columns="run")),
+            "columns that are missing from the metrics table: run",
+        ),
+    ],
+)
+def test_invalid_comparison_is_an_error_with_options(sweep: instrument.Run, draw: Any, message: str) -> None:
+    with pytest.raises(InstrumentError, match=f"(?s){message}"):
+        draw(sweep)
 
 
 def test_label_omits_missing_overrides(tmp_path: Path) -> None:

@@ -37,15 +37,8 @@ def edges(mesh: QuadMesh) -> list[float]:
 
 def distributions(*cells: dict[str, Any]) -> pd.DataFrame:
     """Return a `distributions` table of one layer with a row per step."""
-    same = {
-        "hook": "h",
-        "kind": "forward",
-        "role": "output",
-        "phase": "train",
-        "layer": "a",
-        "path": "",
-        "recompute": False,
-    }
+    names = ("hook", "kind", "role", "phase", "layer", "path", "recompute")
+    same = dict(zip(names, ("h", "forward", "output", "train", "a", "", False), strict=True))
     empty = {"levels": None, "quantiles": None, "low": math.nan, "high": math.nan, "counts": None}
     return pd.DataFrame([{**same, "step": step, **empty, **cell} for step, cell in enumerate(cells)])
 
