@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import instrument
+from instrument import Probe
 from instrument.integrations.attached_probe import AttachedProbe
 
 
@@ -49,9 +50,14 @@ def train_steps(
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with instrument.attach(model, hooks, optimizer=optimizer, **options) as probe:
         for batch in batches:
-            loss = model(batch).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss, samples=len(batch))
+            train_step(model, optimizer, probe, batch)
     return probe
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe, batch: Tensor) -> None:
+    """Train a model with one batch. The loss is the mean square of the output."""
+    loss = model(batch).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    probe.end_step(loss=loss, samples=len(batch))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,6 @@ def row(table: str, **cells: Any) -> tuple[Any, ...]:
     values = {**defaults, **LOCATION, **cells}
     labels = {column.name for column in TABLES[table].columns if pa.types.is_dictionary(column.type)}
     return tuple(values.get(name, "" if name in labels else None) for name in names)
-
-
-def stats_row(step: int, mean: float, **cells: Any) -> tuple[Any, ...]:
-    """Return a row of statistics of a tensor with 8 elements."""
-    zeros = dict.fromkeys(("std", "rms", "min", "max", "abs_max", "l1", "l2", "zero_fraction"), 0.0)
-    counts = {"numel": 8, "nan_count": 0, "inf_count": 0}
-    return row("stats", step=step, scope="global", mean=mean, shape=[8], **zeros, **counts, **cells)
 
 
 def write_run(
@@ -140,3 +134,10 @@ def finished(folder: Path) -> instrument.Run:
     """Load the files in a folder as those of a finished run."""
     (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
     return instrument.load(folder)
+
+
+def damage_inside(file: Path) -> None:
+    """Damage a file inside; its footer, by which it is opened, is intact."""
+    content = bytearray(file.read_bytes())
+    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
+    file.write_bytes(content)

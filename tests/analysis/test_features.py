@@ -14,17 +14,18 @@ import distributed_runs
 import numpy as np
 import pytest
 import torch
+from attached_runs import forward_steps
 from conftest import run_in
-from run_folders import row, write_run
+from run_folders import write_run, write_steps
 from tiers import tiered
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from training_runs import train_here
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis.features import _recorded_positions
 from instrument.config.base import parse_slice
-from instrument.storage.parquet import ParquetSink
 from instrument.storage.run_files import RunFiles
 from instrument.training.datasets import random_tensors
 
@@ -279,12 +280,8 @@ def test_string_ids_keep_the_recorded_order(tmp_path: Path) -> None:
 
 
 def test_batches_with_numbers_and_strings_as_ids_give_strings() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        for ids in ([4, 3], ["a"]):
-            probe.batch(ids=ids)
-            model(torch.zeros(len(ids), 2))
-            probe.end_step()
+    batches = [torch.zeros(2, 2), torch.zeros(1, 2)]
+    probe = forward_steps(nn.Identity(), {"f": {"layers": ".", **RECORD}}, batches, sample_ids=[[4, 3], ["a"]])
     assert probe.features(".").ids.tolist() == ["4", "3", "a"]
 
 
@@ -304,16 +301,10 @@ def test_run_without_tensors_says_how_to_record_them(tmp_path: Path) -> None:
 
 
 def test_batches_without_ids_are_left_out_with_a_warning() -> None:
-    model = nn.Linear(2, 2)
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        for step in range(3):
-            if step != 1:
-                probe.batch(ids=[step])
-            model(torch.zeros(1, 2))
-            probe.end_step()
-    with pytest.warns(
-        InstrumentWarning, match=r"samples of 1 of 3 tensors are unknown \(step 1, micro_step 0, rank 0\)"
-    ):
+    hooks = {"f": {"layers": ".", **RECORD}}
+    probe = forward_steps(nn.Identity(), hooks, torch.zeros(3, 1, 2), sample_ids=[[0], None, [2]])
+    message = r"samples of 1 of 3 tensors are unknown \(step 1, micro_step 0, rank 0\)"
+    with pytest.warns(InstrumentWarning, match=message):
         assert probe.features("").ids.tolist() == [0, 2]
     assert probe.problems == [
         "tensors: the samples of 1 of 3 tensors are unknown (step 1, micro_step 0, rank 0): skipped"
@@ -323,15 +314,10 @@ def test_batches_without_ids_are_left_out_with_a_warning() -> None:
 
 
 def test_batches_of_different_shape_are_refused() -> None:
-    model = nn.Identity()
-    with instrument.attach(model, {"f": {"layers": ".", **RECORD}}) as probe:
-        for length in (2, 3):
-            probe.batch(ids=[length])
-            model(torch.zeros(1, length))
-            probe.end_step()
-    with pytest.raises(
-        ConfigError, match=r"differ in shape between batches\n +given +\['samples', 2\], \['samples', 3\]"
-    ):
+    batches = [torch.zeros(1, 2), torch.zeros(1, 3)]
+    probe = forward_steps(nn.Identity(), {"f": {"layers": ".", **RECORD}}, batches, sample_ids=[[2], [3]])
+    message = r"differ in shape between batches\n +given +\['samples', 2\], \['samples', 3\]"
+    with pytest.raises(ConfigError, match=message):
         probe.features(".")
 
 
@@ -563,10 +549,7 @@ def test_sample_that_a_sampler_repeats_is_returned_once(tmp_path: Path) -> None:
         f"data.sampler={{_target_: {__name__}.Repeating}}",
     )
     hook = "+hooks.f={layers: layers.0, kind: forward, action: record, tensors: true}"
-    arguments = (*ARGUMENTS[:3], hook, "~data.dataset.size", *sampled, "mode=forward", "hydra.run.dir=run")
-    answer = run_in(tmp_path, *arguments)
-    assert answer.code == 0, answer.err
-    run = instrument.load(tmp_path / "run")
+    run = train_here(tmp_path / "run", *ARGUMENTS[:3], hook, "~data.dataset.size", *sampled, "mode=forward")
     assert run.samples["sample"].tolist() == [3, 1, 3, 0]
     (values,) = run.tensors()["values"]
     assert not np.array_equal(values[0], values[2])
@@ -576,8 +559,7 @@ def test_sample_that_a_sampler_repeats_is_returned_once(tmp_path: Path) -> None:
 
 
 def test_second_evaluation_at_a_step_is_refused() -> None:
-    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record", "tensors": True, "phase": "eval"}}
-    model = nn.Sequential(nn.Linear(2, 2))
+    model, hooks = nn.Sequential(nn.Linear(2, 2)), {"h": {"layers": "0", **RECORD, "phase": "eval"}}
     with instrument.attach(model, hooks) as probe:
         for _ in range(2):
             with probe.evaluating():
@@ -589,25 +571,11 @@ def test_second_evaluation_at_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("step", [np.int64(0), np.array(0), 0, [np.int64(0)]], ids=repr)
 def test_step_of_numpy_selects(step: Any) -> None:
-    hooks = {"h": {"layers": "0", "kind": "forward", "action": "record", "tensors": True}}
-    model = nn.Sequential(nn.Linear(2, 2))
-    with instrument.attach(model, hooks) as probe:
-        for _ in range(2):
-            probe.batch(ids=[0, 1])
-            model(torch.ones(2, 2))
-            probe.end_step()
+    model, hooks = nn.Sequential(nn.Linear(2, 2)), {"h": {"layers": "0", **RECORD}}
+    probe = forward_steps(model, hooks, torch.ones(2, 2, 2), sample_ids=[[0, 1]] * 2)
     assert probe.features("0", step=step).X.shape == (2, 2)
     with pytest.raises(ConfigError, match="no recorded tensor of layer '0' has this step"):
         probe.features("0", step="last")
-
-
-def test_batch_is_named_once_per_micro_step() -> None:
-    hooks = {"h": {"layers": "0", "kind": "full_backward", "action": "record", "tensors": True}}
-    model = nn.Sequential(nn.Linear(2, 2))
-    with instrument.attach(model, hooks) as probe:
-        probe.batch(ids=[0, 1])
-        with pytest.raises(ConfigError, match="named already"):
-            probe.batch(ids=[2, 3])
 
 
 FEATURES = "{layers: layers.0, kind: forward, action: record, stats: none, tensors: true, phase: eval}"
@@ -638,17 +606,14 @@ def test_features_of_a_sweep_are_joined_per_run(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
 @pytest.mark.parametrize("tensors", tiered(["list", "bytes"], []))
 def test_features_need_little_more_memory_than_the_array(tmp_path: Path, tensors: Any) -> None:
-    folder = write_run(tmp_path / "run")
-    sink = ParquetSink(folder, tensors=tensors)
     values = torch.arange(512 * 8192, dtype=torch.float32).reshape(512, 8192)  # 17 MB, one row group
+    steps = []
     for step in range(17):
         batch = values[:1] if step == 0 else values  # the other steps have 268 MB
-        sink.keep(row("tensors", step=step, layer="layer", scope="global")[:15], list(batch.shape), batch)
-        ids = [512 * step + (at * 7) % 512 for at in range(len(batch))]
         cells = {"step": step, "target": 1.0, "target_dtype": "int64"}
-        sink.write("samples", [row("samples", **cells, position=at, sample=sample) for at, sample in enumerate(ids)])
-        sink.end_step()
-    sink.close()
+        samples = [{**cells, "position": at, "sample": 512 * step + (at * 7) % 512} for at in range(len(batch))]
+        steps.append({"tensors": [{"step": step, "layer": "layer", "values": batch}], "samples": samples})
+    write_steps(tmp_path / "run", steps, tensors=tensors)
     done = subprocess.run([sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, check=True)
     used, size = map(float, done.stdout.split())
     assert size > 250

@@ -10,13 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_folders import stats_row
+from run_folders import row
 
 import instrument
 from instrument.storage.parquet import ParquetSink
 
-KEY = ("train", 0, "seen", "a", "Linear", "forward", "output", "", 0, 0, False, "global")
-METRICS = ("train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 Steps = Callable[[int, int], None]
 
 
@@ -33,8 +31,8 @@ def write(folder: Path) -> Steps:
 
     def steps(start: int, stop: int) -> None:
         for step in range(start, stop):
-            sink.write("stats", [stats_row(step, float(step))])
-            sink.write("metrics", [(step, 0, *METRICS)])
+            sink.write("stats", [row("stats", step=step, mean=float(step))])
+            sink.write("metrics", [row("metrics", step=step, phase="train")])
             sink.end_step()
 
     return steps

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from attached_runs import train_steps
+from hook_runs import Calls
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -27,49 +29,30 @@ from instrument.analysis.plot_data import (
 )
 
 
-class Backwards(nn.Module):
-    """A model whose modules are defined in another order than they are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        self.unused = nn.Linear(4, 4)
-        self.first = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x))
+def backwards() -> nn.Module:
+    """Return a model whose modules are defined in another order than they are called."""
+    first, last = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+    return Calls(lambda last, unused, first, x: last(first(x)), last=last, unused=nn.Linear(4, 4), first=first)
 
 
-def recorded(folder: Path, model: nn.Module, steps: int = 1, **fields: Any) -> instrument.Run:
+def recorded(folder: Path, **fields: Any) -> instrument.Run:
     hooks = {"h": {"layers": "**", "kind": "forward", "action": "record", **fields}}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, hooks, optimizer=optimizer, out=folder) as probe:
-        for _ in range(steps):
-            loss = model(torch.randn(3, 4)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
-    return instrument.load(folder)
+    return train_steps(backwards(), hooks, [torch.randn(3, 4)], out=folder).run
 
 
 def test_layers_are_in_execution_order(tmp_path: Path) -> None:
-    order = forward_order(recorded(tmp_path / "r", Backwards(), exclude="unused*"))
+    order = forward_order(recorded(tmp_path / "r", exclude="unused*"))
     assert order == ["first.0", "first.1", "first", "last.0", "last.1", "last", "unused", ""]
 
 
 def test_layer_without_outputs_follows_its_predecessor(tmp_path: Path) -> None:
-    order = forward_order(recorded(tmp_path / "r", Backwards(), layers=["first.1", "last.1"]))
-    assert [layer for layer in order if layer in ("first.1", "last.1", "unused", "")] == [
-        "first.1",
-        "last.1",
-        "unused",
-        "",
-    ]
+    order = forward_order(recorded(tmp_path / "r", layers=["first.1", "last.1"]))
+    expected = ["first.1", "last.1", "unused", ""]
+    assert [layer for layer in order if layer in expected] == expected
 
 
 def test_layers_without_outputs_are_in_model_order(tmp_path: Path) -> None:
-    order = forward_order(recorded(tmp_path / "r", Backwards(), kind="parameter_grad"))
+    order = forward_order(recorded(tmp_path / "r", kind="parameter_grad"))
     assert order == ["last", "last.0", "last.1", "unused", "first", "first.0", "first.1", ""]
 
 

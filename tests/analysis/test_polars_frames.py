@@ -11,7 +11,8 @@ from typing import Any
 import polars as pl
 import pytest
 from buckets import connected
-from test_sql import damage_inside, make_run, part
+from run_folders import damage_inside
+from test_sql import make_run, part
 from tiers import tiered
 
 import instrument

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import write_steps
+from run_folders import damage_inside, write_steps
 
 import instrument
 from instrument import ConfigError, InstrumentError, InstrumentWarning
@@ -51,13 +50,6 @@ def test_rows_of_a_sweep_are_in_the_order_of_runs_and_steps(tmp_path: Path) -> N
 
 def tuples(frame: pd.DataFrame) -> list[tuple[Any, ...]]:
     return list(frame.astype(object).where(frame.notna(), None).itertuples(index=False, name=None))
-
-
-def damage_inside(file: Path) -> None:
-    """Damage a file inside; its footer, by which it is opened, is intact."""
-    content = bytearray(file.read_bytes())
-    content[4 : len(content) // 2] = random.Random(1).randbytes(len(content) // 2 - 4)
-    file.write_bytes(content)
 
 
 def part(run: Path, number: int) -> Path:

@@ -116,6 +116,11 @@ class SlowModule(nn.Module):
         return batch
 
 
+def probe_of(every: int = 1, **options: Any) -> Probe:
+    plan = make_plan(read_specs({"slow": {**SLOW, "every": every}}), SlowModule())
+    return Probe(plan, instrument.MemorySink(), **options)
+
+
 def run(probe: Probe, steps: int, *, evaluate: bool = False) -> None:
     with probe:
         for _ in range(steps):
@@ -128,20 +133,19 @@ def run(probe: Probe, steps: int, *, evaluate: bool = False) -> None:
 
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_probe_measures_overhead_of_hooks_with_a_schedule(evaluate: bool) -> None:
-    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 2}}), SlowModule()), instrument.MemorySink())
+    probe = probe_of(2)
     run(probe, WARM_UP + 20, evaluate=evaluate)
     assert probe.overhead == pytest.approx(0.5)  # twice as long at every second step
 
 
 def test_probe_with_hooks_at_every_step_has_no_overhead() -> None:
-    probe = Probe(make_plan(read_specs({"slow": SLOW}), SlowModule()), instrument.MemorySink())
+    probe = probe_of()
     run(probe, 24)
     assert probe.overhead is None
 
 
 def test_time_budget_measures_the_overhead() -> None:
-    plan = make_plan(read_specs({"slow": {**SLOW, "every": 2}}), SlowModule())
-    probe = Probe(plan, instrument.MemorySink(), budget=parse_budget({"time": "5%"}))
+    probe = probe_of(2, budget=parse_budget({"time": "5%"}))
     run(probe, 24)
     assert probe.budget is not None
     assert probe.overhead is probe.budget.estimated is None
@@ -159,6 +163,6 @@ def test_late_rows_are_attributed_to_the_hooks(monkeypatch: pytest.MonkeyPatch) 
         "add",
         lambda overhead, scheduled, seconds, has_pending_rows: steps.append((scheduled, has_pending_rows)),
     )
-    probe = Probe(make_plan(read_specs({"slow": {**SLOW, "every": 3}}), SlowModule()), instrument.MemorySink())
+    probe = probe_of(3)
     run(probe, 6)
     assert steps == [(("slow",), False), ((), True), ((), False)] * 2

@@ -19,7 +19,6 @@ from instrument.config.spec_file import read_rules
 from instrument.plan.hook_plan import make_plan
 from instrument.probe.probe import Probe
 from instrument.probe.recorder import Recorder
-from instrument.tables.schemas import TABLES
 
 SEEN = {"layers": "*", "kind": "forward", "action": "record"}
 LARGE: dict[str, Any] = {"watch": "seen", "stat": "abs_max", "above": 50.0}
@@ -51,9 +50,8 @@ def run(probe: Probe, scales: tuple[float, ...] = SCALES, loss: float | None = N
 
 def written(sink: instrument.MemorySink) -> list[tuple[str, int]]:
     """Return the rule and the step of each event."""
-    names = TABLES["events"].names
-    events = [dict(zip(names, row, strict=False)) for row in sink.rows["events"]]
-    return [(row["rule"], row["step"]) for row in events if row["rule"] in ("big", "mine", "error", "loss")]
+    rows = sink.records("events")
+    return [(row["rule"], row["step"]) for row in rows if row["rule"] in ("big", "mine", "error", "loss")]
 
 
 @pytest.mark.parametrize(

@@ -213,11 +213,9 @@ def test_feature_maps_are_next_to_their_image(full_report: OpenReport, reported_
         "[...document.querySelectorAll('#maps-charts .chart')].map(at => at.data[0].type)"
     )
     assert kinds == ["image", "heatmap"] * 6
-    mosaic = full_report.page.evaluate("[...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0].z")
+    first = last_mosaic(full_report)
+    mosaic, limits = first["z"], (first["zmin"], first["zmax"])
     assert [row[:6] for row in mosaic[:6]] == [pytest.approx(row, rel=1e-5) for row in tensors[0, 0].tolist()]
-    limits = full_report.page.evaluate(
-        "(({zmin, zmax}) => [zmin, zmax])([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"
-    )
     assert limits[0] == -limits[1] < 0
     every = reported_run.tensors(hook="maps")
     assert limits[1] == pytest.approx(max(np.abs(values[0]).max() for values in every["values"]), rel=1e-5)

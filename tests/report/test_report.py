@@ -255,14 +255,8 @@ def test_names_with_markup_are_escaped(tmp_path: Path) -> None:
 def test_header_has_model_data_and_status(reported_sweep: instrument.Run) -> None:
     page = make(reported_sweep.path / "done_0").html
     head = page[: page.index("<nav")]
-    for words in (
-        "instrument.training.models.MLP",
-        "instrument.training.datasets.digits",
-        ">cpu<",
-        ">two <",
-        'class="status done"',
-    ):
-        assert words in head
+    kinds = ("instrument.training.models.MLP", "instrument.training.datasets.digits")
+    assert all(words in head for words in (*kinds, ">cpu<", ">two <", 'class="status done"'))
     assert "model=mlp" in page
     assert "_target_: instrument.training.models.MLP" in page
 
@@ -326,11 +320,7 @@ def test_pairs_have_the_same_seed_and_differ_in_one_intervention(
         assert {pair["treated"], pair["control"]} <= set(done)
         assert reported_sweep.infos[pair["control"]]["overrides"]["hooks.tame"] is None
         assert reported_sweep.infos[pair["treated"]]["overrides"]["hooks.tame"]["norm"] == 0.01
-        assert (
-            reported_sweep.infos[pair["treated"]]["seed"]
-            == reported_sweep.infos[pair["control"]]["seed"]
-            == pair["seed"]
-        )
+        assert all(reported_sweep.infos[pair[which]]["seed"] == pair["seed"] for which in ("treated", "control"))
         differences.append(losses[pair["treated"]] - losses[pair["control"]])
     assert f"{np.mean(differences):+.4g}" in sweep_html
     assert all(f"{difference:+.4g}" in sweep_html for difference in differences)
@@ -352,11 +342,8 @@ def test_effects_of_matches_the_report(reported_sweep: instrument.Run) -> None:
     assert last["difference"] == pytest.approx(np.mean(differences))
     assert {"acts"} == set(frame[frame["table"] == "stats"]["hook"])
     assert frame[frame["table"] == "effects"].empty  # runs without the hook have no rows of its effects
-    failed = [
-        folder.name
-        for folder, info in zip(reported_sweep.folders, reported_sweep.infos, strict=True)
-        if info not in done
-    ]
+    infos = zip(reported_sweep.folders, reported_sweep.infos, strict=True)
+    failed = [folder.name for folder, info in infos if info not in done]
     assert list(frame.attrs["left_out"]) == failed
 
 
@@ -511,11 +498,13 @@ def test_command_without_plotly_names_the_package(
     assert pip_command("report") in capsys.readouterr().err
 
 
+TINY = ("model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2")
+REPORTED = (*TINY, "report=true", "hydra.run.dir=out")
+
+
 def test_run_with_report_is_refused_without_plotly(cli: Callable[..., Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("instrument.report.make_report._plotly_script", missing_plotly)
-    answer = cli(
-        "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
-    )
+    answer = cli(*REPORTED)
     assert answer.code == 2
     assert pip_command("report") in answer.err
     assert "the data recorded so far" not in answer.err
@@ -527,9 +516,7 @@ def missing_plotly() -> Path:
 
 
 def test_run_with_report_prints_its_path(cli: Callable[..., Answer]) -> None:
-    answer = cli(
-        "model=mlp", "model.sizes=[64,8,10]", "data=digits", "train.steps=2", "report=true", "hydra.run.dir=out"
-    )
+    answer = cli(*REPORTED)
     assert answer.code == 0, answer.err
     assert answer.out.splitlines()[-1] == "report      out/report.html"
     assert data_of(Path("out/report.html").read_text())["metrics"]["train"]["first"] == [0, 1]

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from attached_runs import train_step
 from report_fixtures import EVERYTHING, SPREAD, new_page
 from run_folders import write_run
 from torch import nn
@@ -50,11 +51,7 @@ class Training:
 
     def step(self, count: int) -> None:
         for _ in range(count):
-            loss = self.model(torch.randn(8, 4)).square().mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            self.optimizer.step()
-            self.probe.end_step(loss=loss, samples=8)
+            train_step(self.model, self.optimizer, self.probe, torch.randn(8, 4))
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +123,15 @@ def steps_of(page: Page, chart: str) -> int:
     """Return the number of steps in the first trace of a chart; 0 if it is not drawn."""
     steps: int = page.evaluate("id => document.getElementById(id).data?.[0].x.length ?? 0", chart)
     return steps
+
+
+def open_address(browser: Browser, address: str) -> tuple[Page, list[str]]:
+    """Open a page and wait until it is drawn. Return it, and a list of its errors."""
+    page = new_page(browser)
+    errors = errors_of(page)
+    page.goto(address)
+    page.wait_for_selector("html[data-drawn=yes]")
+    return page, errors
 
 
 def errors_of(page: Page) -> list[str]:
@@ -217,10 +223,8 @@ def test_memory_of_the_page_is_flat(tmp_path: Path, browser: Browser, monkeypatc
     training = Training(tmp_path / "run")
     training.step(1)
     with serving(training.folder) as address:
-        page = new_page(browser)
+        page, _ = open_address(browser, address)
         session = page.context.new_cdp_session(page)
-        page.goto(address)
-        page.wait_for_selector("html[data-drawn=yes]")
         last_step = "document.getElementById('training-chart').data?.[0].x.at(-1) ?? -1"
         sizes = []
         for _ in range(12):
@@ -240,10 +244,7 @@ def test_page_of_a_sweep_follows_its_jobs(browser: Browser, tmp_path: Path) -> N
     training = Training(tmp_path / "sweep" / "0")
     training.step(2)
     with serving(tmp_path, sweep=str(tmp_path / "sweep")) as address:
-        page = new_page(browser)
-        errors = errors_of(page)
-        page.goto(address)
-        page.wait_for_selector("html[data-drawn=yes]")
+        page, errors = open_address(browser, address)
         assert page.inner_text("#runs tbody tr td:nth-child(3)") == "2"
         rows = [{"step": step, "loss": 1.0 / (step + 1)} for step in range(4)]
         overrides, metrics = {"optimizer.lr": 0.1}, {"loss": 0.25}
@@ -298,9 +299,7 @@ def test_page_changes_a_run(browser: Browser, tmp_path: Path) -> None:
     training = Training(tmp_path / "run")
     training.step(1)
     with serving(training.folder, takes_changes=True) as address:
-        page = new_page(browser)
-        page.goto(address)
-        page.wait_for_selector("html[data-drawn=yes]")
+        page, _ = open_address(browser, address)
         page.fill("#changes", "hooks.acts.ever=2")
         page.click("#change [type=submit]")
         page.wait_for_selector("output.bad")

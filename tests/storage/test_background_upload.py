@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import TIMEOUT, wait_until
@@ -44,6 +45,13 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def remote(tmp_path: Path) -> FailingRemote:
     return FailingRemote(f"memory://{tmp_path}/there", "sink.remote")
+
+
+FIRST = "stats/part-0000-000000.parquet"
+
+
+def status_of(remote: RemoteFolder) -> Any:
+    return json.loads(remote.read("run.json") or b"")["status"]
 
 
 class FailingRemote(RemoteFolder):
@@ -88,17 +96,17 @@ def test_a_run_that_ends_while_run_json_is_sent_is_not_done_before_its_last_part
     monkeypatch.setattr(background_upload, "check_same_run", end_run)
     upload = Upload(folder, remote, rank=0)
     upload.begin()
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
-    assert json.loads(remote.read("run.json") or b"")["status"] == "running"
+    wait_until(lambda: FIRST in remote.sizes())
+    assert status_of(remote) == "running"
     upload.end()
-    assert json.loads(remote.read("run.json") or b"")["status"] == "done"
+    assert status_of(remote) == "done"
 
 
 def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
-    assert json.loads(remote.read("run.json") or b"")["status"] == "running"
+    wait_until(lambda: FIRST in remote.sizes())
+    assert status_of(remote) == "running"
     add_part(folder, Part(0, 1))
     both = {"run.json", "stats/part-0000-000000.parquet", "stats/part-0000-000001.parquet"}
     wait_until(lambda: set(remote.sizes()) == both)  # pending uploads have another name
@@ -106,7 +114,7 @@ def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     add_part(folder, Part(0, 2))
     add_part(folder, Part(0, 3))
     wait_until(lambda: "stats/part-0000-000003.parquet" in remote.sizes())
-    assert json.loads(remote.read("run.json") or b"")["status"] == "running"  # the final one is sent last
+    assert status_of(remote) == "running"  # the final one is sent last
     (folder / ".lock").touch()
     (folder / ".lock-1").touch()
     (folder / "journal").mkdir(exist_ok=True)
@@ -115,24 +123,17 @@ def test_parts_are_uploaded_when_closed_and_the_rest_at_the_end(
     sent = started_upload.end()
     assert sent.failed == {}
     local_files = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
-    assert set(remote.sizes()) == local_files - {
-        ".lock",
-        ".lock-1",
-        "journal/stats-0000-000002.arrows",
-        ".run.json.tmp",
-    }
+    kept = {".lock", ".lock-1", "journal/stats-0000-000002.arrows", ".run.json.tmp"}
+    assert set(remote.sizes()) == local_files - kept
     assert remote.puts[-1] == "run.json"
-    assert json.loads(remote.read("run.json") or b"")["status"] == "done"
+    assert status_of(remote) == "done"
     assert not started_upload.messages()
 
 
 def test_part_is_uploaded_once(started_upload: Upload, folder: Path, remote: FailingRemote) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: FIRST in remote.sizes())
     started_upload.end()
-    assert sorted(name for name in remote.puts if "part" in name) == [
-        "stats/part-0000-000000.parquet",
-        "stats/part-0001-000000.parquet",
-    ]
+    assert sorted(name for name in remote.puts if "part" in name) == [FIRST, "stats/part-0001-000000.parquet"]
     again = send_all(folder, remote)
     assert (again.files, again.failed) == (0, {})
 
@@ -172,7 +173,7 @@ def test_later_ranks_upload_their_own_parts_only(folder: Path, remote: FailingRe
 def test_lost_connection_is_reported_once_and_retried(
     started_upload: Upload, folder: Path, remote: FailingRemote
 ) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: FIRST in remote.sizes())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))
     wait_until(lambda: remote.puts.count("stats/part-0000-000001.parquet") > 2 * remote_transfer.ATTEMPTS)
@@ -190,7 +191,7 @@ def test_run_continues_without_a_connection_at_start(folder: Path, remote: Faili
     assert len(running_upload.messages()) == 1
     remote.error = None
     assert running_upload.end().failed == {}
-    assert "stats/part-0000-000000.parquet" in remote.sizes()
+    assert FIRST in remote.sizes()
 
 
 def test_upload_does_not_wait_for_a_stalled_connection(
@@ -211,12 +212,7 @@ def test_upload_does_not_wait_for_a_stalled_connection(
 def test_files_not_uploaded_at_the_end_are_reported(folder: Path, remote: FailingRemote) -> None:
     remote.error = ConnectionError("nobody there")
     sent = send_all(folder, remote)
-    assert set(sent.failed) == {
-        ".hydra/config.yaml",
-        "run.json",
-        "stats/part-0000-000000.parquet",
-        "stats/part-0001-000000.parquet",
-    }
+    assert set(sent.failed) == {".hydra/config.yaml", "run.json", FIRST, "stats/part-0001-000000.parquet"}
     assert len(remote.puts) == remote_transfer.ATTEMPTS**2  # after three files the remote is considered unreachable
 
 
@@ -266,7 +262,7 @@ def test_two_runs_starting_at_once_do_not_share_an_address(
 def test_later_run_at_the_same_address_stops_the_upload(
     started_upload: Upload, folder: Path, remote: FailingRemote, tmp_path: Path
 ) -> None:
-    wait_until(lambda: "stats/part-0000-000000.parquet" in remote.sizes())
+    wait_until(lambda: FIRST in remote.sizes())
     (tmp_path / "other").write_text(json.dumps({"started": "then"}))
     RemoteFolder(remote.address, "").put(tmp_path / "other", "run.json")
     add_part(folder, Part(0, 1))

@@ -22,10 +22,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_folders import finished, row, tensor_key
 from tiers import tiered
 from torch import Tensor
 
-import instrument
 from instrument.errors import SinkError
 from instrument.storage import parquet, parts, tensors
 from instrument.storage.journal import Journal
@@ -34,23 +34,16 @@ from instrument.tables.schemas import TABLES
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-METRICS = (0, 0, "train", 0, 0.5, None, 0.1, 1.0, 0.01, 100.0, None, None)
 
 
 def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:
-    key = (step, 0, 0, "train", 0, "seen", "a.b", "Linear", "forward", "output", "", 0, 0, False, "global")
     for tensor in tensors:
-        assert sink.keep(key, tensor.shape, tensor) is not None
+        assert sink.keep(tensor_key(step, layer="a.b"), tensor.shape, tensor) is not None
 
 
 def bits(tensor: Tensor) -> bytes:
     flat = tensor.contiguous().reshape(-1)
     return bytes(flat.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else flat.numpy())
-
-
-def finished(folder: Path) -> instrument.Run:
-    (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0}))
-    return instrument.load(folder)
 
 
 def examples(dtype: torch.dtype) -> Tensor:
@@ -118,7 +111,7 @@ def test_int64_and_float64_are_stored_as_bytes(tmp_path: Path, mode: Any) -> Non
 def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(3):
-        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.write("metrics", [row("metrics", step=step, phase="train")])
         keep(sink, torch.full((2,), float(step)), step=step)
         sink.end_step()
         assert not list(tmp_path.rglob("*.parquet"))
@@ -136,9 +129,9 @@ def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> Non
 
 def test_rows_of_an_unfinished_step_are_not_read(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.end_step()
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     assert len(finished(tmp_path).metrics) == 1
 
 
@@ -147,7 +140,7 @@ def test_large_journal_becomes_a_part(tmp_path: Path, monkeypatch: pytest.Monkey
     sink = ParquetSink(tmp_path)
     counts = []
     for step in range(40):
-        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.write("metrics", [row("metrics", step=step, phase="train")])
         sink.end_step()
         counts.append(len(list(tmp_path.glob("metrics/*.parquet"))))
         assert list(finished(tmp_path).metrics.step) == list(range(step + 1))
@@ -202,7 +195,7 @@ def test_every_table_is_readable_after_an_empty_run(tmp_path: Path) -> None:
 
 def test_files_have_the_declared_types_and_descriptions(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.close()
     for name, table in TABLES.items():
         schema = pq.read_schema(tmp_path / name / "part-0000-000000.parquet")
@@ -251,21 +244,16 @@ def test_error_reports_what_is_actually_saved(
     folder.mkdir()
     sink = ParquetSink(folder)
     for step in range(2):
-        sink.write("metrics", [(step, *METRICS[1:])] if step == 0 else [])
-        sink.write("stats", [stats_row(step)])
+        sink.write("metrics", [row("metrics", step=step, phase="train")] if step == 0 else [])
+        sink.write("stats", [row("stats", step=step)])
         sink.end_step()
         if step == 0:
             sink.finish_parts()
     damage(folder)
     monkeypatch.setattr(Journal, "append", read_only)
-    sink.write("stats", [stats_row(2)])
+    sink.write("stats", [row("stats", step=2)])
     with pytest.raises(SinkError, match=f"Read-only file system; {saved}$"):
         sink.end_step()
-
-
-def stats_row(step: int) -> tuple[Any, ...]:
-    cells = {"step": step, "rank": 0, "phase": "train"}
-    return tuple(cells.get(name) for name in TABLES["stats"].names)
 
 
 def read_only(self: Journal, batch: pa.RecordBatch) -> None:
@@ -274,7 +262,7 @@ def read_only(self: Journal, batch: pa.RecordBatch) -> None:
 
 def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("stats", [stats_row(0)])
+    sink.write("stats", [row("stats", step=0)])
     sink.end_step()
 
     plain = os.stat
@@ -286,7 +274,7 @@ def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeyp
 
     monkeypatch.setattr("instrument.storage.parquet.os.stat", denied)
     monkeypatch.setattr(Journal, "append", read_only)
-    sink.write("stats", [stats_row(1)])
+    sink.write("stats", [row("stats", step=1)])
     with pytest.raises(SinkError, match="cannot check which rows are saved: Permission denied"):
         sink.end_step()
 
@@ -294,22 +282,21 @@ def test_error_in_an_inaccessible_folder_reports_unknown(tmp_path: Path, monkeyp
 def test_journal_changed_by_another_process_is_detected(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(2):
-        sink.write("stats", [stats_row(step)])
+        sink.write("stats", [row("stats", step=step)])
         sink.end_step()
     os.truncate(tmp_path / "journal" / "stats-0000-000000.arrows", 3000)
-    sink.write("stats", [stats_row(2)])
-    with pytest.raises(
-        SinkError, match="was changed by another process while it was being written; steps up to 1 are saved, but"
-    ):
+    sink.write("stats", [row("stats", step=2)])
+    message = "was changed by another process while it was being written; steps up to 1 are saved, but"
+    with pytest.raises(SinkError, match=message):
         sink.end_step()
 
 
 def test_incomplete_part_is_not_visible_to_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = ParquetSink(tmp_path)
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.end_step()
     sink.finish_parts()
-    sink.write("metrics", [METRICS])
+    sink.write("metrics", [row("metrics", phase="train")])
     sink.end_step()
     seen: list[int] = []
 
@@ -347,7 +334,7 @@ def test_tensor_values_are_readable_by_pandas_polars_and_duckdb(tmp_path: Path) 
 def test_parts_of_several_flushes_are_read_in_step_order(tmp_path: Path) -> None:
     sink = ParquetSink(tmp_path)
     for step in range(12):
-        sink.write("metrics", [(step, *METRICS[1:])])
+        sink.write("metrics", [row("metrics", step=step, phase="train")])
         sink.end_step()
         sink.finish_parts()
     sink.close()
