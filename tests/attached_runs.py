@@ -36,7 +36,13 @@ def forward_steps(
 
 
 def train_steps(
-    model: nn.Module, hooks: Any, batches: Iterable[Tensor], *, lr: float = 0.1, **options: Any
+    model: nn.Module,
+    hooks: Any,
+    batches: Iterable[Tensor],
+    *,
+    sample_ids: Iterable[Any] = (),
+    lr: float = 0.1,
+    **options: Any,
 ) -> AttachedProbe:
     """Train a model with SGD in one step for each batch, and return the probe. The loss is the mean square of the output.
 
@@ -44,12 +50,15 @@ def train_steps(
         model: The model.
         hooks: Specs of the hooks.
         batches: The batches.
+        sample_ids: The ids of the samples of each batch; None for a batch without ids. Default: no batch has ids.
         lr: Learning rate. Default: 0.1.
         options: Further arguments of `instrument.attach`.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with instrument.attach(model, hooks, optimizer=optimizer, **options) as probe:
-        for batch in batches:
+        for batch, names in zip_longest(batches, sample_ids):
+            if names is not None:
+                probe.batch(ids=names)
             train_step(model, optimizer, probe, batch)
     return probe
 

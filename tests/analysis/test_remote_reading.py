@@ -15,6 +15,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+from attached_runs import train_steps
 from buckets import NO_ANSWER, connected, new_clients
 from tiers import tiered
 from waiting import TIMEOUT
@@ -40,15 +41,8 @@ def train(out: Path, seed: int, steps: int = 3) -> None:
     """Train a tiny network and write a run."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with instrument.attach(model, HOOKS, optimizer=optimizer, out=out, seed=seed) as probe:
-        for step in range(steps):
-            probe.batch(ids=range(5 * step, 5 * step + 5))
-            loss = model(torch.randn(5, 4)).square().sum()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            probe.end_step(loss=loss)
+    batches, ids = torch.randn(steps, 5, 4), [range(5 * step, 5 * step + 5) for step in range(steps)]
+    train_steps(model, HOOKS, batches, sample_ids=ids, out=out, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +82,15 @@ def remote_sweep(uploaded: str, s3: None) -> str:
 
 @pytest.mark.parametrize("remote_root", tiered(SYSTEMS, ["s3"]), indirect=True)
 def test_every_table_of_a_remote_run_is_equal(remote_sweep: str, local: Path) -> None:
-    local_run, remote = instrument.load(local / "0"), instrument.load(f"{remote_sweep}/0")
-    for name in set(TABLES) - {"tensors"}:
-        pd.testing.assert_frame_equal(getattr(remote, name), getattr(local_run, name))
-    assert remote.info == local_run.info
-    assert remote.problems == []
-    assert remote.count("stats") == len(local_run.stats)
-    assert "1 done" in repr(remote)
-
-
-def test_every_table_of_a_remote_sweep_is_equal(remote_sweep: str, local: Path) -> None:
-    local_run, remote = instrument.load(local), instrument.load(remote_sweep)
-    for name in {*TABLES, "runs"} - {"tensors"}:
-        pd.testing.assert_frame_equal(getattr(remote, name), getattr(local_run, name))
+    for name in ("/0", ""):
+        local_run, remote = instrument.load(f"{local}{name}"), instrument.load(f"{remote_sweep}{name}")
+        for table in set(TABLES) - {"tensors"} | ({"runs"} if name == "" else set()):
+            pd.testing.assert_frame_equal(getattr(remote, table), getattr(local_run, table))
+        assert remote.infos == local_run.infos
+        assert remote.problems == []
+        assert remote.count("stats") == len(local_run.stats)
     assert remote.stats["run"].unique().tolist() == ["0", "1"]
+    assert "2 done" in repr(remote)
 
 
 def test_run_infos_are_fetched_concurrently(remote_sweep: str, monkeypatch: pytest.MonkeyPatch) -> None:

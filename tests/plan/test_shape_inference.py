@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hook_runs import Calls
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -139,18 +140,9 @@ def test_shape_inference_pads_nested_tensors(layout: torch.layout) -> None:
 
 
 def test_shape_inference_supports_inference_mode() -> None:
-    class Inferring(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.inference_mode():
-                return self.fc(x)
-
-    model = Inferring()
+    model = Calls(torch.inference_mode()(lambda layer, x: layer(x)), layer=nn.Linear(2, 2))
     inferred = infer_shapes(model, lambda: model(torch.zeros(1, 2)), training=True)
-    assert not inferred[id(model.fc)].outputs[0][0].requires_grad
+    assert not inferred[id(model.layer)].outputs[0][0].requires_grad
 
 
 def test_module_that_does_not_run_is_absent() -> None:
@@ -216,19 +208,13 @@ def test_error_before_the_model_is_called_is_not_an_error_of_the_loss() -> None:
 
 
 def test_error_caught_by_the_model_is_not_blamed_later() -> None:
-    class Careful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fussy = nn.Linear(9, 9)
-            self.plain = nn.Linear(4, 4)
+    def careful(fussy: nn.Module, plain: nn.Module, x: Tensor) -> Any:
+        try:
+            return fussy(x)
+        except RuntimeError:
+            return plain(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            try:
-                return self.fussy(x)
-            except RuntimeError:
-                return self.plain(x)
-
-    model = Careful()
+    model = Calls(careful, fussy=nn.Linear(9, 9), plain=nn.Linear(4, 4))
     problem = misfit_problem(model, lambda: model(torch.zeros(2, 4)) + torch.zeros(7))
     assert problem.where == "task"
     inferred = infer_shapes(model, lambda: model(torch.zeros(2, 4)), training=True)
@@ -245,7 +231,7 @@ def test_lazy_modules_are_materialized_without_random_draws() -> None:
     assert torch.get_rng_state().equal(state)
     assert [module.training for module in model.modules()] == mode
     assert type(model[3]) is nn.Linear
-    assert {name: list(value.shape) for name, value in model.named_parameters()} == {
+    weights = {
         "0.weight": [2, 1, 3, 3],
         "0.bias": [2],
         "1.weight": [2],
@@ -253,6 +239,7 @@ def test_lazy_modules_are_materialized_without_random_draws() -> None:
         "3.weight": [5, 32],
         "3.bias": [5],
     }
+    assert {name: list(value.shape) for name, value in model.named_parameters()} == weights
     assert model[1].num_batches_tracked == 0
     assert model[1].running_mean.abs().sum() == 0
 

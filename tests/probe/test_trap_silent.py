@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import Calls
+from hook_runs import Calls, scale
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -231,13 +231,9 @@ SILENT = {
     "a module after one that raised": Silent(hook("attention", "forward"), reasons.NOT_CALLED, step=raise_in_forward),
     "no backward pass": Silent(hook("used", "post_accumulate_grad"), reasons.NO_PARAMETER_GRADIENT, step=forward_only),
     "a frozen subtree": Silent(hook("frozen", "full_backward_pre"), reasons.NO_GRAPH),
-    "an intervention on an input without gradient": Silent(
-        {"layers": "used", "kind": "full_backward", "action": "scale", "factor": 2.0}, reasons.NO_GRAPH
-    ),
+    "an intervention on an input without gradient": Silent(scale("full_backward", 2.0, "used"), reasons.NO_GRAPH),
     "an integer output": Silent(hook("counting.integers", "full_backward_pre"), reasons.NO_GRAPH),
-    "an intervention on an integer output": Silent(
-        {"layers": "counting.integers", "kind": "forward", "action": "scale", "factor": 2.0}, "the value has int64"
-    ),
+    "an intervention on an integer output": Silent(scale("forward", 2.0, "counting.integers"), "the value has int64"),
     "an intervention on an integer input": Silent(
         {"layers": "counting.number", "kind": "forward_pre", "action": "clip", "value": 1.0}, "the value has int64"
     ),
@@ -247,7 +243,7 @@ SILENT = {
         "the value has int64",
     ),
     "an intervention on a complex output": Silent(
-        {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0},
+        scale("forward", 2.0, "transform"),
         "changes floating-point tensors only, and the value has complex64",
         model=fourier,
     ),
@@ -258,7 +254,7 @@ SILENT = {
         model=fourier,
     ),
     "a path that an intervention does not find": Silent(
-        {"layers": "transform", "kind": "forward", "action": "scale", "factor": 2.0, "path": "1"},
+        scale("forward", 2.0, "transform", path="1"),
         reasons.NO_TENSOR,
         model=fourier,
     ),

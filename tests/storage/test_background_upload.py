@@ -78,11 +78,16 @@ def add_part(folder: Path, part: Part, table: str = "stats") -> None:
         pass
 
 
+def begun(folder: Path, remote: RemoteFolder, rank: int = 0, **options: Any) -> Upload:
+    upload = Upload(folder, remote, rank=rank, **options)
+    upload.begin()
+    return upload
+
+
 @pytest.fixture
 def started_upload(folder: Path, remote: FailingRemote) -> Iterator[Upload]:
     """An upload that has started."""
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     yield running_upload
     running_upload.end()
 
@@ -94,8 +99,7 @@ def test_a_run_that_ends_while_run_json_is_sent_is_not_done_before_its_last_part
         record(folder, status="done")
 
     monkeypatch.setattr(background_upload, "check_same_run", end_run)
-    upload = Upload(folder, remote, rank=0)
-    upload.begin()
+    upload = begun(folder, remote)
     wait_until(lambda: FIRST in remote.sizes())
     assert status_of(remote) == "running"
     upload.end()
@@ -162,8 +166,7 @@ def test_part_written_in_the_same_clock_tick_is_uploaded(folder: Path, remote: F
 
 
 def test_later_ranks_upload_their_own_parts_only(folder: Path, remote: FailingRemote) -> None:
-    running_upload = Upload(folder, remote, rank=1)
-    running_upload.begin()
+    running_upload = begun(folder, remote, rank=1)
     wait_until(remote.sizes)
     add_part(folder, Part(1, 1))
     assert running_upload.end().failed == {}
@@ -186,8 +189,7 @@ def test_lost_connection_is_reported_once_and_retried(
 
 def test_run_continues_without_a_connection_at_start(folder: Path, remote: FailingRemote) -> None:
     remote.error = ConnectionError("nobody there")
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     assert len(running_upload.messages()) == 1
     remote.error = None
     assert running_upload.end().failed == {}
@@ -201,8 +203,7 @@ def test_upload_does_not_wait_for_a_stalled_connection(
     monkeypatch.setattr(background_upload, "RESPONSE_SECONDS", 0.05)
     monkeypatch.setattr(background_upload, "STALL_SECONDS", 0.05)
     monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(TIMEOUT))
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     assert "has not responded" in running_upload.messages()[0]
     assert running_upload.end().failed == {"": "nothing was sent for 0 s"}
     answer.set()
@@ -311,8 +312,7 @@ def test_end_waits_while_bytes_are_uploaded(
     monkeypatch.setattr(background_upload, "time", SimpleNamespace(monotonic=monotonic))
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / "step-00000006.pt").write_bytes(b"large")
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     assert running_upload.end().failed == {}
     assert "checkpoints/step-00000006.pt" in remote.sizes()
 
@@ -331,8 +331,7 @@ def test_end_does_not_wait_for_a_stalled_upload(
         put(self, file, name)
 
     monkeypatch.setattr(RemoteFolder, "put", stuck)
-    running_upload = Upload(folder, remote, rank=0)
-    running_upload.begin()
+    running_upload = begun(folder, remote)
     assert "nothing was sent" in running_upload.end().failed[""]
     released.set()
     running_upload._thread.join(TIMEOUT)
@@ -368,8 +367,7 @@ def test_remote_parts_of_repeated_steps_are_removed(folder: Path, remote: Failin
 
 
 def test_keep_local_false_removes_uploaded_parts(folder: Path, remote: FailingRemote) -> None:
-    running_upload = Upload(folder, remote, rank=0, keep_local=False)
-    running_upload.begin()
+    running_upload = begun(folder, remote, keep_local=False)
     wait_until(lambda: not (folder / "stats" / "part-0000-000000.parquet").exists())
     remote.error = ConnectionError("nobody there")
     add_part(folder, Part(0, 1))

@@ -62,10 +62,10 @@ def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: A
     keep(sink, *given)
     sink.close()
     rows = finished(tmp_path).tensors()
-    for tensor, row in zip(given, rows.itertuples(), strict=True):
-        back = row.values
-        assert back.shape == tuple(tensor.shape) == row.shape
-        assert row.dtype == str(tensor.dtype).removeprefix("torch.")
+    for tensor, found in zip(given, rows.itertuples(), strict=True):
+        back = found.values
+        assert back.shape == tuple(tensor.shape) == found.shape
+        assert found.dtype == str(tensor.dtype).removeprefix("torch.")
         if dtype == torch.bfloat16:  # NumPy has no bfloat16: it is loaded as float32, which represents it exactly
             assert back.dtype == np.float32
             words = np.ascontiguousarray(back).view(np.uint32)

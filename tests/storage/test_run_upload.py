@@ -140,7 +140,7 @@ def test_address_with_credentials_in_a_file_is_refused(cli: Cli) -> None:
 
 
 def test_missing_bucket_is_reported_before_training(bucket: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sink.remote: cannot write to the remote folder: FileNotFoundError"):
+    with pytest.raises(ConfigError, match=r"sink\.remote: cannot write to the remote folder: FileNotFoundError"):
         train_here(tmp_path / "out", *TINY, "sink.remote=s3://elsewhere")
     assert not (tmp_path / "out").exists()
 
