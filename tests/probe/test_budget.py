@@ -123,9 +123,7 @@ def test_hidden_cost_is_measured_by_pausing_hooks(simulated: SimulatedTime) -> N
     assert any("2.0 times" in row["message"] for row in probe.sink.records("events"))
 
 
-def test_shown_overhead_is_that_of_the_latest_steps(
-    simulated: SimulatedTime, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shown_overhead_is_that_of_the_latest_steps(simulated: SimulatedTime, monkeypatch: pytest.MonkeyPatch) -> None:
     """The overhead falls at each change. The end of a step takes 0.2 ms with and without records."""
     simulated.costs = {2: 0.0006}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hook_runs import Calls, scale
+from hook_runs import Calls, run_step, scale
 from tiers import tiered
 from torch import Tensor, nn
 
@@ -337,10 +337,8 @@ def test_silent_hook_is_reported_with_its_cause(name: str) -> None:
     model = case.model()
     held = model.get_submodule(case.optimized)
     optimizer = torch.optim.SGD(held.parameters(), lr=0.01, momentum=0.9)
-    with (
-        pytest.warns(InstrumentWarning) as warned,
-        instrument.attach(model, {"mine": case.spec}, optimizer=optimizer) as probe,
-    ):
+    attached = instrument.attach(model, {"mine": case.spec}, optimizer=optimizer)
+    with pytest.warns(InstrumentWarning) as warned, attached as probe:
         for _ in range(max(1, case.expected)):
             case.step(model, optimizer, probe)
             probe.end_step()
@@ -355,10 +353,8 @@ def test_silent_hook_is_reported_with_its_cause(name: str) -> None:
 
 def test_module_called_at_other_steps_is_reported() -> None:
     model = Net()
-    with (
-        pytest.warns(InstrumentWarning, match="it was called at other steps"),
-        instrument.attach(model, {"mine": hook("used", "forward", every=2)}) as probe,
-    ):
+    warned = pytest.warns(InstrumentWarning, match="it was called at other steps")
+    with warned, instrument.attach(model, {"mine": hook("used", "forward", every=2)}) as probe:
         for step in range(4):
             if step != 2:
                 model(torch.randn(3, 2, 4))
@@ -369,10 +365,8 @@ def test_module_called_at_other_steps_is_reported() -> None:
 
 def test_several_causes_are_all_reported() -> None:
     model, optimizer = Net(), torch.optim.SGD([torch.zeros(1)])
-    with (
-        pytest.warns(InstrumentWarning, match="fired 1 of 4 times"),
-        instrument.attach(model, {"mine": hook("used", "full_backward_pre")}) as probe,
-    ):
+    warned = pytest.warns(InstrumentWarning, match="fired 1 of 4 times")
+    with warned, instrument.attach(model, {"mine": hook("used", "full_backward_pre")}) as probe:
         model(torch.randn(3, 2, 4)).sum().backward()
         probe.end_step()
         for step in (forward_in_inference_mode, forward_only, forward_only):
@@ -423,16 +417,10 @@ CLEAN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
     "squeezenet1_1": (vision("squeezenet1_1"), image(64)),
     "mnasnet0_5": (vision("mnasnet0_5"), image(64)),
     "mobilenet_v2": (vision("mobilenet_v2"), image(64)),
-    "encoder": (
-        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
-        features(3, 2, 4),
-    ),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), features(3, 2, 4)),
     "regnet_x_400mf": (vision("regnet_x_400mf"), image(64)),
     "convnext_tiny": (vision("convnext_tiny"), image(64)),
-    "gpt2": (
-        of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"),
-        tokens,
-    ),
+    "gpt2": (of_transformers("GPT2LMHeadModel", **GPT2, attn_implementation="eager"), tokens),
     "llama": (of_transformers("LlamaForCausalLM", **WIDE), tokens),
     "bert": (of_transformers("BertLMHeadModel", is_decoder=True, **WIDE), tokens),
 }
@@ -506,11 +494,7 @@ class Encoder(nn.Module):
 
 
 GRAPHS: dict[str, tuple[Callable[[], nn.Module], list[str], list[str]]] = {
-    "fx": (
-        lambda: torch.fx.symbolic_trace(Encoder()),
-        ["layers"],
-        ["layers.0", "layers.1", "head"],
-    ),
+    "fx": (lambda: torch.fx.symbolic_trace(Encoder()), ["layers"], ["layers.0", "layers.1", "head"]),
     "export": (
         lambda: torch.export.export(Encoder(), (torch.ones(3, 4),)).module(check_guards=False),
         ["layers", "layers.0", "head"],
@@ -532,11 +516,8 @@ def test_modules_that_a_graph_inlines_are_reported(name: str) -> None:
     assert coverage == {"": (1, ""), **dict.fromkeys(called, (1, "")), **dict.fromkeys(inlined, (0, reasons.INLINED))}
     seen = [row["path"].partition(".")[0] for row in probe.sink.records("stats") if row["hook"] == "functions"]
     assert seen == ["linear", "relu", "linear", "tanh"]
-    with (
-        pytest.raises(instrument.ConfigError, match="use kind function at the module of the graph"),
-        instrument.attach(model, {"seen": hook(inlined[-1], "forward")}),
-    ):
-        pass
+    with pytest.raises(instrument.ConfigError, match="use kind function at the module of the graph"):
+        instrument.attach(model, {"seen": hook(inlined[-1], "forward")}).__enter__()
 
 
 def test_fast_path_disabled_by_hooks_is_reported() -> None:
@@ -546,20 +527,18 @@ def test_fast_path_disabled_by_hooks_is_reported() -> None:
     batch = torch.randn(3, 2, 4)
     with torch.no_grad():
         baseline = model(batch)
-        with instrument.attach(model, {"seen": hook("layers.0.linear1", "forward")}) as probe:
-            assert torch.allclose(model(batch), baseline, atol=1e-6)
-            probe.end_step()
+        output, probe = run_step(model, {"seen": hook("layers.0.linear1", "forward")}, batch)
+    assert torch.allclose(output, baseline, atol=1e-6)
     assert [(row["fired"], row["cause"]) for row in probe.sink.records("coverage")] == [(1, "")]
     (event,) = probe.sink.records("events")
     assert (event["rule"], event["severity"], event["layer"]) == ("fast_path", "info", "layers.0")
     assert "disable PyTorch's fast path" in event["message"]
-    functions = {**hook(".", "function"), "functions": "linear"}
-    with torch.no_grad(), instrument.attach(model, {"seen": functions}) as probe:
-        assert torch.allclose(model(batch), baseline, atol=1e-6)
-        probe.end_step()
+    with torch.no_grad():
+        output, probe = run_step(model, {"seen": hook(".", "function", functions="linear")}, batch)
+    assert torch.allclose(output, baseline, atol=1e-6)
     (event,) = probe.sink.records("events")
     assert event["message"].startswith("hooks inside layers.0, layers.1 disable")
-    with torch.no_grad(), instrument.attach(model, {"seen": hook(".", "forward")}) as probe:
-        assert torch.equal(model(batch), baseline)  # the fast path is restored
-        probe.end_step()
+    with torch.no_grad():
+        output, probe = run_step(model, {"seen": hook(".", "forward")}, batch)
+    assert torch.equal(output, baseline)  # the fast path is restored
     assert not probe.sink.records("events")
