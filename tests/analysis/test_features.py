@@ -66,8 +66,6 @@ class Head(nn.Module):
 
 
 class HandWritten:
-    """A forward hook that keeps the output of each batch."""
-
     def __init__(self, module: nn.Module, pick: Callable[[Any], Tensor]) -> None:
         self.pick = pick
         self.kept: list[Tensor] = []

@@ -19,7 +19,6 @@ from instrument.analysis.tensor_images import maps_in
 
 
 def make_run(folder: Path, *, overrides: Mapping[str, Any] | None = None, seed: int = 0, close: bool = True) -> Path:
-    """Write a run of three steps with two layers."""
     steps = []
     for step in range(3):
         tensor = {"step": step, "values": torch.full((2, 3), float(step)), "source_shape": [2, 3, 1]}

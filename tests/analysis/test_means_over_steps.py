@@ -33,7 +33,6 @@ class Batches(instrument.Run):
 
 
 def mean_of(means: Means, table: str, location: dict[str, str], name: str) -> float | None:
-    """Return one of the means, or None if it has no values."""
     (i,) = [i for i, found in enumerate(means.locations) if set(location.values()) <= set(found)]
     column = TABLES[table].numbers.index(name)
     return float(means.values[i, column]) if means.counts[i, column] else None

@@ -102,13 +102,6 @@ def test_several_rows_are_aggregated_per_statistic() -> None:
     np.testing.assert_equal(found["min"].values, [[math.nan, 2.0], [1.0, 7.0]])
 
 
-def test_ungrouped_matrix_equals_the_table() -> None:
-    frame = rows(*(("a", "", step, float(step**2)) for step in range(7)))
-    found = matrices(frame, ["l2"], ["a"], most=100)["l2"]
-    assert not found.is_grouped
-    np.testing.assert_array_equal(found.values[0], frame["l2"])
-
-
 def test_empty_table_gives_an_empty_matrix() -> None:
     found = matrices(rows(), ["l2"], [], most=5)["l2"]
     assert (found.locations, found.values.shape) == ([], (0, 0))

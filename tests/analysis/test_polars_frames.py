@@ -44,7 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def everything(folder: Path) -> pl.DataFrame:
-    """All rows of the runs."""
     return instrument.load(folder).lazy("stats").collect()
 
 
@@ -192,7 +191,6 @@ def test_file_that_fails_after_the_first_rows_is_reported(tmp_path: Path, monkey
 
 @pytest.fixture(scope="module")
 def closed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same runs with all files closed."""
     path = shutil.copytree(folder, tmp_path_factory.mktemp("closed") / "s")
     recover(path / "3")
     return path

@@ -104,24 +104,18 @@ def test_run_infos_are_fetched_concurrently(remote_sweep: str, monkeypatch: pyte
     assert instrument.load(remote_sweep).runs["status"].tolist() == ["done", "done"]
 
 
-def test_remote_tensors_are_equal(remote_sweep: str, local: Path) -> None:
-    local_run, remote = (instrument.load(path).tensors(layer="0", step=[0, 2]) for path in (local, remote_sweep))
-    assert len(remote) == 4
-    assert all((a == b).all() for a, b in zip(local_run["values"], remote["values"], strict=True))
-
-
-def test_remote_features_are_equal(remote_sweep: str, local: Path) -> None:
-    here, remote = (instrument.load(path).features("0") for path in (local, remote_sweep))
-    assert list(here) == list(remote) == ["0", "1"]
-    assert remote["1"].ids.tolist() == [0, 5, 10]
-    assert (here["1"].X == remote["1"].X).all()
-
-
-def test_remote_queries_are_equal(remote_sweep: str, local: Path) -> None:
+def test_remote_tensors_features_and_queries_are_equal(remote_sweep: str, local: Path) -> None:
+    local_run, remote = instrument.load(local), instrument.load(remote_sweep)
+    here, there = (run.tensors(layer="0", step=[0, 2]) for run in (local_run, remote))
+    assert len(there) == 4
+    assert all((a == b).all() for a, b in zip(here["values"], there["values"], strict=True))
+    here, there = (run.features("0") for run in (local_run, remote))
+    assert list(here) == list(there) == ["0", "1"]
+    assert there["1"].ids.tolist() == [0, 5, 10]
+    assert (here["1"].X == there["1"].X).all()
     query = "select layer, count(*) as n, max(l2) as most from stats where step > 0 group by 1 order by 1"
-    local_run, remote = (instrument.load(path).sql(query) for path in (local, remote_sweep))
-    assert len(remote) > 1
-    pd.testing.assert_frame_equal(remote, local_run)
+    assert len(remote.sql(query)) > 1
+    pd.testing.assert_frame_equal(remote.sql(query), local_run.sql(query))
 
 
 def test_running_remote_run_shows_new_rows_when_reloaded(

@@ -59,7 +59,6 @@ def problem_in(parse: Any, raw: Any) -> Problem:
 
 
 def parsed(**spec: Any) -> Any:
-    """Return a parsed hook."""
     return parse_hooks({"x": spec})["x"]
 
 
@@ -696,15 +695,12 @@ def test_spec_name_converted_by_yaml_is_refused(name: str) -> None:
     assert found.message.startswith("YAML reads this as ")
 
 
-def test_unknown_fields_are_reported_with_missing_layers() -> None:
+def test_unknown_fields_are_reported_with_missing_ones() -> None:
     found = problems_in(parse_hooks, {"q": {"layerz": "fc", "kind": "forwrd", "action": "record"}})
     assert [problem.where for problem in found] == ["hooks.q", "hooks.q.kind", "hooks.q"]
     assert "requires 'layers'" in found[0].message
     assert found[1].similar[0] == "forward"
     assert (found[2].message, found[2].similar[0]) == ("unknown field 'layerz'", "layers")
-
-
-def test_unknown_fields_are_reported_with_a_missing_action() -> None:
     found = problems_in(parse_apply, {"q": {"layerz": "fc", "acton": "freeze"}})
     assert [problem.message for problem in found] == ["is missing", "unknown field 'layerz'", "unknown field 'acton'"]
 

@@ -73,7 +73,6 @@ def run(model: Model, tmp_path_factory: pytest.TempPathFactory) -> instrument.Ru
 
 
 def maps_of(figure: Figure) -> dict[str, Axes]:
-    """Return the maps by title."""
     return {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
 
 
@@ -83,7 +82,6 @@ def values_of(axes: Axes) -> np.ndarray:
 
 
 def labels_of(axes: Axes) -> tuple[list[str], list[str]]:
-    """Return the labels of the queries and of the keys."""
     ticks = (axes.get_yticklabels(), axes.get_xticklabels())
     queries, keys = ([label.get_text() for label in labels] for labels in ticks)
     return queries, keys

@@ -27,14 +27,11 @@ WIDTH, VOCABULARY, LENGTH = 5, 11, 4
 
 
 class Residual(nn.Module):
-    """A residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map [N, T, width] to the same shape."""
         return hidden + torch.tanh(self.linear(hidden))
 
 
@@ -50,7 +47,6 @@ class Model(nn.Module):
         nn.init.normal_(self.norm.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map [N, T] to logits."""
         logits: Tensor = self.head(self.norm(self.blocks(self.embed(tokens))))
         return logits
 

@@ -43,8 +43,6 @@ Recorder = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def record(model: nn.Sequential) -> Recorder:
-    """A function that records a run, and returns its folder."""
-
     def run(folder: Path, **fields: Any) -> Path:
         hooks = {**({"patch": {**ZERO, **fields}} if fields else {}), "output": OUTPUT}
         with torch.no_grad(), instrument.attach(model, hooks, out=folder) as probe:
@@ -66,7 +64,6 @@ def positions(record: Recorder, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def change(folder: Path, **values: Any) -> None:
-    """Change values in the run.json of a run."""
     file = folder / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 

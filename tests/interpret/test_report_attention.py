@@ -39,7 +39,6 @@ class Attention(nn.Module):
 
 
 def run_of(folder: Path, length: int) -> instrument.Run:
-    """Record two batches of two samples."""
     torch.manual_seed(0)
     model = Attention(length)
     hooks = {

@@ -53,7 +53,6 @@ WEIGHT = {"kind": "parameter_grad", "params": "weight"}
 
 
 def problem(layers: str, fields: dict[str, Any]) -> Problem | None:
-    """Return the problem of a spec at the tensors of the network."""
     model = Net()
     plan = make_plan(parse_hooks({"h": {"layers": layers, "kind": "forward", **fields}}), model)
     try:

@@ -53,11 +53,14 @@ def test_metric_over_steps_equals_the_table(sweep: instrument.Run) -> None:
     assert legend_of(figure)[:6] == labels
 
 
-def test_run_with_nan_loss_has_a_cross_at_its_last_value(sweep: instrument.Run) -> None:
-    figure = compare(sweep)
+@pytest.mark.parametrize(
+    ("x", "at", "words"), [(None, 1, "not finite from this step on"), ("clip.norm", 10.0, "not finite at the end")]
+)
+def test_run_with_nan_loss_has_a_cross(sweep: instrument.Run, x: str | None, at: float, words: str) -> None:
+    figure = compare(sweep, "loss", x)
     (cross,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
-    assert cross.get_xdata() == [1]
-    assert legend_of(figure)[-1] == "not finite from this step on"
+    assert cross.get_xdata() == [at]
+    assert words in legend_of(figure)
 
 
 def test_seeds_share_a_colour_and_differ_in_dashes(sweep: instrument.Run) -> None:
@@ -106,13 +109,6 @@ def test_last_value_over_an_override_has_points_and_means(sweep: instrument.Run)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0.1", "1", "10"]
     assert overlaps(axes.figure) == []  # type: ignore[arg-type]
     assert axes.get_title() == "loss (train), last recorded"
-
-
-def test_non_finite_last_value_is_a_cross(sweep: instrument.Run) -> None:
-    figure = compare(sweep, "loss", "clip.norm")
-    (cross,) = (line for line in figure.axes[0].lines if line.get_marker() == "x")
-    assert cross.get_xdata() == [10.0]
-    assert "not finite at the end" in legend_of(figure)
 
 
 def test_runs_with_other_differences_have_separate_lines() -> None:

@@ -26,7 +26,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> instrument.Run:
 
 
 def marks(axes: Axes) -> dict[str, list[float]]:
-    """Return the values of the marks in each row."""
     found: dict[str, list[float]] = {name: [] for name in axis_labels(axes)}
     for line in axes.lines:
         for value, row in zip(*line.get_data(), strict=True):

@@ -144,15 +144,12 @@ def test_slab_launches_for_tensors_that_the_kernel_reads(driver: Driver) -> None
     assert buffer_rows(slab) == [[-1, -1]]  # no buffer is set after `take`
 
 
-def test_connect_driver_rejects_no_elements(driver: Driver) -> None:
+def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
     with pytest.raises(ValueError, match="must be at least 1, got 0"):
         cpu_kernel.native.connect_driver(1, 1, 1, 0)
     slab, _ = slab_with_buffer(12)
     slab.add(torch.randn(64, 8), 0, None, True)
     assert buffer_rows(slab) == [[0, 0]]  # the driver is the one before
-
-
-def test_launchers_and_buffers_are_checked(driver: Driver) -> None:
     for invalid in ((4, 1, 1, 1, 128), (-1, 1, 1, 1, 128), (0, 3, 1, 1, 128), (0, 1, 1, 0, 128), (0, 1, 1, 1, 0)):
         with pytest.raises(ValueError, match="kind must be 0 to 3"):
             cpu_kernel.native.add_launcher(1, 0, 0, *invalid, 32, 0, 0)

@@ -307,7 +307,6 @@ def test_hooks_without_values_work_forward_and_backward(shift: int) -> None:
 
 
 def hooks_of_every_kind(**spec: Any) -> dict[str, dict[str, Any]]:
-    """Return a hook of each kind, each on another layer."""
     hooks = {kind: {"layers": str(i), "kind": kind, **spec} for i, kind in enumerate(KINDS)}
     for kind in FUNCTION_KINDS:
         hooks[kind]["functions"] = "linear"

@@ -94,7 +94,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, probe: instrument.
 
 
 def interrupt(model: nn.Module, optimizer: torch.optim.Optimizer, part: str, trace: InterruptAtLine) -> None:
-    """Attach, train and detach, and interrupt one part of it."""
     try:
         sys.settrace(trace if part == "attach" else None)
         with instrument.attach(model, HOOKS, optimizer=optimizer, rules=None) as probe:

@@ -54,14 +54,14 @@ def test_probe_refuses_to_attach_twice(model: nn.Module) -> None:
 def test_two_probes_on_one_model_are_independent(model: nn.Module) -> None:
     double = {**RECORD, "action": "scale", "factor": 2.0}
     with probe_of(model, outer=double) as outer:
-        with probe_of(model, inner=RECORD) as inner:
-            doubled = model(X)
+        with probe_of(model, inner=RECORD, again=double) as inner:
+            quadrupled = model(X)
             inner.end_step()
-        assert torch.equal(model(X), doubled)
+        assert torch.equal(model(X) * 2, quadrupled)
         outer.end_step()
-    assert torch.equal(model(X) * 2, doubled)
+    assert torch.equal(model(X) * 4, quadrupled)
     assert len(inner.sink.rows["stats"]) == 1
-    assert len(outer.sink.rows["effects"]) == 2
+    assert [len(probe.sink.rows["effects"]) for probe in (outer, inner)] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -230,18 +230,6 @@ def test_metric_logged_after_the_last_step_is_an_event(model: nn.Module) -> None
         probe.log(reward=1.0)
 
 
-def test_metrics_of_an_evaluation_include_logged_ones(model: nn.Module) -> None:
-    with probe_of(model, h=RECORD) as probe:
-        model(X)
-        probe.end_step()
-        with probe.evaluating():
-            model(X)
-            probe.log(recall=0.5)
-            row = probe.write_metrics(seconds=1.0, loss=2.0)
-    assert (row["recall"], row["loss"]) == (0.5, 2.0)
-    assert [row["phase"] for row in probe.sink.records("metrics")] == ["train", "eval"]
-
-
 def test_evaluation_has_its_own_phase_and_micro_steps(model: nn.Module) -> None:
     with probe_of(model, train=RECORD, eval={**RECORD, "phase": "eval"}) as probe:
         for _ in range(2):
@@ -252,7 +240,9 @@ def test_evaluation_has_its_own_phase_and_micro_steps(model: nn.Module) -> None:
             for _ in range(2):
                 model(X)
                 probe.end_micro_step()
-            probe.write_metrics(loss=1.0, seconds=0.5, samples=3)
+            probe.log(recall=0.5)
+            row = probe.write_metrics(loss=1.0, seconds=0.5, samples=3)
+            assert (row["recall"], row["loss"]) == (0.5, 1.0)
         assert (probe.phase, probe.step) == ("train", 2)
         model(X)
         probe.end_step()
@@ -267,16 +257,13 @@ def test_evaluation_has_its_own_phase_and_micro_steps(model: nn.Module) -> None:
     assert [(row["expected"], row["fired"]) for row in probe.coverage()] == [(3, 3), (2, 2)]
 
 
-def test_failed_evaluation_restores_the_phase(model: nn.Module) -> None:
+def test_failed_evaluation_or_phase_restores_the_phase(model: nn.Module) -> None:
     with probe_of(model, h=RECORD) as probe:
         with pytest.raises(ValueError, match="no"), probe.evaluating():
             raise ValueError("no")
+        with pytest.raises(ValueError, match="'probe', 'sanity', not 'test'"):
+            probe.phase = "test"
         assert probe.phase == "train"
-
-
-def test_unknown_phase_is_refused(model: nn.Module) -> None:
-    with probe_of(model, h=RECORD) as probe, pytest.raises(ValueError, match="'probe', 'sanity', not 'test'"):
-        probe.phase = "test"
 
 
 def test_schedules_that_change_before_the_first_step_hold(model: nn.Module) -> None:
@@ -339,8 +326,9 @@ def test_expected_count_with_gradient_accumulation(model: nn.Module) -> None:
     assert counts == dict.fromkeys(kinds[:3], (6, 6)) | dict.fromkeys(kinds[3:], (2, 2))
 
 
-def test_hook_that_is_never_scheduled_is_reported(model: nn.Module) -> None:
-    with probe_of(model, late={**RECORD, "start": 100}, now=RECORD) as probe:
+@pytest.mark.parametrize("schedule", [{"start": 100}, {"steps": [1]}], ids=str)
+def test_hook_that_is_never_scheduled_is_reported(model: nn.Module, schedule: dict[str, Any]) -> None:
+    with probe_of(model, late={**RECORD, **schedule}, now=RECORD) as probe:
         model(X)
         probe.end_step()
     late, now = probe.sink.records("coverage")
@@ -383,14 +371,6 @@ def test_unfinished_first_step_is_not_reported_as_unscheduled(model: nn.Module, 
             raise error
     causes = {row["hook"]: row["cause"] for row in probe.sink.records("coverage")}
     assert causes == {"now": "", "at_the_end": "", "late": NEVER_DUE}
-
-
-def test_hook_scheduled_after_the_last_step_is_unscheduled(model: nn.Module) -> None:
-    with probe_of(model, h={**RECORD, "steps": [2]}) as probe:
-        for _ in range(2):
-            model(X)
-            probe.end_step()
-    assert [row["cause"] for row in probe.sink.records("coverage")] == [NEVER_DUE]
 
 
 @pytest.mark.parametrize("announced", [0, 1, 2], ids=lambda n: f"{n} micro-steps announced")

@@ -249,7 +249,6 @@ def test_run_writes_dataset_indices_and_targets(tmp_path: Path) -> None:
 
 
 def triples(split: str) -> TensorDataset:
-    """Return inputs, weights and targets."""
     return TensorDataset(torch.arange(40.0).reshape(10, 4), torch.ones(10), torch.arange(10) * 0.5)
 
 

@@ -30,7 +30,6 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, Probe], None]
 
 
 def full_step(model: nn.Module, optimizer: torch.optim.Optimizer, probe: Probe) -> None:
-    """Run a forward pass, a backward pass and an optimizer step."""
     optimizer.zero_grad()
     loss = model(torch.randn(3, 2, 4)).square().mean()
     loss.backward()
@@ -447,7 +446,6 @@ ALL_HOOKS = {
 
 
 def total(output: Any) -> Tensor:
-    """Return a loss that depends on all outputs."""
     if isinstance(output, Tensor):
         return output.float().square().mean()
     found = output.values() if isinstance(output, dict) else output

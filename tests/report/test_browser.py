@@ -38,14 +38,12 @@ class OpenReport:
         page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
 
     def open(self, file: Path) -> None:
-        """Open a page from disk and wait until it is drawn."""
         self.address = file.as_uri()
         self.page.goto(self.address)
         self.page.wait_for_selector("html[data-drawn=yes]")
         self.chosen: list[tuple[str, str]] = self._chosen()
 
     def check(self) -> None:
-        """Assert that there were no errors and no requests."""
         assert self.errors == []
         assert [url for url in self.requests if not url.startswith(("data:", "blob:"))] == [self.address]
 
@@ -61,7 +59,6 @@ class OpenReport:
         return [(select, value) for select, value in chosen]
 
     def plot(self, chart: str) -> list[dict[str, Any]]:
-        """Return the traces of a chart from the browser."""
         traces: list[dict[str, Any]] = self.page.evaluate(
             "id => document.getElementById(id).data.map(({type, name, x, y, z, customdata, zmin, zmax, visible}) =>"
             " ({type, name, x, y, z, customdata, zmin, zmax, visible}))",
@@ -70,11 +67,9 @@ class OpenReport:
         return traces
 
     def choose(self, select: str, choice: str) -> None:
-        """Select an entry of a drop-down by its label."""
         self.page.select_option(f"#{select}", label=choice)
 
     def choices(self, select: str) -> list[str]:
-        """Return the labels of the entries of a drop-down."""
         return self.page.locator(f"#{select} option").all_text_contents()
 
 
@@ -98,7 +93,6 @@ def open_report(
 
 @pytest.fixture
 def open_page(browser: Browser, page_file: Path) -> Open:
-    """Function that opens a report."""
     return partial(open_report, browser, page_file)
 
 
@@ -198,7 +192,6 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
 
 
 def last_mosaic(report: OpenReport) -> dict[str, Any]:
-    """Return the last mosaic of the feature maps from the browser."""
     trace: dict[str, Any] = report.page.evaluate(
         "(({z, customdata, zmin, zmax}) => ({z, customdata, zmin, zmax}))"
         "([...document.querySelectorAll('#maps-charts .chart')].at(-1).data[0])"

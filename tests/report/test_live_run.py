@@ -52,7 +52,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Li
 
 @pytest.fixture
 def copy(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> Path:
-    """Copy of the finished run."""
     return Path(shutil.copytree(watched[0], tmp_path / "copy"))
 
 

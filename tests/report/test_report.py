@@ -209,17 +209,15 @@ def test_nan_is_reported_at_the_top(tmp_path: Path) -> None:
     assert (fired["step"], fired["lane"]) == (4, "rules")
 
 
-def test_run_of_one_step_is_shown(tmp_path: Path) -> None:
-    hooks = {"acts": EVERYTHING["acts"]}
-    data = data_of(make(train(tmp_path / "r", convolutional(), hooks, steps=1, shape=(3, 8, 8))).html)
-    assert series_of(data, "acts")["first"] == series_of(data, "acts")["last"] == [0]
-    assert len(data["metrics"]["train"]["statistics"]["loss"][0]) == 1
-
-
-def test_run_without_steps_is_shown(tmp_path: Path) -> None:
-    page = make(train(tmp_path / "r", convolutional(), EVERYTHING, steps=0, shape=(3, 8, 8)))
-    assert data_of(page.html)["series"] == []
-    assert "Conv2d" in page.html
+@pytest.mark.parametrize("steps", [0, 1])
+def test_run_with_few_steps_is_shown(tmp_path: Path, steps: int) -> None:
+    page = make(train(tmp_path / "r", convolutional(), {"acts": EVERYTHING["acts"]}, steps=steps, shape=(3, 8, 8))).html
+    data = data_of(page)
+    assert "Conv2d" in page
+    assert (
+        [series["first"] for series in data["series"]] == [series["last"] for series in data["series"]] == [[0]] * steps
+    )
+    assert [len(curves["statistics"]["loss"][0]) for curves in data["metrics"].values()] == [1] * steps
 
 
 def test_killed_run_is_shown_up_to_its_last_step(tmp_path: Path) -> None:

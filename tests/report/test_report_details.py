@@ -35,7 +35,6 @@ def set_nan_at(at: int) -> Callable[[int, nn.Module], None]:
 
 
 def change_info(folder: Path, **info: Any) -> None:
-    """Change entries of a run.json."""
     file = folder / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **info}))
 

@@ -64,7 +64,6 @@ def frames(folder: Path) -> dict[str, pd.DataFrame]:
 
 @pytest.fixture(scope="module")
 def wanted(original: Path) -> dict[str, pd.DataFrame]:
-    """The rows of the run before compaction."""
     return frames(original)
 
 

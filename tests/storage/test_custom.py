@@ -22,8 +22,6 @@ RECORD = {"layers": ".", "kind": "forward", "action": "record", "tensors": True}
 
 
 class JsonLines:
-    """A sink that writes rows to a file, and fails at a table."""
-
     def __init__(self, path: str, fails: str = "") -> None:
         self.file, self.fails = open(path, "w"), fails  # noqa: SIM115
 

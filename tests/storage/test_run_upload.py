@@ -41,7 +41,6 @@ TINY = ["model=mlp", "model.sizes=[64,16,10]", "data=digits", "hooks=activations
 
 
 def info_at(address: str) -> dict[str, Any]:
-    """Return the run.json at an address."""
     return json.loads(RemoteFolder(address, "").read("run.json") or b"")  # type: ignore[no-any-return]
 
 
@@ -94,6 +93,7 @@ def test_finished_run_is_uploaded_and_bit_identical(
     info = json.loads(sent["run.json"])
     assert (info["status"], info["remote"]) == ("done", address)
     assert_bit_identical(baseline[0], out)
+    assert json.loads((baseline[0] / "run.json").read_text())["remote"] is None
 
     assert "everything is logged" in (out / "instrument.log").read_text()
     written = [(out / name).read_bytes() for name in local(out)] + [*sent.values()]
@@ -101,10 +101,6 @@ def test_finished_run_is_uploaded_and_bit_identical(
     for secret in (KEY, SECRET, TOKEN):
         assert not [content for content in written if secret.encode() in content]
         assert secret not in answer.out
-
-
-def test_run_without_a_remote_folder_has_no_address(baseline: tuple[Path, str]) -> None:
-    assert json.loads((baseline[0] / "run.json").read_text())["remote"] is None
 
 
 def test_remote_sweep_has_the_layout_of_the_local_sweep(cli: Cli, remote: str) -> None:
