@@ -19,12 +19,7 @@ def forward_steps(
 ) -> AttachedProbe:
     """Call a model in one step for each batch, and return the probe.
 
-    Args:
-        model: The model.
-        hooks: Specs of the hooks.
-        batches: The argument of each call.
-        sample_ids: The ids of the samples of each batch; None for a batch without ids. Default: no batch has ids.
-        options: Further arguments of `instrument.attach`.
+    The ids of the samples of a batch may be None. The other options are those of `instrument.attach`.
     """
     with instrument.attach(model, hooks, **options) as probe:
         for batch, names in zip_longest(batches, sample_ids):
@@ -44,16 +39,7 @@ def train_steps(
     lr: float = 0.1,
     **options: Any,
 ) -> AttachedProbe:
-    """Train a model with SGD in one step for each batch, and return the probe. The loss is the mean square of the output.
-
-    Args:
-        model: The model.
-        hooks: Specs of the hooks.
-        batches: The batches.
-        sample_ids: The ids of the samples of each batch; None for a batch without ids. Default: no batch has ids.
-        lr: Learning rate. Default: 0.1.
-        options: Further arguments of `instrument.attach`.
-    """
+    """Train a model with SGD in one step for each batch, and return the probe. The options are those of `forward_steps`."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with instrument.attach(model, hooks, optimizer=optimizer, **options) as probe:
         for batch, names in zip_longest(batches, sample_ids):

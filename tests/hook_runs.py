@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -62,7 +63,12 @@ def run_steps(model: nn.Module, hooks: Any, step: Callable[[], object], count: i
 
 
 def run_step(
-    model: nn.Module, hooks: Any, *args: Any, loss: Callable[[Any], Tensor] | None = None, **kwargs: Any
+    model: nn.Module,
+    hooks: Any,
+    *args: Any,
+    loss: Callable[[Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **kwargs: Any,
 ) -> tuple[Any, Any]:
     """Run one step of a model with hooks. Return its output and the probe.
 
@@ -71,14 +77,30 @@ def run_step(
         hooks: Specs of the hooks.
         args: Arguments of the model.
         loss: Function of the output, such as `torch.sum`, for a backward pass. Default: no backward pass.
+        optimizer: Optimizer that makes a step. Default: none.
         kwargs: Keyword arguments of the model.
     """
-    with instrument.attach(model, hooks) as probe:
+    with instrument.attach(model, hooks, optimizer=optimizer) as probe:
         output = model(*args, **kwargs)
         if loss is not None:
             loss(output).backward()
+        if optimizer is not None:
+            optimizer.step()
         probe.end_step()
     return output, probe
+
+
+def refused(model: nn.Module, hooks: Any, **options: Any) -> str:
+    """Attach hooks that are refused, and return the message.
+
+    Args:
+        model: The model.
+        hooks: Specs of the hooks.
+        options: Further arguments of `instrument.attach`.
+    """
+    with pytest.raises(instrument.ConfigError) as error, instrument.attach(model, hooks, **options):
+        pass
+    return str(error.value)
 
 
 def tensors_by(probe: Any, *columns: str) -> dict[Any, Tensor]:

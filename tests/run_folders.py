@@ -49,21 +49,7 @@ def write_run(
     used: Mapping[str, Any] | None = None,
     rows: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
 ) -> Path:
-    """Write the folder of a finished run.
-
-    Args:
-        folder: Folder to create.
-        config: Configuration without the seed. Default: empty.
-        seed: Seed of the run. Default: 0.
-        overrides: Overrides of the command line, by key. Default: none.
-        status: Status of the run. Default: `done`.
-        metrics: Metrics of the last evaluation. Default: none.
-        used: Other entries of `run.json`, such as `device` and `data`. Default: none.
-        rows: Rows by table, each as values by column. Default: none.
-
-    Returns:
-        The folder.
-    """
+    """Write the folder of a finished run with rows by table, each as values by column. `used` are other entries of `run.json`."""
     folder.mkdir(parents=True)
     info = {
         "status": status,
@@ -96,18 +82,15 @@ def write_steps(
     info: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Path:
-    """Write a run step by step, as a training does.
+    """Write a run step by step, as a training does, and return its folder.
 
     Args:
         folder: Folder, created if it is missing.
         steps: Rows of each step by table, each as values by column. The tensor of a row of `tensors` is its `values`.
         parts: Indices of the steps after which the journals become parts.
         close: Whether the run ends. Otherwise, its last rows are in journals.
-        info: Other entries of `run.json` than the status `done` and the seed 0. Default: none.
+        info: Other entries of `run.json` than the status `done` and the seed 0.
         options: Options of the sink.
-
-    Returns:
-        The folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps({"status": "done", "seed": 0, **(info or {})}))

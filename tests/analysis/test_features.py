@@ -16,6 +16,7 @@ import pytest
 import torch
 from attached_runs import forward_steps
 from conftest import run_in
+from hook_runs import Calls
 from run_folders import write_run, write_steps
 from tiers import tiered
 from torch import Tensor, nn
@@ -39,30 +40,22 @@ class Nested(NamedTuple):
     states: tuple[Tensor, Tensor]
 
 
+def head(scores: nn.Module, inputs: Tensor) -> Nested:
+    return Nested(scores(inputs), (inputs.relu(), inputs.half()))
+
+
 class Model(nn.Module):
     """Small model with a pooling layer, a nested output, a layer called twice, and a layer without samples."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 5, 3)
-        self.avgpool = nn.AdaptiveAvgPool2d(1)
-        self.shared = nn.Linear(5, 5)
-        self.flat = nn.Flatten(0)
-        self.head = Head()
+        self.conv, self.avgpool, self.shared = nn.Conv2d(1, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Linear(5, 5)
+        self.flat, self.head = nn.Flatten(0), Calls(head, scores=nn.Linear(5, 1))
 
     def forward(self, images: Tensor) -> Nested:
         pooled = self.avgpool(self.conv(images)).flatten(1)
         self.flat(pooled)
         return self.head(self.shared(self.shared(pooled)))
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(5, 1)
-
-    def forward(self, inputs: Tensor) -> Nested:
-        return Nested(self.scores(inputs), (inputs.relu(), inputs.half()))
 
 
 class HandWritten:
@@ -386,6 +379,9 @@ def test_damaged_tensors_are_reported(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int] | None) -> None:
+    selected = _recorded_positions((4, 1), (4, 3), {"max_elements": 5})  # units with few elements
+    assert selected is not None
+    assert selected.tolist() == [0, 1, 2, 3]
     is_cut = cut[2] is not None and math.prod(shape) > cut[2]
     samples = list(cut[0]) if isinstance(cut[0], tuple) else cut[0]
     spec = {"samples": samples, "slice": cut[1], "max_elements": cut[2]}
@@ -394,12 +390,6 @@ def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int
     if wanted is not None and cut[1] is not None:
         numbers = np.arange(shape[0]).reshape(-1, *[1] * (len(shape) - 1)) + np.zeros(shape)
         assert np.array_equal(numbers[: cut[0]][parse_slice(cut[1])].reshape(len(wanted), -1)[:, 0], wanted)
-
-
-def test_selected_units_with_few_elements_keep_their_samples() -> None:
-    positions = _recorded_positions((4, 1), (4, 3), {"max_elements": 5})
-    assert positions is not None
-    assert positions.tolist() == [0, 1, 2, 3]
 
 
 # ------------------------------------------------------------------------------------------------------------ runs

@@ -151,27 +151,22 @@ def test_damaged_remote_part_is_reported_and_the_rest_is_read(
     assert problem.startswith("stats/part-0000-000001.parquet: cannot be read")
 
 
-def test_report_of_a_remote_run_is_written_locally(
-    remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert report([f"{remote_sweep}/0", "--out", str(tmp_path / "one.html")]) == 0
+@pytest.mark.parametrize("name", ["/0", pytest.param("", marks=pytest.mark.slow)], ids=["run", "sweep"])
+def test_report_of_a_remote_folder_is_written_locally(remote_sweep: str, tmp_path: Path, name: str) -> None:
+    assert report([f"{remote_sweep}{name}", "--out", str(tmp_path / "one.html")]) == 0
     assert (tmp_path / "one.html").stat().st_size > 10_000
-    assert report([f"{remote_sweep}/0"]) == 2
-    assert "--out" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_report_of_a_remote_sweep_is_written_locally(remote_sweep: str, tmp_path: Path) -> None:
-    assert report([remote_sweep, "--out", str(tmp_path / "all.html")]) == 0
-    assert (tmp_path / "all.html").stat().st_size > 10_000
-
-
-def test_export_of_a_remote_run_is_written_locally(
-    remote_sweep: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_of_a_remote_sweep_is_written_locally(remote_sweep: str, tmp_path: Path) -> None:
     assert export([remote_sweep, "--to", "csv", "--out", str(tmp_path / "csv")]) == 0
     assert len(list((tmp_path / "csv").glob("*/stats.csv"))) == 2
-    assert export([f"{remote_sweep}/0", "--to", "csv"]) == 2
+
+
+@pytest.mark.parametrize(("write", "options"), [(report, []), (export, ["--to", "csv"])])
+def test_local_folder_is_required_for_a_remote_run(
+    remote_sweep: str, capsys: pytest.CaptureFixture[str], write: Callable[[list[str]], int], options: list[str]
+) -> None:
+    assert write([f"{remote_sweep}/0", *options]) == 2
     assert "--out" in capsys.readouterr().err
 
 

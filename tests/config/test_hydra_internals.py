@@ -119,22 +119,15 @@ def test_plus_refuses_an_existing_spec(overrides: list[str]) -> None:
         composed(*overrides)
 
 
-def test_spec_is_added_again_after_its_removal() -> None:
+def test_specs_are_removed_and_added_again() -> None:
     spec = {"layers": "layers.0", "kind": "forward", "action": "record"}
     for removal in ("~hooks.tame", "hooks.tame=null"):
         config = composed(removal, MINE.replace("mine", "tame"), "hooks.tame.every=3")[1]
         assert OmegaConf.to_container(config.hooks.tame) == {**spec, "every": 3}
-
-
-def test_all_specs_are_removed() -> None:
-    config = parsed(composed("~hooks", "~apply", MINE)[1])
-    assert list(config.hooks) == ["mine"]
-    assert not config.apply
-
-
-def test_override_is_recorded_as_given() -> None:
-    _, config = composed("hooks.tame.every=5")
-    assert list(config.hydra.overrides.task) == ["+exp=mnist_hooks", "data=digits", "hooks.tame.every=5"]
+        given = [removal, MINE.replace("mine", "tame"), "hooks.tame.every=3"]
+        assert list(config.hydra.overrides.task) == ["+exp=mnist_hooks", "data=digits", *given]
+    left = parsed(composed("~hooks", "~apply", MINE)[1])
+    assert (list(left.hooks), list(left.apply)) == (["mine"], [])
 
 
 def test_pickled_loader_composes_the_same_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,13 +186,6 @@ def test_selected_heads_of_a_frame_are_unknown(model: Model) -> None:
         attention(run.tensors())
 
 
-def test_units_in_another_dimension_are_no_heads() -> None:
-    hook = {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}
-    run = forward_steps(nn.Sequential(nn.Conv1d(2, 8, 1)), {"units": hook}, [torch.rand(2, 2, 4)]).run
-    with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):
-        attention(run)
-
-
 def test_ids_may_be_unknown_in_later_steps(model: Model) -> None:
     probe = forward_steps(model, {"probabilities": SOFTMAX}, [TOKENS, TOKENS], sample_ids=[[8, 9]])
     assert attention(probe.run, "blocks.0").get_suptitle().endswith("step 0, sample 8")
@@ -235,7 +228,11 @@ def test_weights_that_a_module_returns_are_found(average: bool) -> None:
 
 
 @pytest.mark.parametrize("hook", [{"functions": "softmax"}, {"kind": "forward", "layers": "1"}], ids=str)
-def test_softmax_over_classes_is_no_attention(hook: dict[str, str]) -> None:
+def test_softmax_over_classes_and_units_are_no_attention(hook: dict[str, str]) -> None:
+    units = {"units": {**FUNCTION, "kind": "forward", "layers": "0", "units": [7]}}
+    run = forward_steps(nn.Sequential(nn.Conv1d(2, 8, 1)), units, [torch.rand(2, 2, 4)]).run
+    with pytest.raises(InstrumentError, match="no attention probabilities were recorded"):
+        attention(run)
     model = nn.Sequential(nn.Linear(3, 5), nn.Softmax(-1))
     run = forward_steps(model, {"all": {**FUNCTION, "layers": "**", **hook}}, [torch.rand(2, 4, 3)]).run
     with pytest.raises(InstrumentError, match="these tensors are not attention probabilities"):

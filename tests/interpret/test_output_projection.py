@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hook_runs import run_step
+from hook_runs import Calls, run_step
 from torch import Tensor, nn
 
 import instrument
@@ -26,13 +26,8 @@ HOOKS: dict[str, dict[str, Any]] = {
 WIDTH, VOCABULARY, LENGTH = 5, 11, 4
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.tanh(self.linear(hidden))
+def residual() -> nn.Module:
+    return Calls(lambda linear, hidden: hidden + torch.tanh(linear(hidden)), linear=nn.Linear(WIDTH, WIDTH))
 
 
 class Model(nn.Module):
@@ -41,7 +36,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(Residual(), Residual())
+        self.blocks = nn.Sequential(residual(), residual())
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
         nn.init.normal_(self.norm.weight)

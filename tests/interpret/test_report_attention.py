@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attached_runs import forward_steps
+from hook_runs import Calls
 from report_fixtures import data_of, new_page
 from torch import nn
 
@@ -23,24 +24,12 @@ if TYPE_CHECKING:
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 
 
-class Attention(nn.Module):
-    """Probabilities of three heads on token ids."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(100, length)
-        self.scores = nn.Conv2d(1, 3, 1)
-        self.probabilities = nn.Softmax(-1)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map tokens [N, T] to [N, 3, T, T]."""
-        output: torch.Tensor = self.probabilities(self.scores(self.embed(tokens)[:, None]))
-        return output
-
-
 def run_of(folder: Path, length: int) -> instrument.Run:
     torch.manual_seed(0)
-    model = Attention(length)
+    model = Calls(
+        lambda embed, scores, probabilities, tokens: probabilities(scores(embed(tokens)[:, None])),
+        **{"embed": nn.Embedding(100, length), "scores": nn.Conv2d(1, 3, 1), "probabilities": nn.Softmax(-1)},
+    )
     hooks = {
         "maps": {**RECORD, "layers": ["scores", "probabilities"]},
         "tokens": {**RECORD, "layers": ".", "kind": "forward_pre"},

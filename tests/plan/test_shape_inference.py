@@ -39,15 +39,9 @@ class Noisy(nn.Module):
         return self.frozen(self.drop(self.norm(x)))
 
 
-class Pair(nn.Module):
-    """A model with nested inputs and outputs that calls one module twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, mask: Tensor) -> dict[str, Any]:
-        return {"first": self.fc(x), "rest": (self.fc(x[:2]), mask, None)}
+def pair() -> nn.Module:
+    """Return a model with nested inputs and outputs that calls one module twice."""
+    return Calls(lambda fc, x, *, mask: {"first": fc(x), "rest": (fc(x[:2]), mask, None)}, fc=nn.Linear(4, 4))
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
@@ -97,16 +91,19 @@ def test_failed_shape_inference_leaves_no_trace() -> None:
     assert_same(traces(model), before)
 
 
-def test_shape_inference_works_under_no_grad() -> None:
+def test_shape_inference_works_under_no_grad_and_in_inference_mode() -> None:
     model = nn.Linear(4, 4)
     with torch.no_grad():
         inferred = infer_shapes(model, lambda: model(torch.ones(1, 4)), training=True)
         assert not torch.is_grad_enabled()
     assert inferred[id(model)].outputs[0][0].requires_grad
+    inferring = Calls(torch.inference_mode()(lambda layer, x: layer(x)), layer=model)
+    inferred = infer_shapes(inferring, lambda: inferring(torch.ones(1, 4)), training=True)
+    assert not inferred[id(model)].outputs[0][0].requires_grad
 
 
 def test_shape_inference_records_every_tensor_of_every_call() -> None:
-    model = Pair()
+    model = pair()
     x, mask = torch.zeros(3, 4), torch.zeros(3, dtype=torch.bool)
     inferred = infer_shapes(model, lambda: model(x, mask=mask), training=True)
     seen = TensorInfo("0", (3, 4), torch.float32, False)
@@ -137,12 +134,6 @@ def test_shape_inference_pads_nested_tensors(layout: torch.layout) -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2, 3), torch.zeros(5, 3)], layout=layout)
     (calls,) = infer_shapes(model, lambda: model(nested), training=True).values()
     assert ([calls.inputs[0][0].shape], [calls.outputs[0][0].shape]) == ([(2, 5, 3)], [(2, 5, 2)])
-
-
-def test_shape_inference_supports_inference_mode() -> None:
-    model = Calls(torch.inference_mode()(lambda layer, x: layer(x)), layer=nn.Linear(2, 2))
-    inferred = infer_shapes(model, lambda: model(torch.zeros(1, 2)), training=True)
-    assert not inferred[id(model.layer)].outputs[0][0].requires_grad
 
 
 def test_module_that_does_not_run_is_absent() -> None:
@@ -199,10 +190,7 @@ def test_loss_error_is_attributed_to_the_task() -> None:
     problem = misfit_problem(model, lambda: F.cross_entropy(model(torch.zeros(2, 4)), torch.tensor([0, 7])))
     assert problem.where == "task"
     assert "cannot compute the loss" in problem.message
-
-
-def test_error_before_the_model_is_called_is_not_an_error_of_the_loss() -> None:
-    problem = misfit_problem(nn.Linear(4, 3), lambda: {}["prompts"])
+    problem = misfit_problem(model, lambda: {}["prompts"])
     assert (problem.where, problem.given) == ("task", "KeyError: 'prompts'")
     assert "the error occurs before the task calls the model" in problem.message
 

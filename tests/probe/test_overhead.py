@@ -27,22 +27,18 @@ def overhead_of(*steps: tuple[tuple[str, ...], float]) -> Overhead:
     return overhead
 
 
-def test_overhead_is_the_average_over_the_schedule() -> None:
-    steps = [(("a",), 3.0), ((), 1.0), ((), 1.0), ((), 1.0)] * 10
-    assert overhead_of(*steps).relative == pytest.approx(0.5)  # every fourth step takes three times as long
-
-
-def test_interrupted_step_is_ignored() -> None:
-    steps = [(("a",), 1.5), ((), 1.0)] * 20
-    steps[6] = (("a",), 500.0)
-    steps[7] = ((), 500.0)
-    assert overhead_of(*steps).relative == pytest.approx(0.25)
-
-
-def test_rare_hooks_are_weighted_by_their_time() -> None:
-    steps = [(("a",), 1.2), ((), 1.0)] * 25
-    steps[24] = (("a", "maps"), 6.0)
-    assert overhead_of(*steps).relative == pytest.approx((24 * 0.2 + 5.0) / 50)
+@pytest.mark.parametrize(
+    ("steps", "changed", "expected"),
+    [
+        ([(("a",), 3.0), ((), 1.0), ((), 1.0), ((), 1.0)] * 10, {}, 0.5),  # every fourth step takes three times as long
+        ([(("a",), 1.5), ((), 1.0)] * 20, {6: (("a",), 500.0), 7: ((), 500.0)}, 0.25),
+        ([(("a",), 1.2), ((), 1.0)] * 25, {24: (("a", "maps"), 6.0)}, (24 * 0.2 + 5.0) / 50),
+    ],
+    ids=["schedule", "interrupted steps are ignored", "rare hooks are weighted by their time"],
+)
+def test_overhead_is_the_average_over_the_schedule(steps: list[Any], changed: dict[int, Any], expected: float) -> None:
+    steps = [changed.get(number, step) for number, step in enumerate(steps)]
+    assert overhead_of(*steps).relative == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

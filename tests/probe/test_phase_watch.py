@@ -50,13 +50,6 @@ def test_entries_are_the_parts_that_methods_call() -> None:
     assert list(entry_modules(model)) == [model, model[1]]
 
 
-def test_hooks_that_read_the_phase_are_removed() -> None:
-    model = Parts()
-    with instrument.attach(model, HOOKS, rules=None) as probe:
-        probe.follow_model()
-    assert not hooks_left(model)
-
-
 @pytest.mark.parametrize("entry", ["", "body", "heads.1.a"])
 def test_first_call_of_a_phase_is_recorded(entry: str) -> None:
     model = Parts()

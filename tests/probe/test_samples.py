@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -183,16 +184,8 @@ def test_rows_as_a_batch_equal_the_rows() -> None:
         assert list(rows[1:]) == list(rows)[1:]
 
 
-@dataclass
-class Pair:
-    x: torch.Tensor
-    labels: torch.Tensor
-
-
-class Weighted(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
-    weight: torch.Tensor
+Pair = make_dataclass("Pair", ["x", "labels"])
+Weighted = namedtuple("Weighted", ["x", "y", "weight"])
 
 
 @pytest.mark.parametrize(

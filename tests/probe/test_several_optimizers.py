@@ -258,10 +258,8 @@ def test_missing_and_repeated_announcements_of_steps_are_errors(kind: str) -> No
         probe.end_step()  # the step did not follow, as with a gradient scaler that found infinities
         probe.before_optimizer_step()
         optimizer.step()
-    with (
-        instrument.attach(model, specs, optimizer=optimizer) as probe,
-        pytest.raises(ValueError, match="requires steps_by_loop=True"),
-    ):
+    refused = pytest.raises(ValueError, match="requires steps_by_loop=True")
+    with instrument.attach(model, specs, optimizer=optimizer) as probe, refused:
         probe.before_optimizer_step()
 
 

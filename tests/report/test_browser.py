@@ -344,15 +344,11 @@ def test_sections_without_records_are_hidden(small_report: OpenReport) -> None:
         "[...document.querySelectorAll('section')].filter(part => part.hidden).map(part => part.id)"
     )
     assert hidden == ["maps", "interventions"]
+    assert small_report.choices("updates-series") == ["first: step_post update", "last: step_post update"]
     assert small_report.page.locator("#panel-attention").count() == 0
     links = small_report.page.evaluate("[...document.querySelectorAll('nav a')].map(link => link.getAttribute('href'))")
     assert links == ["#findings", "#training", "#layers", "#flow", "#units", "#coverage", "#events", "#model"]
     assert "Set histogram: true" in small_report.page.inner_text("#layer-histogram-note")
-
-
-@pytest.mark.slow
-def test_very_large_charts_are_drawn(small_report: OpenReport) -> None:
-    assert small_report.page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
 
 @pytest.mark.slow
@@ -361,6 +357,7 @@ def test_zero_has_its_own_color_on_a_logarithmic_scale(small_report: OpenReport)
     least, zero, low, edge, high = small_report.page.evaluate(scale)
     position = [(value - low) / (high - low) for value in (least, zero)]
     assert position[1] < edge < position[0]
+    assert small_report.page.evaluate("scaleOf([Array.from({length: 400000}, (_, i) => 1 + i % 7)]).high") == 7
 
 
 def test_histogram_of_a_dead_layer_is_visible(small_report: OpenReport) -> None:
@@ -369,13 +366,6 @@ def test_histogram_of_a_dead_layer_is_visible(small_report: OpenReport) -> None:
     columns = small_report.page.evaluate("document.getElementById('layer-histogram').data.map(({y, z}) => [y, z])")
     assert len(columns) == 2
     assert all(y[0] < 0.0 < y[1] and z == [[0.0]] for y, z in columns)  # one bin with all elements: log10(1)
-
-
-def test_updates_of_all_hooks_can_be_selected(small_report: OpenReport) -> None:
-    assert small_report.page.locator("#updates-series option").all_text_contents() == [
-        "first: step_post update",
-        "last: step_post update",
-    ]
 
 
 @pytest.mark.slow

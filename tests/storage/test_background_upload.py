@@ -196,17 +196,25 @@ def test_run_continues_without_a_connection_at_start(folder: Path, remote: Faili
     assert FIRST in remote.sizes()
 
 
+@pytest.mark.parametrize("stalled", ["", "stats/"], ids=["from the start", "later"])
 def test_upload_does_not_wait_for_a_stalled_connection(
-    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
+    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch, stalled: str
 ) -> None:
-    answer = threading.Event()
     monkeypatch.setattr(background_upload, "RESPONSE_SECONDS", 0.05)
     monkeypatch.setattr(background_upload, "STALL_SECONDS", 0.05)
-    monkeypatch.setattr(remote, "put", lambda file, name: answer.wait(TIMEOUT))
+    released, put = threading.Event(), RemoteFolder.put
+
+    def stuck(self: RemoteFolder, file: Path, name: str) -> None:
+        if name.startswith(stalled):
+            released.wait(TIMEOUT)
+        put(self, file, name)
+
+    monkeypatch.setattr(RemoteFolder, "put", stuck)
     running_upload = begun(folder, remote)
-    assert "has not responded" in running_upload.messages()[0]
+    if not stalled:
+        assert "has not responded" in running_upload.messages()[0]
     assert running_upload.end().failed == {"": "nothing was sent for 0 s"}
-    answer.set()
+    released.set()
     running_upload._thread.join(TIMEOUT)
 
 
@@ -315,26 +323,6 @@ def test_end_waits_while_bytes_are_uploaded(
     running_upload = begun(folder, remote)
     assert running_upload.end().failed == {}
     assert "checkpoints/step-00000006.pt" in remote.sizes()
-
-
-def test_end_does_not_wait_for_a_stalled_upload(
-    folder: Path, remote: FailingRemote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(background_upload, "RESPONSE_SECONDS", 0.05)
-    monkeypatch.setattr(background_upload, "STALL_SECONDS", 0.05)
-    released = threading.Event()
-    put = RemoteFolder.put
-
-    def stuck(self: RemoteFolder, file: Path, name: str) -> None:
-        if name.startswith("stats/"):
-            released.wait(TIMEOUT)
-        put(self, file, name)
-
-    monkeypatch.setattr(RemoteFolder, "put", stuck)
-    running_upload = begun(folder, remote)
-    assert "nothing was sent" in running_upload.end().failed[""]
-    released.set()
-    running_upload._thread.join(TIMEOUT)
 
 
 def test_remote_part_of_another_size_is_not_overwritten(folder: Path, remote: FailingRemote, tmp_path: Path) -> None:

@@ -347,32 +347,30 @@ def test_damaged_row_counts_are_reported_and_all_rows_read(folder: Path) -> None
         assert len(run.stats) == STEPS
 
 
-def test_recover_keeps_a_truncated_journal(folder: Path, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    content = journal.read_bytes()[: boundaries(journal)[1]]
-    journal.write_bytes(content)
-    assert recover.main([str(folder)]) == 1
-    assert f"journal/{journal.name}: the journal is truncated: it contains 1 of 3 rows" in capsys.readouterr().err
-    assert journal.with_suffix(".damaged").read_bytes() == content
-    assert len(pd.read_parquet(folder / "stats")) == STEPS - 2
-
-
-def test_recover_keeps_a_journal_with_other_columns(folder: Path, journal: Path) -> None:
-    content = (folder / "journal" / "metrics-0000-000003.arrows").read_bytes()
-    journal.write_bytes(content)
-    assert recover.main([str(folder)]) == 1
-    assert journal.with_suffix(".damaged").read_bytes() == content
-
-
+@pytest.mark.parametrize(
+    ("damage", "message", "rows"),
+    [
+        (
+            lambda journal: journal.read_bytes()[: boundaries(journal)[1]],
+            "the journal is truncated: it contains 1 of 3 rows",
+            STEPS - 2,
+        ),
+        (lambda journal: journal.with_name("metrics-0000-000003.arrows").read_bytes(), "the columns differ", STEPS - 3),
+        (lambda journal: journal.read_bytes()[:-200] + b"\xaa" * 50 + journal.read_bytes()[-150:], "", None),
+    ],
+    ids=["truncated", "other columns", "damaged"],
+)
 def test_recover_keeps_and_reports_a_damaged_journal(
-    folder: Path, journal: Path, capsys: pytest.CaptureFixture[str]
+    journal: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], bytes], message: str, rows: int | None
 ) -> None:
-    content = bytearray(journal.read_bytes())
-    content[-200:-150] = b"\xaa" * 50
+    content, folder = damage(journal), journal.parents[1]
     journal.write_bytes(content)
     assert recover.main([str(folder)]) == 1
-    assert "journal/stats-0000-000003.arrows: " in capsys.readouterr().err
-    assert journal.with_suffix(".damaged").read_bytes() == bytes(content)
-    assert pd.read_parquet(folder / "stats").step.tolist()[:9] == list(range(9))
+    assert f"journal/{journal.name}: {message}" in capsys.readouterr().err
+    assert journal.with_suffix(".damaged").read_bytes() == content
+    steps = pd.read_parquet(folder / "stats").step.tolist()
+    assert steps[:9] == list(range(9))
+    assert rows in (None, len(steps))
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,8 @@ def test_mapped_packed_sequence_can_be_unpacked() -> None:
     assert lengths.tolist() == [3, 1]
     assert padded.sum().item() == 12
     assert packed.data.sum().item() == 6
+    moved = to_device({"words": packed}, torch.device("meta"))["words"]
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
 def test_torch_return_types_keep_their_type() -> None:
@@ -245,12 +247,6 @@ def test_to_device_moves_all_tensors() -> None:
     moved = to_device(batch, torch.device("meta"))
     assert (type(moved), moved["x"].device.type, moved["n"]) == (UserDict, "meta", 1)
     assert batch["x"] is T[1]
-
-
-def test_packed_sequence_keeps_its_lengths_on_the_cpu() -> None:
-    packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
-    moved = to_device({"words": packed}, torch.device("meta"))["words"]
-    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
 
 
 ROWS = torch.zeros(4, 2)
