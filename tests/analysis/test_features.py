@@ -28,7 +28,6 @@ from instrument import ConfigError, InstrumentError, InstrumentWarning
 from instrument.analysis.features import _recorded_positions
 from instrument.config.base import parse_slice
 from instrument.storage.run_files import RunFiles
-from instrument.training.datasets import random_tensors
 
 RECORD = {"kind": "forward", "action": "record", "stats": "none", "tensors": True}
 INPUTS = torch.randn(23, 1, 6, 6, generator=torch.Generator().manual_seed(1))
@@ -456,53 +455,6 @@ before = peak()
 X = instrument.load("run").features("layer", step=range(1, 1000)).X
 print(peak() - before, X.nbytes / 1e6)
 """
-RESNET = [
-    "model={_target_: torchvision.models.resnet50}", "mode=forward", "train.batch_size=100", "init_from=weights.pt",
-    "+data={dataset: {_target_: instrument.training.datasets.random_tensors, shape: [3, 32, 32], samples: 2000}}",
-    "+hooks.pool={layers: avgpool, kind: forward, action: record, stats: none, tensors: true}",
-    "hydra.run.dir=run", "deterministic=true",
-]  # fmt: skip
-MEASURE_POOL = (
-    MEASURE.split("instrument.load", 1)[0]
-    + """
-import numpy as np
-
-warm = instrument.load("warm").features("avgpool")  # imports everything
-before = peak()
-X, y, ids = instrument.load("run").features("avgpool")
-print(peak() - before, X.nbytes / 1e6)
-np.savez("features.npz", X=X, y=y, ids=ids)
-"""
-)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak memory from /proc")
-def test_features_of_resnet_equal_a_hand_written_hook(tmp_path: Path) -> None:
-    from torchvision.models import resnet50
-
-    torch.manual_seed(0)
-    model = resnet50()
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    answer = run_in(tmp_path, *RESNET)
-    assert answer.code == 0, answer.err
-    answer = run_in(tmp_path, *RESNET, "data.slice={stop: 100}", "hydra.run.dir=warm")
-    assert answer.code == 0, answer.err
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE_POOL], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    used, size = map(float, done.stdout.split())
-    assert used < size + 200
-    data = random_tensors("train", (3, 32, 32), samples=2000)
-    hook = HandWritten(model.eval().avgpool, lambda output: output)
-    with torch.no_grad():
-        for images, _ in DataLoader(data, 100):
-            model(images)
-    with np.load(tmp_path / "features.npz") as features:
-        assert features["X"].shape == (2000, 2048)
-        assert np.array_equal(features["X"], torch.cat(hook.kept).flatten(1).numpy())
-        assert np.array_equal(features["y"], data.tensors[1].numpy())
-        assert np.array_equal(features["ids"], np.arange(2000))
 
 
 class RandomImages(Dataset[Any]):

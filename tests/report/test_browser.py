@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from report_fixtures import EVERYTHING, SPREAD, convolutional, copy_unfinished, deep, new_page, train
@@ -110,6 +111,11 @@ def full_report(full_report_page: OpenReport) -> Iterator[OpenReport]:
     full_report_page.check()
 
 
+def close_to(rows: pd.DataFrame, condition: str, column: str) -> Any:
+    """Return the values of a column in the rows of a condition by step, with the digits of the page."""
+    return pytest.approx(rows.query(condition).sort_values("step")[column].tolist(), rel=1e-5)
+
+
 def test_heat_map_shows_the_table_and_follows_the_drop_downs(
     full_report: OpenReport, reported_run: instrument.Run
 ) -> None:
@@ -122,18 +128,14 @@ def test_heat_map_shows_the_table_and_follows_the_drop_downs(
     ]
     (trace,) = full_report.plot("heatmap-chart")
     assert trace["y"] == ["0", "1", "2", "3", "."]
-    std = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["std"]
-    assert trace["customdata"][1] == pytest.approx(std.tolist(), rel=1e-5)
-    assert trace["z"][1] == pytest.approx(std.tolist(), rel=1e-5)
+    assert trace["customdata"][1] == trace["z"][1] == close_to(stats, "hook == 'acts' and layer == '1'", "std")
     full_report.choose("heatmap-statistic", "max")
     (trace,) = full_report.plot("heatmap-chart")
-    largest = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["max"]
-    assert trace["customdata"][1] == pytest.approx(largest.tolist(), rel=1e-5)
+    assert trace["customdata"][1] == close_to(stats, "hook == 'acts' and layer == '1'", "max")
     full_report.choose("heatmap-series", "gradients: parameter_grad param_grad")
     (trace,) = full_report.plot("heatmap-chart")
     assert trace["y"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
-    largest = stats.query("hook == 'gradients' and layer == '3' and path == 'bias'").sort_values("step")["max"]
-    assert trace["customdata"][3] == pytest.approx(largest.tolist(), rel=1e-5)
+    assert trace["customdata"][3] == close_to(stats, "hook == 'gradients' and layer == '3' and path == 'bias'", "max")
     full_report.choose("heatmap-scale", "log")
     (trace,) = full_report.plot("heatmap-chart")
     assert trace["z"][3] != trace["customdata"][3]
@@ -147,9 +149,8 @@ def test_click_on_the_heat_map_opens_the_layer(full_report: OpenReport, reported
     full_report.page.mouse.click(box["x"] + box["width"] * 0.4, box["y"] + box["height"] * 0.7)
     full_report.page.wait_for_function("document.getElementById('layer-title').textContent === '3, Linear'")
     (curve,) = [trace for trace in full_report.plot("layer-curves") if trace["visible"] is True]
-    expected = reported_run.stats.query("hook == 'acts' and layer == '3'").sort_values("step")["std"]
     assert curve["name"] == "std"
-    assert curve["y"] == pytest.approx(expected.tolist(), rel=1e-5)
+    assert curve["y"] == close_to(reported_run.stats, "hook == 'acts' and layer == '3'", "std")
     bands = {trace["name"] for trace in full_report.plot("layer-range") if trace["name"]}
     assert bands == {"1 to 99%", "5 to 95%", "25 to 75%", "median"}
     columns = full_report.plot("layer-histogram")
@@ -179,16 +180,15 @@ def test_other_charts_show_their_tables(full_report: OpenReport, reported_run: i
     assert full_report.choices("units-choice")[0] == "dead_fraction of acts: forward output"
     (units,) = full_report.plot("units-chart")
     assert (units["zmin"], units["zmax"]) == (0, 1)
-    dead = stats.query("hook == 'acts' and layer == '1'").sort_values("step")["dead_fraction"]
-    assert units["z"][units["y"].index("1")] == pytest.approx(dead.tolist(), rel=1e-5)
-    before, after, changed = full_report.plot("effects-chart")
-    effects = reported_run.effects.query("layer == '0' and path == 'weight'").sort_values("step")
-    assert before["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
-    assert after["y"] == pytest.approx(effects["norm_after"].tolist(), rel=1e-5)
-    assert changed["y"] == pytest.approx(effects["changed_fraction"].tolist(), rel=1e-5)
+    dead = close_to(stats, "hook == 'acts' and layer == '1'", "dead_fraction")
+    assert units["z"][units["y"].index("1")] == dead
+    for trace, column in zip(
+        full_report.plot("effects-chart"), ("norm_before", "norm_after", "changed_fraction"), strict=True
+    ):
+        assert trace["y"] == close_to(reported_run.effects, "layer == '0' and path == 'weight'", column)
     full_report.choose("effects-location", "3.bias")
-    effects = reported_run.effects.query("layer == '3' and path == 'bias'").sort_values("step")
-    assert full_report.plot("effects-chart")[0]["y"] == pytest.approx(effects["norm_before"].tolist(), rel=1e-5)
+    expected = close_to(reported_run.effects, "layer == '3' and path == 'bias'", "norm_before")
+    assert full_report.plot("effects-chart")[0]["y"] == expected
 
 
 def last_mosaic(report: OpenReport) -> dict[str, Any]:

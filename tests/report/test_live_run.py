@@ -25,10 +25,11 @@ from instrument.storage import parquet
 from instrument.storage.remote_folder import folder_at
 
 STEPS = 24
+Watched = tuple[Path, LiveRun, list[int]]
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, LiveRun, list[int]]]:
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     """Run that is refreshed after some steps; journals become Parquet parts several times. With the rows of each refresh."""
     folder = tmp_path_factory.mktemp("live") / "run"
     torch.manual_seed(0)
@@ -51,11 +52,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Li
 
 
 @pytest.fixture
-def copy(watched: tuple[Path, LiveRun, list[int]], tmp_path: Path) -> Path:
+def copy(watched: Watched, tmp_path: Path) -> Path:
     return Path(shutil.copytree(watched[0], tmp_path / "copy"))
 
 
-def test_each_row_is_read_once_across_journals_and_parts(watched: tuple[Path, LiveRun, list[int]]) -> None:
+def test_each_row_is_read_once_across_journals_and_parts(watched: Watched) -> None:
     folder, _, sizes = watched
     run = instrument.load(folder)
     assert len(list((folder / "stats").iterdir())) > 3
@@ -64,7 +65,7 @@ def test_each_row_is_read_once_across_journals_and_parts(watched: tuple[Path, Li
     assert set(sizes) <= {0, per_step, 2 * per_step}
 
 
-def test_values_are_those_of_the_tables(watched: tuple[Path, LiveRun, list[int]]) -> None:
+def test_values_are_those_of_the_tables(watched: Watched) -> None:
     folder, live, _ = watched
     run = instrument.load(folder)
     assert live.step == STEPS
@@ -85,7 +86,7 @@ def test_values_are_those_of_the_tables(watched: tuple[Path, LiveRun, list[int]]
     assert effects.values("norm_before", effects.groups()).shape == (len(effects.locations), STEPS)
 
 
-def test_new_reader_finds_the_same_values(watched: tuple[Path, LiveRun, list[int]]) -> None:
+def test_new_reader_finds_the_same_values(watched: Watched) -> None:
     folder, live, _ = watched
     opened = LiveRun(folder)
     opened.refresh(seconds=0)
@@ -148,9 +149,7 @@ def test_deleted_run_keeps_what_was_read(copy: Path, tmp_path: Path) -> None:
     assert live.info["status"] == "done"
 
 
-def test_unreadable_folder_is_reported(
-    watched: tuple[Path, LiveRun, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_folder_is_reported(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     live = LiveRun(watched[0])
     with monkeypatch.context() as patched:
         patched.setattr("instrument.analysis.new_rows.part_files", no_answer)
@@ -179,9 +178,7 @@ def test_merged_files_are_not_read_again(copy: Path) -> None:
     assert sum(rows.num_rows for rows in NewRows(copy, "stats", ["step"]).read(float("inf"))) > 0
 
 
-def test_remote_run_is_read_when_its_files_are_uploaded(
-    watched: tuple[Path, LiveRun, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_run_is_read_when_its_files_are_uploaded(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, local, _ = watched
     remote = folder_at("memory://watched/run")
     files = cast(Any, remote).fs

@@ -22,10 +22,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_folders import finished, row, tensor_key
+from run_folders import finished, row, tensor_key, write_steps
 from tiers import tiered
 from torch import Tensor
 
+import instrument
 from instrument.errors import SinkError
 from instrument.storage import parquet, parts, tensors
 from instrument.storage.journal import Journal
@@ -39,6 +40,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def keep(sink: ParquetSink, *tensors: Tensor, step: int = 0) -> None:
     for tensor in tensors:
         assert sink.keep(tensor_key(step, layer="a.b"), tensor.shape, tensor) is not None
+
+
+def stored(folder: Path, *tensors: Tensor, mode: Any = "list") -> instrument.Run:
+    """Load a run with tensors."""
+    return instrument.load(write_steps(folder, [{"tensors": [{"values": tensor} for tensor in tensors]}], tensors=mode))
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -58,10 +64,7 @@ def examples(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_every_dtype_and_shape_is_stored_bit_identically(tmp_path: Path, mode: Any, dtype: torch.dtype) -> None:
     given = [examples(dtype), examples(dtype)[0, 0], examples(dtype)[:0], examples(dtype).t()]
-    sink = ParquetSink(tmp_path, tensors=mode)
-    keep(sink, *given)
-    sink.close()
-    rows = finished(tmp_path).tensors()
+    rows = stored(tmp_path, *given, mode=mode).tensors()
     for tensor, found in zip(given, rows.itertuples(), strict=True):
         back = found.values
         assert back.shape == tuple(tensor.shape) == found.shape
@@ -84,12 +87,8 @@ def test_float32_of_any_bits_is_stored_bit_identically(
     @settings(max_examples=examples)
     @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=10, max_size=20))
     def check(words: list[int]) -> None:
-        folder = tmp_path_factory.mktemp("run")
         tensor = torch.tensor(words, dtype=torch.int32).view(torch.float32)
-        sink = ParquetSink(folder, tensors=mode)
-        keep(sink, tensor)
-        sink.close()
-        (back,) = finished(folder).tensors()["values"]
+        (back,) = stored(tmp_path_factory.mktemp("run"), tensor, mode=mode).tensors()["values"]
         assert back.tobytes() == bits(tensor)
 
     check()
@@ -98,14 +97,11 @@ def test_float32_of_any_bits_is_stored_bit_identically(
 @pytest.mark.parametrize("mode", ["list", "bytes"])
 def test_int64_and_float64_are_stored_as_bytes(tmp_path: Path, mode: Any) -> None:
     big = [torch.tensor([2**53 + 1]), torch.tensor([1e300, 1 + 2**-40], dtype=torch.float64)]
-    sink = ParquetSink(tmp_path, tensors=mode)
-    keep(sink, *big, torch.zeros(2))
-    sink.close()
+    run = stored(tmp_path, *big, torch.zeros(2), mode=mode)
     table = pq.read_table(tmp_path / "tensors").to_pylist()
     assert [row["values"] is None for row in table] == [True, True, mode == "bytes"]
     assert [row["data"] is None for row in table] == [False, False, mode == "list"]
-    back = finished(tmp_path).tensors()["values"]
-    assert [list(values) for values in back] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
+    assert [list(values) for values in run.tensors()["values"]] == [[2**53 + 1], [1e300, 1 + 2**-40], [0, 0]]
 
 
 def test_step_is_in_the_journal_and_in_a_part_after_close(tmp_path: Path) -> None:
@@ -194,9 +190,7 @@ def test_every_table_is_readable_after_an_empty_run(tmp_path: Path) -> None:
 
 
 def test_files_have_the_declared_types_and_descriptions(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    sink.write("metrics", [row("metrics", phase="train")])
-    sink.close()
+    write_steps(tmp_path, [{"metrics": [{"phase": "train"}]}])
     for name, table in TABLES.items():
         schema = pq.read_schema(tmp_path / name / "part-0000-000000.parquet")
         assert schema.equals(table.schema)
@@ -321,22 +315,15 @@ def test_incomplete_part_is_not_visible_to_readers(tmp_path: Path, monkeypatch: 
 
 
 def test_tensor_values_are_readable_by_pandas_polars_and_duckdb(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    keep(sink, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
-    sink.close()
+    stored(tmp_path, torch.tensor([[1.0, 2.0], [3.0, 4.5]]))
     assert pd.read_parquet(tmp_path / "tensors")["values"][0].tolist() == [1.0, 2.0, 3.0, 4.5]
     assert polars.read_parquet(tmp_path / "tensors")["values"].to_list() == [[1.0, 2.0, 3.0, 4.5]]
     with duckdb.connect() as connection:
         query = f"select list_sum(\"values\"), shape, hook, layer from '{tmp_path}/tensors/*.parquet'"
-        assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a.b")]
+        assert connection.execute(query).fetchall() == [(10.5, [2, 2], "seen", "a")]
 
 
 def test_parts_of_several_flushes_are_read_in_step_order(tmp_path: Path) -> None:
-    sink = ParquetSink(tmp_path)
-    for step in range(12):
-        sink.write("metrics", [row("metrics", step=step, phase="train")])
-        sink.end_step()
-        sink.finish_parts()
-    sink.close()
+    write_steps(tmp_path, ({"metrics": [{"step": step, "phase": "train"}]} for step in range(12)), parts=range(12))
     assert list(pd.read_parquet(tmp_path / "metrics").step) == list(range(12))
-    assert list(finished(tmp_path).metrics.step) == list(range(12))
+    assert list(instrument.load(tmp_path).metrics.step) == list(range(12))
