@@ -391,8 +391,6 @@ def test_positions_of_a_recorded_part(shape: Any, cut: Any, wanted: Sequence[int
         assert np.array_equal(numbers[: cut[0]][parse_slice(cut[1])].reshape(len(wanted), -1)[:, 0], wanted)
 
 
-# ------------------------------------------------------------------------------------------------------------ runs
-
 NUMBERED = [
     "+model={_target_: distributed_models.Numbered}", "+data={dataset: {_target_: distributed_models.numbered}}",
     "+hooks.t={layers: head, kind: forward, action: record, stats: none, tensors: true}",

@@ -78,9 +78,6 @@ def test_findings_are_ordered_by_severity(made: Make) -> None:
     assert names_of(run) == ["loss not finite", "first recorded non-finite value", "loss", "largest gradient norm"]
 
 
-# ------------------------------------------------------------------------------------------------ gradients and loss
-
-
 @pytest.mark.parametrize("killed", [False, True])
 def test_largest_gradient_norm_has_the_median_of_its_location(made: Make, killed: bool) -> None:
     norms = {"a": [1.0, 2.0, 50.0, 3.0], "b": [0.1, 0.1, 0.2, 0.1]}
@@ -130,9 +127,6 @@ def test_non_finite_loss_is_an_error_with_its_step(made: Make, non_finite: float
     assert found.value == f"{non_finite}, 1.5 before"
 
 
-# ------------------------------------------------------------------------------------------------- non-finite values
-
-
 def test_first_non_finite_value_is_by_step_and_order(made: Make) -> None:
     bad = [(5, "late"), (3, "first"), (3, "second"), (4, "later")]
     rows = [{"step": 1}, *({"step": step, "layer": layer, "nan_count": 2, "inf_count": 1} for step, layer in bad)]
@@ -152,9 +146,6 @@ def test_gradients_of_skipped_steps_are_ignored(made: Make) -> None:
     gradients = [{**GRADIENT, "step": step, "inf_count": 1} for step in range(4)]
     skipped = [{"step": step, "skipped": step < 2} for step in range(4)]
     assert only(made(stats=gradients, metrics=skipped), "first recorded non-finite value").when == 2
-
-
-# ------------------------------------------------------------------------------------------------ units and updates
 
 
 @pytest.mark.parametrize("fraction", [0.5, 0.25])
@@ -226,9 +217,6 @@ def test_usual_update_ratios_give_no_finding(made: Make, ratio: float, values: l
     about = {"kind": "step_post", "role": "update", "hook": "updates", "path": "weight"}
     run = made(stats=[{**about, "step": step, "update_ratio": ratio} for step in range(40)])
     assert [finding.value for finding in findings(run)] == values
-
-
-# ------------------------------------------------------------------------------------------------ hooks
 
 
 def test_hooks_that_did_not_fire_are_grouped_by_cause(made: Make) -> None:

@@ -170,9 +170,6 @@ def test_every_spec_that_does_not_fit_is_reported() -> None:
     assert [found.where for found in caught.value.problems] == ["hooks.a.dim", "hooks.b.dim"]
 
 
-# ---------------------------------------------------------------------------------------- without shape inference
-
-
 @pytest.mark.parametrize(
     ("fields", "where"),
     [

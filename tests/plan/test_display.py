@@ -158,8 +158,6 @@ def test_names_and_numbers_are_never_truncated(width: int) -> None:
     assert "…" not in text
 
 
-# ------------------------------------------------------------------------------------------------ notes
-
 HIDDEN = (
     "spare[0] (Linear) is in a plain Python list or dict, where PyTorch does not find it: its parameters are not trained, "
     "moved or saved, and no glob matches it; use nn.ModuleList or nn.ModuleDict"
@@ -210,9 +208,6 @@ def test_notes_follow_the_plan() -> None:
     lines = [line.strip() for line in shown(mine={**LOOK, "layers": "unused"})]
     below = " ".join(lines[lines.index("Not matched or not recorded:") + 1 :])
     assert below == f"mine: not called during shape inference: unused {HIDDEN}"
-
-
-# ------------------------------------------------------------------------------ descriptions of actions
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,6 @@ def test_all_empty_matches_are_reported_at_once() -> None:
     assert [one.where for one in found] == ["hooks.a.layers", "hooks.c.params"]
 
 
-# ------------------------------------------------------------------------------------------------ frozen parameters
-
-
 @pytest.mark.parametrize(
     ("kind", "role"),
     [

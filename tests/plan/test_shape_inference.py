@@ -143,9 +143,6 @@ def test_module_that_does_not_run_is_absent() -> None:
     assert id(model.drop) in inferred
 
 
-# ------------------------------------------------------------------------------------------ batches that do not fit
-
-
 def misfit_problem(model: nn.Module, forward: Callable[[], Any]) -> Problem:
     with pytest.raises(ConfigError) as caught:
         infer_shapes(model, forward, training=True)
@@ -207,9 +204,6 @@ def test_error_caught_by_the_model_is_not_blamed_later() -> None:
     assert problem.where == "task"
     inferred = infer_shapes(model, lambda: model(torch.zeros(2, 4)), training=True)
     assert [len(inferred[id(module)].outputs) for module in (model, model.fussy, model.plain)] == [1, 0, 1]
-
-
-# ------------------------------------------------------------------------------------------------ lazy modules
 
 
 def test_lazy_modules_are_materialized_without_random_draws() -> None:

@@ -158,9 +158,6 @@ def test_guard_detects_a_hook_that_waits(guarded: list[str]) -> None:
     assert guarded == ["h"]
 
 
-# ------------------------------------------------------------------------------------------- rows one step later
-
-
 @pytest.fixture
 def pending_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat all values as on a device, and pending until they are read."""
@@ -211,9 +208,6 @@ def test_error_in_the_loop_loses_no_completed_step() -> None:
         probe.end_step(loss=torch.tensor(1.0))
         raise RuntimeError("in the loop")
     assert len(probe.sink.rows["stats"]) == len(probe.sink.rows["metrics"]) == 1
-
-
-# ------------------------------------------------------------------------------------------------ with a GPU
 
 
 @contextmanager

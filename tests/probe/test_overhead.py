@@ -84,9 +84,6 @@ def test_steps_are_compared_at_equal_other_hooks() -> None:
     assert (found.error, found.baseline) == (0.0, pytest.approx(2.0, rel=0.02))
 
 
-# ---------------------------------------------------------------------------------------------- with a probe
-
-
 class Clock:
     """A clock that advances only by the durations that a test sets."""
 

@@ -42,9 +42,6 @@ def samples_of(probe: instrument.Probe) -> pd.DataFrame:
     return probe.sink.frame("samples")  # type: ignore[attr-defined, no-any-return]
 
 
-# ------------------------------------------------------------------------------------------------------------ in a loop
-
-
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor, pd.Series])
 def test_batch_accepts_ids_and_targets_in_every_form(form: Callable[[Any], Any]) -> None:
     rows = record(form([7, 2, 5]), form([0.5, 1.5, -2.0]))
@@ -208,9 +205,6 @@ Weighted = namedtuple("Weighted", ["x", "y", "weight"])
 def test_targets_of_a_batch_are_scalars_or_missing(batch: Any, expected: list[float] | None) -> None:
     targets = targets_of(batch, 2)
     assert (None if targets is None else targets.tolist()) == expected
-
-
-# ------------------------------------------------------------------------------------------------------------ in a run
 
 
 def test_run_writes_dataset_indices_and_targets(tmp_path: Path) -> None:

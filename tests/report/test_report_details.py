@@ -146,9 +146,6 @@ def test_overrides_of_training_are_shown_also_infinite_values(tmp_path: Path) ->
     assert [run["overrides"]["lr"] for run in data["runs"]] == [".inf", 0.1]
 
 
-# --------------------------------------------------------------------------------------------------------- in a browser
-
-
 def open_html(browser: Any, html: str, file: Path) -> Any:
     file.write_text(html)
     page = new_page(browser)
