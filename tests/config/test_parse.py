@@ -191,12 +191,6 @@ def test_config_is_parsed_with_defaults() -> None:
 
 # What is added to a spec, the location of the problem, and words of its message.
 OUT_OF_RANGE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    (
-        RECORD,
-        {"kind": "backward"},
-        "",
-        "deprecated in PyTorch: its gradients are wrong for modules with several operations",
-    ),
     (RECORD, {"every": 0}, "every", "greater than or equal to 1"),
     (RECORD, {"every": -1}, "every", "greater than or equal to 1"),
     (RECORD, {"every": 1.5}, "every", "integer"),
@@ -335,6 +329,12 @@ def test_invalid_value_is_reported_with_its_location(
     assert words in problem.message
     if location and problem.message != "is missing" and fields[location.split(".", maxsplit=1)[0]] is not None:
         assert problem.given is not None
+
+
+def test_backward_kind_is_refused_with_full_backward_suggested() -> None:
+    problem = problem_in(parse_hooks, {"old": {**RECORD, "kind": "backward"}})
+    assert "deprecated in PyTorch: its gradients are wrong for modules with several operations" in str(problem)
+    assert "similar  full_backward" in str(problem)
 
 
 # What is added to a spec, then where, given, allowed and similar of the problem.
